@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel=stages,
         log_level="warning",
     )
-    ranks = meet(config, os._exit, ExitStack())
+    ranks = meet(config, os._exit)
     waits = Waits()
     if ranks is not None:
         for name in ("add_up", "receive", "gather"):

@@ -102,6 +102,8 @@ ASYNC = {
     "router/bus.py",
     "worker/app.py",
     "worker/start.py",
+    "worker/compute/handshake.py",
+    "worker/compute/meeting.py",
     "worker/transfer/neighbours.py",
     "worker/transfer/thread.py",
     "worker/transfer/sender.py",

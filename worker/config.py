@@ -291,11 +291,12 @@ class Config(SharedSettings):
                 f"--rendezvous {self.rendezvous!r} is neither tcp://HOST:PORT, with a port from 1 "
                 "to 65535, nor file:///PATH"
             )
-        if found[1] is not None and found[1] not in LOOPBACK_HOSTS and not self.insecure:
+        is_open = found[1] is not None and found[1] not in LOOPBACK_HOSTS
+        if is_open and not (self.has_keys or self.insecure):
             raise ValueError(
-                f"--rendezvous {self.rendezvous} can be reached from other machines, and processes "
-                "of one worker have no keys among themselves (torch.distributed has none); use a "
-                "network that is yours alone and add --insecure"
+                f"--rendezvous {self.rendezvous} can be reached from other machines, and there is "
+                "no key to tell who may connect: make keys with scripts/keys and say --keys DIR to "
+                "all processes, or add --insecure if you trust everybody on the network"
             )
         return self
 
@@ -303,8 +304,7 @@ class Config(SharedSettings):
     def _check(self) -> Self:
         host = self.kv_bind.removeprefix("tcp://").rpartition(":")[0]
         is_open = self.kv_bind.startswith("tcp://") and host not in LOOPBACK_HOSTS
-        has_keys = self.keys is not None or credential(f"{self.party}.key") is not None
-        if is_open and not (has_keys or self.insecure):
+        if is_open and not (self.has_keys or self.insecure):
             raise ValueError(
                 f"--kv-bind {self.kv_bind} can be reached from other machines, and there is no key "
                 "to tell who may connect: make keys with scripts/keys and say --keys DIR, or bind "
@@ -336,6 +336,11 @@ class Config(SharedSettings):
     def party(self) -> str:
         """Whose key this worker has."""
         return f"{self.role}-{self.rank}"
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether this worker was given keys."""
+        return self.keys is not None or credential(f"{self.party}.key") is not None
 
     @property
     def step_tokens(self) -> int:

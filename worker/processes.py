@@ -13,10 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from threading import Thread
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -24,6 +22,7 @@ import structlog
 
 from wire.process.children import die_with_parent, same_release
 from wire.process.cores import best_threads
+from wire.process.keys import open_keys
 from wire.process.lifetime import ending_signals
 from wire.process.model import check_files, fingerprint, locate
 from wire.process.settings import SharedSettings
@@ -47,6 +46,7 @@ _SHARED: Final = {
 STEP_TIMEOUT_S: Final = 600.0
 # Of Linux: the address of an interface.
 _SIOCGIFADDR: Final = 0x8915
+_INTERFACE: Final = "NCCL_SOCKET_IFNAME"
 # Of torchrun: only it sets this one, the others are names that anybody may have taken.
 _TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
 
@@ -67,6 +67,11 @@ class Place(NamedTuple):
     local_number: int
     num_local: int
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all of them are on this machine."""
+        return not self.rendezvous.startswith("tcp://")
+
 
 def place_of(config: Config, environ: Mapping[str, str]) -> Place:
     """Say which process this is; no rendezvous: it has to start the others.
@@ -83,59 +88,63 @@ def place_of(config: Config, environ: Mapping[str, str]) -> Place:
                 f"{config.tensor_parallel} x --pipeline-parallel {config.pipeline_parallel} are "
                 f"{config.num_processes}; change --nnodes or --nproc-per-node, or these"
             )
-        if int(environ["LOCAL_WORLD_SIZE"]) < count and not config.insecure:
+        port, num_local = int(environ["MASTER_PORT"]), int(environ["LOCAL_WORLD_SIZE"])
+        if num_local == count:
+            return Place(number, _on_this_machine(port), number, count)
+        if not config.has_keys and not config.insecure:
             raise ValueError(
-                "torchrun has started processes on several machines, and those of one worker have "
-                "no keys among themselves (torch.distributed has none); use a network that is "
-                "yours alone and add --insecure"
+                "torchrun has started processes on several machines, and there is no key to tell "
+                "who may connect to them: make keys with scripts/keys and say --keys DIR, or add "
+                "--insecure if you trust everybody on the network"
             )
-        local = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
-        return Place(number, "env://", *local)
+        # At its own port torchrun keeps a store.
+        rendezvous = f"tcp://{environ['MASTER_ADDR']}:{port + 1}"
+        return Place(number, rendezvous, int(environ["LOCAL_RANK"]), num_local)
     if config.rendezvous.startswith("tcp://"):
-        return Place(config.process, config.rendezvous, 0, 1)
+        host, _, digits = config.rendezvous.removeprefix("tcp://").rpartition(":")
+        if host not in LOOPBACK_HOSTS:
+            return Place(config.process, config.rendezvous, 0, 1)
+        return Place(config.process, _on_this_machine(int(digits)), 0, 1)
     return Place(config.process, config.rendezvous, config.process, config.num_processes)
+
+
+def _on_this_machine(port: int) -> str:
+    """Return where processes meet that know no more of each other than a port of the loopback."""
+    if sys.platform == "linux":
+        return f"abstract://baton-{port}"
+    return f"file://{gettempdir()}/baton-{port}"
 
 
 def settle(config: Config, place: Place) -> None:
     """Choose what this process computes with, before torch is imported: a GPU, its threads.
 
-    Others are to be started with the environment as it was before.  Where all are on this machine,
-    what they tell each other stays on it, whatever the environment says of an interface.
+    Others are to be started with the environment as it was before.  NCCL takes the interface by
+    which process 0 is reached; on one machine the loopback, whatever the environment says.
     """
     if config.num_processes == 1:
         return
-    if config.device != "cpu":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        every = [str(it) for it in range(place.num_local)]
-        gpus = every if visible is None else visible.split(",")  # "" says that there is none
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place.local_number :][:1])
     if not config.threads and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, best_threads() // place.num_local))
-    host = _host_of(place) if place.num_local < config.num_processes else LOOPBACK_HOSTS[0]
-    is_here = host in LOOPBACK_HOSTS
-    if (interface := interface_to(LOOPBACK_HOSTS[0] if is_here else host)) is None:
+    if config.device == "cpu":
         return
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        said = os.environ.setdefault(name, interface)
-        if is_here and said != interface:
-            os.environ[name] = interface
-            log.warning(
-                "the processes of this worker are on one machine, and talk over the loopback only",
-                **{name: said, "used": interface},
-            )
-
-
-def _host_of(place: Place) -> str:
-    if place.rendezvous.startswith("env://"):
-        return os.environ["MASTER_ADDR"]
-    return place.rendezvous.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = [str(it) for it in range(place.num_local)]
+    gpus = every if visible is None else visible.split(",")  # "" says that there is none
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place.local_number :][:1])
+    host = place.rendezvous.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if (interface := interface_to(LOOPBACK_HOSTS[0] if place.is_here else host)) is None:
+        return
+    said = os.environ.setdefault(_INTERFACE, interface)
+    if place.is_here and said != interface:
+        os.environ[_INTERFACE] = interface
+        log.warning(
+            "the processes of this worker are on one machine, and talk over the loopback only",
+            **{_INTERFACE: said, "used": interface},
+        )
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface by which a host is reached over IPv4; None if nobody knows.
-
-    By itself gloo takes the one that this machine's name resolves to, often the loopback.
-    """
+    """Return the network interface by which a host is reached over IPv4; None if nobody knows."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
@@ -152,7 +161,7 @@ def interface_to(host: str) -> str | None:
     return None
 
 
-def meet(config: Config, on_lost: Callable[[int], None], at_end: ExitStack) -> Ranks | None:
+def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     """Wait until all processes of the worker are there; None: it has no others.
 
     Process 0 starts the others first, unless somebody else does.
@@ -160,7 +169,6 @@ def meet(config: Config, on_lost: Callable[[int], None], at_end: ExitStack) -> R
     Args:
         on_lost: Called, on a thread of its own, when one ends that was not told to; with its exit
             status, negative for a signal.
-        at_end: Is given what to clear away when this process ends.
 
     Raises:
         ValueError: They cannot compute the model together.
@@ -172,6 +180,7 @@ def meet(config: Config, on_lost: Callable[[int], None], at_end: ExitStack) -> R
     place, before = place_of(config, os.environ), dict(os.environ)
     settle(config, place)
     settings = _settings(config)
+    keys = None if place.is_here else open_keys(config.keys, config.party)
     _end_by_signals()
     # Here: it imports torch, whose threads are counted when it is imported.
     from worker.compute.device import find_device
@@ -180,28 +189,27 @@ def meet(config: Config, on_lost: Callable[[int], None], at_end: ExitStack) -> R
 
     shard = Shard.of_process(place.number, config.tensor_parallel, config.pipeline_parallel)
     device = find_device(config.device)
-    rendezvous = place.rendezvous
+    rendezvous, followers = place.rendezvous, None
+    if device.type == "cuda" and not (place.is_here or config.insecure):
+        raise ValueError(
+            "NCCL, by which GPUs of several machines talk, knows no keys; use a network that is "
+            "yours alone and add --insecure"
+        )
     if not rendezvous:
         followers = Followers(config, on_lost, before)
         rendezvous = followers.rendezvous
-        at_end.callback(clear_away, rendezvous)
     try:
-        ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, settings)
+        secret = b"" if keys is None else keys.pair.secret.encode()
+        ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, settings, secret)
     except RuntimeError as error:
         raise ConnectionError(f"the processes of this worker have parted: {error}") from error
-    if ranks.is_leader and device.type == "cpu":
-        clear_away(rendezvous)  # NCCL meets there once more for each connection
-    if ranks.is_leader and place.rendezvous:
-        at_end.callback(clear_away, rendezvous)
+    finally:
+        if followers is not None:
+            followers.directory.cleanup()
+    if ranks.is_leader and followers is None:
         for number in range(1, config.num_processes):
             Thread(target=_watch, args=(ranks, number, on_lost), daemon=True).start()
     return ranks
-
-
-def clear_away(rendezvous: str) -> None:
-    """Remove the file where processes have met, if it is one."""
-    if rendezvous.startswith("file://"):
-        Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def _settings(config: Config) -> dict[str, object]:
@@ -267,9 +275,9 @@ class Followers:
     def __init__(
         self, config: Config, on_lost: Callable[[int], None], environ: Mapping[str, str]
     ) -> None:
-        place, name = tempfile.mkstemp(prefix="baton-")  # nobody else may open it
-        os.close(place)
-        self.rendezvous = f"file://{name}"
+        # Nobody else may look into it, or listen there before we do.
+        self.directory = TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True)
+        self.rendezvous = f"file://{self.directory.name}/meet"
         self._on_lost = on_lost
         self._processes = [
             subprocess.Popen(
@@ -292,7 +300,7 @@ class Followers:
         status = process.wait()
         if status:
             log.error("a process of the model is lost", process=number, status=status)
-            clear_away(self.rendezvous)
+            self.directory.cleanup()
             self._on_lost(status)
 
 

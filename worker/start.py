@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -22,7 +21,7 @@ from wire.process.lifetime import (
 )
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
-from wire.process.settings import EX_CONFIG, parse
+from wire.process.settings import EX_CONFIG, ConfigError, parse
 from worker.app import EXIT_CRASHED, Worker
 from worker.assembly import check_speculation
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
@@ -143,8 +142,7 @@ def start(argv: list[str]) -> int:
     open_standard_streams()
     config = parse(Config, argv, beside="router.config")
     configure(config.log_level)
-    with ExitStack() as at_end:
-        status = _live(config, at_end)
+    status = _live(config)
     if config.num_processes > 1 or is_computing() or status == EXIT_DEVICE_FAILED:
         # Told to stop in its warmup, or a step does not end, or it waits for other processes, or
         # what its device had cannot be freed.
@@ -154,7 +152,7 @@ def start(argv: list[str]) -> int:
     return status
 
 
-def _live(config: Config, at_end: ExitStack) -> int:
+def _live(config: Config) -> int:
     """Load and serve, or follow; return the exit status."""
 
     def on_lost(status: int) -> None:
@@ -164,12 +162,12 @@ def _live(config: Config, at_end: ExitStack) -> int:
     try:
         _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
-            ranks = meet(config, on_lost, at_end)
+            ranks = meet(config, on_lost)
             executor = load(config, ranks)
             if ranks is not None and not ranks.is_leader:
                 return follow(executor)
             draft = load_draft(config, executor)
-    except (WireError, ValueError) as error:
+    except (WireError, ConfigError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
     except ConnectionError as error:  # a process that computes with this one: start all again

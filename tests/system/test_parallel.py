@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from scripts.keys import make_keys
 from scripts.models.make_model import make_model
 from tests.cluster import Cluster, until
 from tests.expected import NUM_TOKENS, VOCAB_SIZE, Expected, expectations
@@ -130,3 +133,47 @@ def test_processes_that_somebody_started_end_well_when_the_leader_is_told(tmp_pa
             assert (leader.wait(20), follower.wait(20)) == (0, 0)
         finally:
             follower.kill()
+
+
+def knock(port: int, sent: bytes) -> None:
+    """Connect to a port of this machine, send something, and hang up."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(sent)
+
+
+def listening(processes: Sequence[psutil.Process]) -> list[int]:
+    """Return the ports on which the processes listen."""
+    every = (it for process in processes for it in process.net_connections("tcp"))
+    return sorted({it.laddr.port for it in every if it.status == psutil.CONN_LISTEN})
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_strangers_at_its_ports_change_nothing(has_keys: bool, tmp_path: Path) -> None:
+    """They cost no descriptor, no process, no answer, and no room in the log."""
+    model, [expected] = checkpoint(tmp_path, "llama", (17,))
+    keys: tuple[str, ...] = ()
+    if has_keys:
+        make_keys(tmp_path / "keys", ["router", "prefill-0", "decode-0"], list[object]().append)
+        keys = ("--keys", str(tmp_path / "keys"))
+    with Cluster(tmp_path, local="0,0", model=model, args=keys) as cluster:
+        cluster.worker("prefill", 0, *FLOAT32, *keys)
+        leader = cluster.worker("decode", 0, *FLOAT32, *TENSOR, *PIPELINE, *keys)
+        assert complete(cluster, expected.prompt, NUM_TOKENS) == expected.tokens
+        processes = [psutil.Process(leader.pid), *descendants(leader.pid)]
+        ports, before = listening(processes), [it.num_fds() for it in processes]
+        num_lines = len(cluster.log().splitlines())
+        draw = random.Random(7)
+        for port in ports:
+            for _ in range(300):
+                knock(port, bytes(8))
+            for _ in range(20):
+                knock(port, draw.randbytes(draw.randrange(1, 4096)))
+        assert complete(cluster, expected.prompt, NUM_TOKENS) == expected.tokens
+        until(  # closed soon; a few may be of connections for KV
+            lambda: all(it.num_fds() < n + 9 for it, n in zip(processes, before, strict=True)),
+            "descriptors are back",
+        )
+        assert [it.pid for it in descendants(leader.pid)] == [it.pid for it in processes[1:]]
+        assert len(cluster.log().splitlines()) < num_lines + 30
+        # The only ports are those for KV, which its leader guards; see test_security.
+        assert listening(processes[1:]) == [] and len(ports) == 2

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.keys import make_keys
 from scripts.models.make_model import make_model
 from tests.cluster import ROOT, START_S, until
 from tests.expected import NUM_TOKENS, VOCAB_SIZE, expectations
@@ -193,11 +194,15 @@ def test_the_refusals_the_document_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_worker_whose_stages_are_on_two_hosts(tmp_path: Path, start: Start) -> None:
+@pytest.mark.parametrize("guard", ["--insecure", "--keys"])
+def test_a_worker_whose_stages_are_on_two_hosts(guard: str, tmp_path: Path, start: Start) -> None:
     """It answers as one process does; when the other host's dies, it ends and is started again."""
+    if guard == "--keys":
+        make_keys(tmp_path / "keys", ["router", "prefill-0", "decode-0"], list[object]().append)
+        guard = f"--keys {tmp_path}/keys"
     path = make_model(tmp_path / "model", num_hidden_layers=3, vocab_size=VOCAB_SIZE)
     (expected,) = expectations(path, random.Random(1), (300,))
-    shared = f"--model {path} --insecure"
+    shared = f"--model {path} {guard}"
     worker = f"python -m worker --router tcp://10.0.0.1:5570 --dtype float32 --device cpu {shared}"
     start("router", f"python -m router --bus tcp://10.0.0.1:5570 {shared}", tmp_path, "torch")
     start("router", f"{worker} --role prefill", tmp_path, "torch")

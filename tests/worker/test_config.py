@@ -98,7 +98,10 @@ TWO: dict[str, Any] = {"tensor_parallel": 2}
         ({**TWO, "rendezvous": "tcp://127.0.0.1:99999"}, "a port from 1 to 65535"),
         ({**TWO, "rendezvous": "tcp://127.0.0.1:0"}, "a port from 1 to 65535"),
         ({**TWO, "rendezvous": "file://here"}, "'file://here' is neither"),
-        ({**TWO, "rendezvous": "tcp://10.0.0.5:29500"}, "no keys among themselves .*--insecure"),
+        (
+            {**TWO, "rendezvous": "tcp://10.0.0.5:29500"},
+            "no key to tell who may .*--insecure",
+        ),
         ({**TWO, "rendezvous": "tcp://0.0.0.0:29500"}, "can be reached from other machines"),
     ],
 )
@@ -113,7 +116,8 @@ def test_processes_meet_on_this_machine_or_where_somebody_says_it_is_safe() -> N
     here = ("127.0.0.1:29500", "localhost:1", "[::1]:1", "::1:65535")
     for rendezvous in ("file:///tmp/meet", *(f"tcp://{it}" for it in here)):
         assert Config(**TWO, rendezvous=rendezvous, process=1).process == 1
-    assert Config(**TWO, rendezvous="tcp://10.0.0.5:29500", insecure=True).rendezvous
+    for settings in ({"insecure": True}, {"keys": Path("/k")}):
+        assert Config(**TWO, rendezvous="tcp://10.0.0.5:29500", **settings).rendezvous
 
 
 @pytest.mark.parametrize("port", ["auto", "off", "1", "65535"])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,20 @@ from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
 from tests.cluster import ROOT, until
+from tests.faults.ports import free_port
 from wire.process.cores import best_threads
 from wire.process.model import fingerprint
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
 from worker.compute import meeting
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
 from worker.config import Config
+from worker.model.shard import Shard
 from worker.parallel.executor import ShardedExecutor
-from worker.processes import (
-    Followers,
-    Place,
-    clear_away,
-    command,
-    follow,
-    meet,
-    place_of,
-    settle,
-)
+from worker.processes import Followers, Place, command, follow, meet, place_of, settle
 
 pytestmark = pytest.mark.timeout(360)  # some start several workers, each with its imports
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -48,7 +40,10 @@ TORCHRUN = {
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.5",
+    "MASTER_PORT": "29500",
 }
+AT_A_PORT = "abstract://baton-29500"
 EIGHT: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 2}
 
 
@@ -58,7 +53,9 @@ EIGHT: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 2}
         ({}, {}, Place(0, "", 0, 1)),
         (EIGHT, {}, Place(0, "", 0, 8)),
         ({}, TORCHRUN, Place(0, "", 0, 1)),  # one of many workers that torchrun has started
-        ({**EIGHT, "insecure": True}, TORCHRUN, Place(5, "env://", 1, 4)),
+        # Of torchrun's own port the next.
+        ({**EIGHT, "insecure": True}, TORCHRUN, Place(5, "tcp://10.0.0.5:29501", 1, 4)),
+        ({**EIGHT, "keys": Path("/k")}, TORCHRUN, Place(5, "tcp://10.0.0.5:29501", 1, 4)),
         # Names that anybody may use say nothing without torchrun's own.
         (EIGHT, {"RANK": "5", "WORLD_SIZE": "8"}, Place(0, "", 0, 8)),
         (
@@ -71,6 +68,8 @@ EIGHT: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 2}
             {},
             Place(6, "tcp://10.0.0.5:29500", 0, 1),
         ),
+        # On one machine no port is opened.
+        ({**EIGHT, "rendezvous": "tcp://[::1]:29500"}, {}, Place(0, AT_A_PORT, 0, 1)),
     ],
 )
 def test_each_process_knows_its_place(
@@ -87,23 +86,23 @@ def test_torchrun_with_another_number_of_processes_is_refused() -> None:
 
 
 def test_torchrun_on_several_machines_is_asked_for_in_as_many_words() -> None:
-    with pytest.raises(ValueError, match=r"no keys among themselves .* --insecure"):
+    with pytest.raises(ValueError, match=r"no key to tell who may connect .* --insecure"):
         place_of(Config(**EIGHT), TORCHRUN)
     one_machine = {**TORCHRUN, "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
-    assert place_of(Config(**EIGHT), one_machine) == Place(5, "env://", 5, 8)
+    assert place_of(Config(**EIGHT), one_machine) == Place(5, AT_A_PORT, 5, 8)
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without the variables that processes settle by; as they were afterwards."""
-    for name in (GPUS, THREADS, *INTERFACES):
+    for name in (GPUS, THREADS, INTERFACE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
 
 
 def settled() -> dict[str, str]:
-    return {name: os.environ[name] for name in (GPUS, THREADS, *INTERFACES) if name in os.environ}
+    return {name: os.environ[name] for name in (GPUS, THREADS, INTERFACE) if name in os.environ}
 
 
 @pytest.mark.usefixtures("bare")
@@ -120,16 +119,16 @@ def test_each_process_of_a_machine_has_a_gpu_and_its_share_of_the_threads(
 ) -> None:
     config = Config(tensor_parallel=2)
     for number, gpu in enumerate(gpus):
-        for name in (GPUS, THREADS, *INTERFACES):
+        for name in (GPUS, THREADS, INTERFACE):
             bare.delenv(name, raising=False)
         if visible is not None:
             bare.setenv(GPUS, visible)
         settle(config, Place(number, "file:///m", number, 2))
         threads = str(max(1, best_threads() // 2))
-        assert settled() == {GPUS: gpu, THREADS: threads} | dict.fromkeys(INTERFACES, LOOPBACK)
+        assert settled() == {GPUS: gpu, THREADS: threads, INTERFACE: LOOPBACK}
 
 
-SAID = {THREADS: "3"} | dict.fromkeys(INTERFACES, "eth7")
+SAID = {THREADS: "3", INTERFACE: "eth7"}
 
 
 def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.MonkeyPatch) -> None:
@@ -144,9 +143,7 @@ def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.M
     "place",
     [
         Place(1, "file:///m", 1, 2),
-        Place(1, "tcp://127.0.0.1:29500", 0, 1),
-        Place(1, "tcp://[::1]:29500", 0, 1),
-        Place(1, "tcp://::1:29500", 0, 1),
+        Place(1, AT_A_PORT, 0, 1),
     ],
 )
 def test_on_one_machine_nobody_can_have_processes_listen_to_others(
@@ -155,9 +152,10 @@ def test_on_one_machine_nobody_can_have_processes_listen_to_others(
     for name, value in SAID.items():
         bare.setenv(name, value)
     with capture_logs() as logs:
-        settle(Config(tensor_parallel=2, device="cpu"), place)
-    assert settled() == {THREADS: "3"} | dict.fromkeys(INTERFACES, LOOPBACK)
-    assert [line[name] for line, name in zip(logs, INTERFACES, strict=True)] == ["eth7", "eth7"]
+        settle(Config(tensor_parallel=2), place)
+    gpu = str(place.local_number)
+    assert settled() == {GPUS: gpu, THREADS: "3", INTERFACE: LOOPBACK}
+    assert [line[INTERFACE] for line in logs] == ["eth7"]
 
 
 @pytest.mark.usefixtures("bare")
@@ -170,15 +168,14 @@ def test_processes_of_several_machines_choose_by_their_number_there_and_where_th
     bare: pytest.MonkeyPatch,
 ) -> None:
     bare.setattr("worker.processes.best_threads", lambda: 24)
-    bare.setenv("MASTER_ADDR", "127.0.0.1")
-    settle(Config(**EIGHT), Place(5, "env://", 1, 4))
-    assert settled() == {GPUS: "1", THREADS: "6"} | dict.fromkeys(INTERFACES, LOOPBACK)
+    settle(Config(**EIGHT), Place(5, "tcp://127.1.1.1:29501", 1, 4))
+    assert settled() == {GPUS: "1", THREADS: "6", INTERFACE: LOOPBACK}
 
 
 @pytest.mark.usefixtures("bare")
 def test_no_interface_is_chosen_where_nobody_knows_the_way() -> None:
-    settle(Config(**EIGHT, device="cpu", threads=1), Place(1, "tcp://[ff02::1]:29500", 0, 1))
-    assert settled() == {}
+    settle(Config(**EIGHT, threads=1), Place(1, "tcp://[ff02::1]:29500", 0, 1))
+    assert settled() == {GPUS: "0"}
 
 
 def test_the_others_are_told_all_that_the_model_depends_on() -> None:
@@ -240,8 +237,9 @@ def test_they_have_our_environment_without_settings_and_what_systemd_says(
     for name in ("BATON_RANK", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "HF_HOME"):
         monkeypatch.setenv(name, "7")
     lost = Lost(tmp_path, monkeypatch, 'env > "$OUT"')
-    lost.start(tensor_parallel=2)
+    followers = lost.start(tensor_parallel=2)
     assert lost.wait() == []
+    followers.directory.cleanup()
     names = dict(line.partition("=")[::2] for line in (tmp_path / "out").read_text().splitlines())
     assert {"HF_HOME", "PYTHONPATH"} <= names.keys()
     assert not [it for it in names if it.startswith(("BATON_", "NOTIFY_SOCKET", "WATCHDOG_"))]
@@ -274,15 +272,15 @@ def test_nothing_is_left_of_where_they_met_nor_where_they_did_not(
     lost = Lost(tmp_path, monkeypatch, f"exit {status}")
     followers = lost.start(tensor_parallel=2)
     if status == 0:
-        place = Path(followers.rendezvous.removeprefix("file://"))
-        assert stat.S_IMODE(place.stat().st_mode) == 0o600
-        clear_away(followers.rendezvous)
+        place = Path(followers.rendezvous.removeprefix("file://")).parent
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+        followers.directory.cleanup()
     assert lost.wait() == [status] * (status > 0)
-    assert not Path(followers.rendezvous.removeprefix("file://")).exists()
+    assert not [it for it in tmp_path.iterdir() if it.name.startswith("baton-")]
 
 
 def test_a_worker_of_one_process_meets_nobody() -> None:
-    assert meet(Config(), lambda _: None, ExitStack()) is None
+    assert meet(Config(), lambda _: None) is None
 
 
 @pytest.mark.usefixtures("bare")
@@ -291,7 +289,7 @@ def test_nobody_is_started_for_a_model_that_does_not_divide(
 ) -> None:
     lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"')
     with pytest.raises(ValueError, match="--tensor-parallel may be 1, 2, 4 for this model"):
-        meet(Config(tensor_parallel=3, device="cpu"), lost.statuses.append, ExitStack())
+        meet(Config(tensor_parallel=3, device="cpu"), lost.statuses.append)
     assert lost.wait() == [] and not (tmp_path / "out").exists()
 
 
@@ -303,13 +301,24 @@ def test_a_leader_says_which_settings_of_others_must_be_the_same(tmp_path: Path)
     command = [sys.executable, "-m", "worker", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as leader:
         try:
-            settings = json.loads(meeting.meet(place, 1, 2, {}, 60.0).get("settings 0"))
+            ours = {"the fingerprint of --model": fingerprint(path), **numbers, "--dtype": "auto"}
+            with pytest.raises(ValueError, match="--dtype is auto for process 1 and float32 for"):
+                meeting.meet(place, Shard.of_process(1, 2, 1), ours, 60.0)
             _, log = leader.communicate(timeout=60)
         finally:
             leader.kill()
-    assert settings.items() >= {"the fingerprint of --model": fingerprint(path), **numbers}.items()
     assert leader.returncode == EX_CONFIG
     assert "--tensor-parallel is 2 for process 0 and None for process 1" in log
+
+
+def test_a_key_that_is_missing_on_one_of_several_machines_is_named(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    flags = [f"--model={path}", "--tensor-parallel=2", "--device=cpu", f"--keys={tmp_path}"]
+    flags += [f"--rendezvous=tcp://127.0.0.2:{free_port()}", "--process=1"]
+    command = [sys.executable, "-m", "worker", *flags]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == EX_CONFIG and "Traceback" not in done.stderr
+    assert f"cannot read {tmp_path}/decode-0.key" in done.stderr
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -318,22 +327,29 @@ def test_who_waits_for_others_ends_by_a_signal(
     number: signal.Signals, process: int, tmp_path: Path
 ) -> None:
     place = tmp_path / "meeting"
+    # One for which process 1 can wait: process 0 never answers it.
+    silent = socket.socket(socket.AF_UNIX)
+    if process == 1:
+        silent.bind(str(place))
+        silent.listen()
     flags = ["--tensor-parallel=2", "--device=cpu", f"--process={process}"]
     command = [sys.executable, "-m", "worker", *flags, f"--rendezvous=file://{place}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
         try:
+            if process == 1:
+                silent.accept()[0].close()
             until(place.exists, "it waits")
             waiting.send_signal(number)
             _, log = waiting.communicate(timeout=60)
         finally:
             waiting.kill()
+            silent.close()
     assert waiting.returncode == 128 + number
     assert "ended by a signal before" in log and "Traceback" not in log
 
 
 LEADER = """
 import os, signal, sys, threading
-from contextlib import ExitStack
 from wire.process.settings import parse
 from worker.start import load
 from worker.config import Config
@@ -343,7 +359,7 @@ import psutil
 
 lost = []
 config = parse(Config, sys.argv[1:])
-ranks = meet(config, lost.append, ExitStack())
+ranks = meet(config, lost.append)
 executor = load(config, ranks)
 cache = executor.allocate(8, 16)
 cache.pack([0], Rectangle(0, range(1), range(1, 2), range(3)))  # of the other, so it follows
@@ -377,7 +393,6 @@ def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
 
 SEPARATE = """
 import os, sys, threading
-from contextlib import ExitStack
 from wire.process.settings import parse
 from worker.start import load
 from worker.config import Config
@@ -385,7 +400,7 @@ from worker.processes import follow, meet
 
 lost = []
 config = parse(Config, sys.argv[2:])
-ranks = meet(config, lost.append, ExitStack())
+ranks = meet(config, lost.append)
 if sys.argv[1] == "die":
     print("met", flush=True)
     ranks.is_leader or threading.Event().wait()

@@ -73,8 +73,8 @@ class DescriptorPort:
             self._loop.call_later(PAUSE_S, self._resume)
             return
         with connection:
-            if not _is_own(connection):
-                self._note(_user_of(connection))
+            if not is_own(connection):
+                self._note(user_of(connection))
                 return
             try:
                 connection.setblocking(False)
@@ -128,8 +128,8 @@ async def _connect(connection: socket.socket, name: str) -> None:
             await asyncio.sleep(AGAIN_S)
         else:
             break
-    if not _is_own(connection):
-        raise PermissionError(f"user {_user_of(connection)} listens, not {os.geteuid()}")
+    if not is_own(connection):
+        raise PermissionError(f"user {user_of(connection)} listens, not {os.geteuid()}")
 
 
 async def _until_readable(connection: socket.socket) -> None:
@@ -147,10 +147,12 @@ def _new_socket() -> socket.socket:
     return made
 
 
-def _user_of(connection: socket.socket) -> int:
+def user_of(connection: socket.socket) -> int:
+    """Return the user of the process at the other end of a Unix socket, by what Linux says."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def _is_own(connection: socket.socket) -> bool:
-    return _user_of(connection) == os.geteuid() != NOBODY
+def is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is of our own user, on Linux."""
+    return user_of(connection) == os.geteuid() != NOBODY

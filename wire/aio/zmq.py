@@ -147,7 +147,10 @@ class Hub:
         frame = self._port.socket.recv(LAST, copy=False)
         if not self._peers.knows(peer):
             self._pump.read_events()
-            fd = int(frame.get(zmq.SRCFD))
+            try:
+                fd = int(frame.get(zmq.SRCFD))
+            except zmq.ZMQError:  # of ZMTP 1 or 2, which bytes at random may look like
+                return self._port.read(frame)[1]
             if not self._may_speak(peer, frame, fd):
                 return self._port.read(frame)[1]
             self._peers.meet(peer, fd)

@@ -1,99 +1,258 @@
-"""Where the processes of a model meet, and whether their settings match.
+"""How the processes of a model find each other, agree on settings, and connect.
 
-All are there and agree before any connects to another: whoever waits for one that computes
-something else would wait for long.  Until then a signal can end the wait.
+Process 0 listens where they meet, and the others call it.  All are there and have the same settings
+before any connects to another: a process that waits for one that computes something else would
+wait for long.  Until then a signal can end the wait.  Nobody listens after the meeting.
+
+    file:///PATH        a Unix socket of that name, for this user alone; others add .1, .2, ...
+    abstract://NAME     the same under names that are in no file system, which Linux has
+    tcp://HOST:PORT     a port of process 0; others listen at any free one
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
+import secrets
 import socket
+import struct
 import time
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, aclosing
+from ipaddress import ip_address
+from itertools import combinations
+from typing import Any, Final, NamedTuple
 
-# Public as torch.distributed.Store and so on, where their types cannot be found.
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous as rendezvous_of
+from worker.compute.connection import Connection, ProcessLost, exchange
+from worker.compute.handshake import Caller, Listener, Purpose, Refused, call
+from worker.model.shard import Shard
 
-# How often to look whether others have come; a signal is noticed as late as that.
+Connections = dict[tuple[int, Purpose], Connection]
+Settings = Mapping[str, object]
+
+# How often to look whether process 0 has come; a signal is noticed as late as that.
 _LOOK_S: Final = 0.05
+_LENGTH: Final = struct.Struct("<I")
+MAX_MESSAGE_BYTES: Final = 1 << 20
+_BACKLOG: Final = 128
+_EVERYWHERE: Final = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
+
+
+class Address(NamedTuple):
+    """What a socket of this family binds or connects to."""
+
+    family: socket.AddressFamily
+    place: Any
 
 
 def meet(
-    rendezvous: str, process: int, count: int, settings: Mapping[str, object], timeout_s: float
-) -> Store:
-    """Return a store that all processes share, once all are there with the same settings.
+    rendezvous: str, shard: Shard, settings: Settings, timeout_s: float, secret: bytes = b""
+) -> Connections:
+    """Return this process's connections, by process and purpose, once all processes are there.
 
     Args:
-        rendezvous: See `worker.compute.ranks.Ranks`.
+        rendezvous: One of the URLs above.
         settings: What must be the same in all, under the names that an operator knows.
+        secret: What only processes of this worker know.  Without one everybody who reaches a port
+            is trusted, and messages cross the network as they are.
 
     Raises:
-        ValueError: Somebody was here before as this process, or has other settings.
+        ValueError: Another is here already as this process, or has other settings or secret.
         TimeoutError: Not all have come.
+        ProcessLost: One that had come is gone.
         OSError: The place cannot be opened.
     """
-    deadline = time.monotonic() + timeout_s
-    store = _open(rendezvous, process, count, deadline)
-    if store.add(f"came {process}", 1) > 1:
-        raise ValueError(
-            f"process {process} of a worker has been at --rendezvous {rendezvous} before; give "
-            "each process its own --process, and each start a new file or a port of its own"
-        )
-    store.set(f"settings {process}", json.dumps(settings))
-    for other in range(count) if process == 0 else [0]:
-        while not store.check([f"settings {other}"]):
-            _wait(deadline, f"process {other} of {count} has not come", rendezvous)
-        theirs = json.loads(store.get(f"settings {other}"))
-        for name, value in settings.items():
+    return asyncio.run(_Meeting(rendezvous, shard, settings, timeout_s, secret).hold())
+
+
+def connections_beside(size: int, stages: int) -> list[Caller]:
+    """Return which connections are made beside the first ones, of each process to process 0.
+
+    Shards of a stage add up their summands, and a shard hands on to the same of the next stage.
+    """
+    shards = [Shard.of_process(it, size, stages) for it in range(size * stages)]
+    found = list[Caller]()
+    for called, caller in combinations(shards, 2):
+        distance = abs(called.stage - caller.stage)
+        if called.process == 0:
+            purposes = [Purpose.COPIES, Purpose.WATCH]
+        elif distance == 0 or (distance == 1 and called.rank == caller.rank):
+            purposes = [Purpose.STEPS]
+        else:
+            purposes = []
+        found += [Caller(caller.process, called.process, it) for it in purposes]
+    return found
+
+
+class _Meeting:
+    def __init__(
+        self, rendezvous: str, shard: Shard, settings: Settings, timeout_s: float, secret: bytes
+    ) -> None:
+        self._rendezvous, self._settings, self._secret = rendezvous, settings, secret
+        self._number, self._count = shard.process, shard.size * shard.stages
+        self._beside = connections_beside(shard.size, shard.stages)
+        self._deadline = time.monotonic() + timeout_s
+        self._is_sealed = bool(secret) and rendezvous.startswith("tcp://")
+        self._made: Connections = {}
+        self._listening = ExitStack()
+
+    async def hold(self) -> Connections:
+        try:
+            with self._listening:  # which closes it
+                await (self._follow() if self._number else self._lead())
+        except BaseException:
+            for connection in self._made.values():
+                connection.close()
+            raise
+        return self._made
+
+    async def _lead(self) -> None:
+        family, place = _find(self._rendezvous)
+        # The name of this machine may lead to its loopback, here alone.
+        if family != socket.AF_UNIX and ip_address(place[0]).is_loopback:
+            place = (_EVERYWHERE[family], *place[1:])
+        listener, secret = self._listen(Address(family, place)), secrets.token_bytes()
+        addresses: dict[int, Any] = {}
+
+        def greet(other: Connection) -> None:
+            theirs = self._hear(other)
+            addresses[other.peer] = theirs["address"]
+            self._tell(other, {"settings": self._settings, "secret": secret.hex()})
+            self._compare(theirs["settings"], other.peer)
+
+        await self._admit(listener, [Caller(it, 0) for it in range(1, self._count)], greet)
+        for other in self._made.values():
+            self._tell(other, list(addresses.items()))
+        listener.secret = secret
+        await self._admit(listener, self._beside)
+
+    async def _follow(self) -> None:
+        first = await self._call(Caller(self._number, 0), self._secret)
+        family = first.socket.family
+        if family == socket.AF_UNIX:
+            own = Address(family, f"{_find(self._rendezvous).place}.{self._number}")
+        else:
+            host, _, *scope = first.socket.getsockname()
+            own = Address(family, (host, 0, *scope))
+        listener = self._listen(own)
+        address = own.place if family == socket.AF_UNIX else listener.socket.getsockname()
+        self._tell(first, {"settings": self._settings, "address": address})
+        theirs = self._hear(first)
+        self._compare(theirs["settings"], 0)
+        addresses = dict(self._hear(first))  # once all have come
+        listener.secret = bytes.fromhex(theirs["secret"])
+        for it in self._beside:
+            if it.caller == self._number:
+                place = addresses.get(it.called)  # of process 0 it is known
+                place = tuple(place) if isinstance(place, list) else place
+                called = Address(family, place) if place else None
+                await self._call(it, listener.secret, called)
+        await self._admit(listener, self._beside)
+
+    async def _admit(
+        self,
+        listener: Listener,
+        callers: Iterable[Caller],
+        greet: Callable[[Connection], None] | None = None,
+    ) -> None:
+        """Wait for those that call this process."""
+        listener.missing = {it for it in callers if it.called == self._number}
+        try:
+            async with asyncio.timeout(self._left_s()), aclosing(listener.admit()) as admitted:
+                async for caller, connection in admitted:
+                    self._made[caller.caller, caller.purpose] = connection
+                    if greet is not None:
+                        greet(connection)
+        except TimeoutError:
+            number = min(listener.missing).caller
+            raise self._late(f"process {number} of {self._count} has not come") from None
+
+    async def _call(
+        self, caller: Caller, secret: bytes, address: Address | None = None
+    ) -> Connection:
+        """Connect to a process that listens at the address, or where all meet, or will soon."""
+        while True:
+            family, place = address or _find(self._rendezvous)
+            sock = socket.socket(family)
+            sock.setblocking(False)
+            try:
+                async with asyncio.timeout(max(_LOOK_S, self._left_s())):
+                    await asyncio.get_running_loop().sock_connect(sock, place)
+                connection = await call(sock, caller, secret, is_sealed=self._is_sealed)
+                self._made[caller.called, caller.purpose] = connection
+                return connection
+            except Refused as error:
+                raise ValueError(f"--rendezvous {self._rendezvous}: {error}") from None
+            except OSError:
+                pass
+            finally:
+                if (caller.called, caller.purpose) not in self._made:
+                    sock.close()
+            if self._left_s() <= 0:
+                raise self._late(f"process {caller.called} is not there")
+            await asyncio.sleep(_LOOK_S)
+
+    def _listen(self, address: Address) -> Listener:
+        family, place = address
+        if family != socket.AF_UNIX:
+            listening = socket.create_server(place, family=family, backlog=_BACKLOG)
+            self._listening.enter_context(listening)
+        else:
+            listening = self._listening.enter_context(socket.socket(family))
+            try:
+                listening.bind(place)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise ValueError(
+                    f"a worker meets, or has met, at --rendezvous {self._rendezvous}; give each "
+                    "worker and each start a new file, or a port of its own"
+                ) from None
+            if not place.startswith("\0"):
+                self._listening.callback(os.unlink, place)
+                os.chmod(place, 0o600)  # before anybody can connect
+            listening.listen(_BACKLOG)
+        return Listener(listening, self._secret, is_sealed=self._is_sealed)
+
+    def _compare(self, theirs: Settings, other: int) -> None:
+        for name, value in self._settings.items():
             if theirs.get(name) != value:
                 raise ValueError(
                     f"the processes of one worker need the same settings: {name} is {value} for "
-                    f"process {process} and {theirs.get(name)} for process {other}"
+                    f"process {self._number} and {theirs.get(name)} for process {other}"
                 )
-    return store
+
+    def _tell(self, other: Connection, words: object) -> None:
+        message = json.dumps(words).encode()
+        for part in (_LENGTH.pack(len(message)), message):
+            exchange([(other, part)], [], self._left_s())
+
+    def _hear(self, other: Connection) -> Any:
+        length = bytearray(_LENGTH.size)
+        exchange([], [(other, memoryview(length))], self._left_s())
+        (num_bytes,) = _LENGTH.unpack(length)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise ProcessLost(f"process {other.peer} has sent what is no message")
+        message = bytearray(num_bytes)
+        exchange([], [(other, memoryview(message))], self._left_s())
+        return json.loads(message)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _late(self, what: str) -> TimeoutError:
+        return TimeoutError(
+            f"{what} to --rendezvous {self._rendezvous}; look into its log, or for it"
+        )
 
 
-def _open(rendezvous: str, process: int, count: int, deadline: float) -> Store:
+def _find(rendezvous: str) -> Address:
     kind, _, place = rendezvous.partition("://")
-    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    if kind == "file":
-        return FileStore(place, count)
-    if kind == "env":  # torchrun's
-        store, _, _ = next(rendezvous_of(rendezvous, process, count, timeout=timeout))
-        assert isinstance(store, Store)
-        return store
+    if kind != "tcp":
+        return Address(socket.AF_UNIX, place if kind == "file" else f"\0{place}")
     host, _, port = place.rpartition(":")
-    host, address = host.strip("[]"), (host.strip("[]"), int(port))
-    if process:
-        while not _answers(address):
-            _wait(deadline, "process 0 is not there", rendezvous)
-        return TCPStore(*address, count, timeout=timeout, wait_for_workers=False)
-    listening = None
-    if host in ("127.0.0.1", "localhost", "::1"):  # by itself a store listens on all interfaces
-        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server(address, family=family).detach()
-    return TCPStore(
-        *address,
-        count,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
-
-
-def _answers(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _wait(deadline: float, what: str, rendezvous: str) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"{what} to --rendezvous {rendezvous}; look into its log, or for it")
-    time.sleep(_LOOK_S)
+    name = host.strip("[]"), int(port)
+    family, *_, found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)[0]
+    return Address(family, found)

@@ -1,21 +1,23 @@
 """The processes that compute one model together, and what they send each other during a step.
 
-All that knows torch.distributed, with `worker.compute.meeting`: gloo between CPUs, NCCL between
-GPUs.
+Between CPUs all goes over the connections of `worker.compute.meeting`; between GPUs hidden states
+and sums go by NCCL (`worker.compute.nccl`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from typing import Final
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 
+from worker.compute.connection import Connection, ProcessLost, exchange
+from worker.compute.handshake import Purpose
 from worker.compute.meeting import meet
+from worker.compute.nccl import NCCL
 from worker.model.shard import Shard
 
 # What has to be the same: where there are fewer GPUs than processes, `auto` gives one of them none.
@@ -27,7 +29,7 @@ _DEVICE: Final = (
 class Ranks:
     """One process among those of a model; all must call the same methods in the same order.
 
-    A method raises RuntimeError if another process has died: at once between CPUs, as its
+    A method raises ProcessLost, a RuntimeError, if another process has died: at once, as its
     connections close.
     """
 
@@ -38,20 +40,21 @@ class Ranks:
         device: torch.device,
         timeout_s: float,
         settings: Mapping[str, object] | None = None,
+        secret: bytes = b"",
     ):
         """Wait until all processes have come.
 
         Args:
-            rendezvous: A URL that all are given: tcp://host:port of process 0, file:///a/new/file.
+            rendezvous: A URL that all are given; see `worker.compute.meeting`.
             timeout_s: How long to wait, here and within a step, before the others count as dead.
             settings: What else must be the same in all; see `worker.compute.meeting`.
+            secret: What only these processes know; with it what crosses a network is sealed.
 
         Raises:
             ValueError: They do not belong together.
             TimeoutError: Not all have come.
         """
-        self.shard, count = shard, shard.size * shard.stages
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.shard, self._timeout_s = shard, timeout_s
         ours = {
             "--tensor-parallel": shard.size,
             "--pipeline-parallel": shard.stages,
@@ -59,32 +62,16 @@ class Ranks:
             "the release of torch": torch.__version__,
             **(settings or {}),
         }
-        dist.init_process_group(
-            backend,
-            store=meet(rendezvous, shard.process, count, ours, timeout_s),
-            rank=shard.process,
-            world_size=count,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        # Orders lie in host memory; between two requests the leader may send none for long.
-        self._all = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        self._sending: dist.Work | None = None
-        # Copies of KV take other connections than steps, which they must not wait for.
-        self._pairs, self._watches = (
-            {
-                it: dist.new_group([0, it], backend="gloo", timeout=timedelta(days=365))
-                for it in range(1, count)
-            }
-            for _ in range(2)
-        )
+        self._connections = meet(rendezvous, shard, ours, timeout_s, secret)
+        self._sender = ThreadPoolExecutor(1, "hand-on")
+        self._sending: Future[None] | None = None
+        self._room = torch.empty(0, dtype=torch.uint8)
         self.is_ending = False  # set before others are told to end: their going is no loss then
-        for stage in range(shard.stages):  # everybody has to make everybody's groups
-            first = replace(shard, rank=0, stage=stage).process
-            members, timeout = [*range(first, first + shard.size)], timedelta(seconds=timeout_s)
-            group = dist.new_group(members, timeout=timeout)  # by itself it has torch's own
-            if stage == shard.stage:
-                self._first, self._stage = first, group
-        self.total(0)  # nobody needs the rendezvous any more
+        self._nccl = None
+        if device.type == "cuda":
+            first = next(iter(self._connections.values()))
+            self._nccl = NCCL(shard, first.socket, timeout_s, self.broadcast)
+        self.total(0)  # all have all connections, and nobody needs the rendezvous any more
 
     @property
     def is_leader(self) -> bool:
@@ -95,59 +82,79 @@ class Ranks:
         """In the leader: wait until another process has gone.
 
         Raises:
-            RuntimeError: It has died, and not ended as it was told to.
+            ProcessLost: It has died, and not ended as it was told to.
         """
         try:
-            dist.recv(torch.empty(1), process, group=self._watches[process])
-        except RuntimeError:
+            exchange([], [(self._connections[process, Purpose.WATCH], memoryview(bytearray(1)))])
+        except ProcessLost:
             if not self.is_ending:
                 raise
 
     def leave(self) -> None:
         """Part from the others, who have got all that was sent; what else they wait for fails."""
         if self._sending is not None:
-            self._sending.wait()
-        dist.destroy_process_group()
+            self._sending.result()
+        self._sender.shutdown()
+        if self._nccl is not None:
+            self._nccl.leave()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections = {}
 
     def broadcast(self, numbers: torch.Tensor) -> None:
-        """Replace numbers in host memory by those of the leader, process 0."""
-        dist.broadcast(numbers, 0, group=self._all)
+        """Replace numbers in host memory by those of the leader, process 0.
+
+        Between two requests the leader may send none for long.
+        """
+        message = _bytes_of(numbers)
+        if self.is_leader:
+            exchange([(it, message) for it in self._others], [])
+        else:
+            exchange([], [(self._step(0), message)])
 
     def total(self, number: int) -> int:
         """Return the sum of every process's number."""
-        numbers = torch.tensor(number)
-        dist.all_reduce(numbers, group=self._all)
-        return int(numbers)
+        return sum(self._collect(number))
 
     def agree(self, text: str) -> bool:
         """Return whether all processes say the same."""
-        number = torch.tensor([crc32(text.encode())])
-        numbers = [torch.empty_like(number) for _ in range(dist.get_world_size())]
-        dist.all_gather(numbers, number, group=self._all)
-        return len({int(it) for it in numbers}) == 1
+        return len(set(self._collect(crc32(text.encode())))) == 1
+
+    def _collect(self, number: int) -> list[int]:
+        """Return every process's number, by process."""
+        numbers = torch.zeros(self.shard.size * self.shard.stages, dtype=torch.int64)
+        numbers[self.shard.process] = number
+        messages = [_bytes_of(it) for it in numbers]
+        if self.is_leader:
+            exchange([], [(it, messages[it.peer]) for it in self._others])
+        else:
+            exchange([(self._step(0), messages[self.shard.process])], [])
+        self.broadcast(numbers)
+        return [int(it) for it in numbers]
 
     def hand(self, tensor: torch.Tensor, process: int) -> None:
         """Send a tensor in host memory from the leader to a process, or back to it (0)."""
-        dist.send(tensor, process, group=self._pairs[process or self.shard.process])
+        exchange([(self._connections[process, Purpose.COPIES], _bytes_of(tensor))], [])
 
     def take(self, tensor: torch.Tensor, process: int) -> None:
         """Fill a tensor with what a process, or to it the leader (0), hands over."""
-        dist.recv(tensor, process, group=self._pairs[process or self.shard.process])
+        exchange([], [(self._connections[process, Purpose.COPIES], _bytes_of(tensor))])
 
     def add_up(self, summand: torch.Tensor) -> None:
-        """Replace the summand of each shard of the stage by the sum."""
+        """Replace the summand of each shard of the stage by the sum.
+
+        Every row is added up in the order of the shards, whoever shares the batch.
+        """
         if self.shard.size == 1:
             return
-        if self.shard.size == 2:
-            dist.all_reduce(summand, group=self._stage)
-            return
-        # A reduction adds three or more in an order that depends on where in the batch a row is;
-        # here every row is added up in the order of the shards, whoever shares the batch.
-        summands = [torch.empty_like(summand) for _ in range(self.shard.size)]
-        dist.all_gather(summands, summand, group=self._stage)
-        torch.add(summands[0], summands[1], out=summand)
+        summands = self._gather_all(summand)
+        # Where it is not needed any more after the first sum.
+        total = summand if self.shard.rank < 2 else summands[0]
+        torch.add(summands[0], summands[1], out=total)
         for other in summands[2:]:
-            summand += other
+            total += other
+        if total is not summand:
+            summand.copy_(total)
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
         """Put the [R, C] of each shard of the stage side by side, in the stage's first process.
@@ -158,27 +165,79 @@ class Ranks:
         size, (num_rows, num_columns) = self.shard.size, columns.shape
         if size == 1:
             return columns
-        if self.shard.rank > 0 or num_rows == 0:
-            if num_rows > 0:
-                dist.gather(columns, dst=self._first, group=self._stage)
-            return columns.new_empty(0, size * num_columns)
-        parts = columns.new_empty(size, num_rows, num_columns)
-        dist.gather(columns, list(parts.unbind()), dst=self._first, group=self._stage)
-        return parts.transpose(0, 1).reshape(num_rows, -1)
+        is_first = self.shard.rank == 0
+        parts = columns.new_empty(size, num_rows if is_first else 0, num_columns)
+        if num_rows > 0:
+            self._gather(columns, [*parts] if is_first else [])
+        return parts.transpose(0, 1).reshape(-1, size * num_columns)
 
     def send(self, hidden: torch.Tensor) -> None:
         """Hand hidden states to the next stage, without waiting until it wants them.
 
         Those of the step before have to be gone: a stage is never more than one step ahead.
         """
+        process = replace(self.shard, stage=self.shard.stage + 1).process
+        if self._nccl is not None:
+            return self._nccl.send(hidden, process)
         if self._sending is not None:
-            self._sending.wait()
-        self._sending = dist.isend(hidden, self._beside(1))  # which keeps the tensor
+            self._sending.result()
+        message = [(self._step(process), _bytes_of(hidden))]  # which keeps the tensor
+        self._sending = self._sender.submit(exchange, message, [], self._timeout_s)
 
     def receive(self, hidden: torch.Tensor) -> None:
         """Fill `hidden` with what the stage before hands on."""
-        dist.recv(hidden, self._beside(-1))
+        process = replace(self.shard, stage=self.shard.stage - 1).process
+        if self._nccl is not None:
+            return self._nccl.receive(hidden, process)
+        exchange([], [(self._step(process), _bytes_of(hidden))], self._timeout_s)
 
-    def _beside(self, stages: int) -> int:
-        """Return the process of the same shard, so many stages on."""
-        return replace(self.shard, stage=self.shard.stage + stages).process
+    def _gather_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor of each shard of the stage; those of others until the next call."""
+        size, num_bytes = self.shard.size, tensor.numel() * tensor.itemsize
+        if len(self._room) < size * num_bytes:  # made again for each, it would cost page faults
+            self._room = tensor.new_empty(size * num_bytes, dtype=torch.uint8)
+        parts = [
+            self._room[it * num_bytes : (it + 1) * num_bytes].view(tensor.dtype).view(tensor.shape)
+            for it in range(size)
+        ]
+        if self._nccl is not None:
+            self._nccl.gather_all(tensor, parts)
+            return parts
+        parts[self.shard.rank] = tensor
+        beside, message = self._beside, _bytes_of(tensor)
+        exchange(
+            [(it, message) for it in beside.values()],
+            [(it, _bytes_of(parts[rank])) for rank, it in beside.items()],
+            self._timeout_s,
+        )
+        return parts
+
+    def _gather(self, columns: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Fill the parts, in the stage's first process, with the columns of each shard."""
+        if self._nccl is not None:
+            return self._nccl.gather(columns, parts)
+        if self.shard.rank > 0:
+            return exchange([(self._beside[0], _bytes_of(columns))], [], self._timeout_s)
+        parts[0].copy_(columns)
+        received = [(it, _bytes_of(parts[rank])) for rank, it in self._beside.items()]
+        exchange([], received, self._timeout_s)
+
+    def _step(self, process: int) -> Connection:
+        return self._connections[process, Purpose.STEPS]
+
+    @property
+    def _others(self) -> list[Connection]:
+        """In the leader: the connections to all others."""
+        return [self._step(it) for it in range(1, self.shard.size * self.shard.stages)]
+
+    @property
+    def _beside(self) -> dict[int, Connection]:
+        """The connections to the other shards of the stage, by their rank."""
+        shards = (replace(self.shard, rank=it) for it in range(self.shard.size))
+        return {it.rank: self._step(it.process) for it in shards if it.rank != self.shard.rank}
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory, to be read or filled."""
+    assert tensor.is_contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

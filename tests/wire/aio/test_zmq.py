@@ -264,6 +264,20 @@ async def test_an_exception_in_a_handler_does_not_stop_the_reader(bus: Bus) -> N
     assert (await bus.messages.get())[1] == [b"good", b""]
 
 
+async def test_a_peer_of_an_old_zmtp_is_ignored_and_stops_nobody(bus: Bus) -> None:
+    """Bytes at random are ZMTP 1.0 to libzmq, which knows no descriptor of such a connection."""
+    host, _, port = bus.endpoint.removeprefix("tcp://").rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    anonymous, message = b"\x01\x00", b"\x02\x01a\x02\x00b"
+    writer.write(anonymous + message * 3)
+    await writer.drain()
+    link, _ = await bus.link(b"decode-0-1")
+    for number in range(3):
+        link.send([b"%d" % number])
+        assert await bus.messages.get() == (b"decode-0-1", [b"%d" % number])
+    writer.close()
+
+
 async def test_a_flood_leaves_turns_for_the_rest_of_the_loop(bus: Bus) -> None:
     link, _ = await bus.link(b"decode-0-1")
     for _ in range(5000):

@@ -2,79 +2,168 @@
 
 from __future__ import annotations
 
-import socket
-from concurrent.futures import ThreadPoolExecutor
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from torch._C._distributed_c10d import Store
 
 from tests.faults.ports import free_port
-from worker.compute.meeting import meet
+from worker.compute.connection import exchange
+from worker.compute.handshake import Caller, Purpose
+from worker.compute.meeting import Connections, Settings, connections_beside, meet
+from worker.model.shard import Shard
 
 TIMEOUT_S = 55.0
+opened: list[Connections] = []  # by tests, which leave it to the fixture to close them
 
 
-def meet_all(rendezvous: str, *settings: dict[str, object]) -> list[Store | BaseException]:
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while opened:
+        for connection in opened.pop().values():
+            connection.close()
+
+
+def meet_all(
+    rendezvous: str, *settings: Settings, size: int = 0, secrets: tuple[bytes, ...] = ()
+) -> list[Connections | BaseException]:
     """Have one process for each of `settings` meet; return what each gets, or why it does not."""
+    size = size or len(settings)
 
-    def one(process: int) -> Store | BaseException:
+    def one(process: int) -> Connections | BaseException:
+        shard = Shard.of_process(process, size, len(settings) // size)
+        secret = secrets[process] if secrets else b""
         try:
-            return meet(rendezvous, process, len(settings), settings[process], TIMEOUT_S)
-        except (ValueError, OSError) as error:
+            opened.append(meet(rendezvous, shard, settings[process], TIMEOUT_S, secret))
+        except (ValueError, RuntimeError, OSError) as error:
             return error
+        return opened[-1]
 
     with ThreadPoolExecutor(len(settings)) as threads:
         return list(threads.map(one, range(len(settings))))
 
 
-@pytest.fixture(params=["file", "tcp"])
-def rendezvous(request: Any, tmp_path: Path) -> str:
-    if request.param == "file":
-        return f"file://{tmp_path}/meeting"
-    return f"tcp://127.0.0.1:{free_port()}"
+@pytest.fixture(params=["file", "abstract", "tcp"])
+def rendezvous(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "tcp":
+        return f"tcp://127.0.0.2:{free_port()}"
+    return (
+        f"file://{tmp_path}/meet" if request.param == "file" else f"abstract://test-{os.getpid()}"
+    )
 
 
-def test_who_has_the_same_settings_has_one_store(rendezvous: str) -> None:
-    first, *others = meet_all(rendezvous, {"a": 1}, {"a": 1}, {"a": 1})
-    assert isinstance(first, Store)
-    first.set("word", "7")
-    assert [it.get("word") for it in others if isinstance(it, Store)] == [b"7", b"7"]
+def listening(directory: Path) -> list[str]:
+    """Return where this process listens: its ports, and the names of Unix sockets."""
+    ports = [it for it in psutil.Process().net_connections("tcp") if it.status == "LISTEN"]
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = [row[7] for row in rows if row[3] == "00010000" and len(row) > 7]
+    ours = str(directory), f"@test-{os.getpid()}"
+    return [*map(str, ports), *(it for it in names if it.startswith(ours))]
 
 
-def test_who_has_other_settings_learns_which(rendezvous: str) -> None:
-    float32: dict[str, object] = {"--dtype": "float32"}
-    first, same, other = meet_all(rendezvous, float32, float32, {"--dtype": "auto"})
-    assert "settings: --dtype is float32 for process 0 and auto for process 2" in str(first)
-    assert "--dtype is auto for process 2 and float32 for process 0" in str(other)
-    assert isinstance(same, Store)
+@pytest.mark.parametrize("secret", [b"", b"of decode-0"])
+def test_each_reaches_those_it_has_something_for_and_nobody_listens_after(
+    rendezvous: str, secret: bytes, tmp_path: Path
+) -> None:
+    met = meet_all(rendezvous, *[{"a": 1}] * 6, size=3, secrets=(secret,) * 6)
+    assert listening(tmp_path) == [] and list(tmp_path.iterdir()) == []
+    found = [it for it in met if isinstance(it, dict)]
+    assert len(found) == 6, met
+    wanted = [*connections_beside(3, 2), *(Caller(it, 0) for it in range(1, 6))]
+    assert sum(map(len, found)) == 2 * len(wanted)
+    for caller, called, purpose in wanted:
+        one, other = found[caller][called, purpose], found[called][caller, purpose]
+        for sending, receiving in ((one, other), (other, one)):
+            word = f"{caller} to {called} for {purpose}".encode()
+            heard = bytearray(len(word))
+            exchange([(sending, word)], [])
+            exchange([], [(receiving, memoryview(heard))], TIMEOUT_S)
+            assert heard == word
 
 
-def test_a_place_that_was_used_is_refused(tmp_path: Path) -> None:
-    place = f"file://{tmp_path}/meeting"
-    kept = meet_all(place, {}, {})
-    for error in meet_all(place, {}, {}):
-        assert isinstance(error, ValueError) and "before; give each process its own" in str(error)
-    assert all(isinstance(it, Store) for it in kept)
+def test_shards_of_a_stage_reach_each_other_and_a_shard_its_next_stage() -> None:
+    for size, stages in ((1, 1), (2, 1), (1, 3), (3, 2), (2, 3)):
+        shards = [Shard.of_process(it, size, stages) for it in range(size * stages)]
+        reach = {
+            (called.process, caller.process)
+            for called, caller in combinations(shards, 2)
+            if called.stage == caller.stage
+            or (called.rank == caller.rank and abs(called.stage - caller.stage) == 1)
+        }
+        made = connections_beside(size, stages)
+        steps = {(it.called, it.caller) for it in made if it.purpose is Purpose.STEPS}
+        assert steps == {pair for pair in reach if 0 not in pair}
+        for purpose in (Purpose.COPIES, Purpose.WATCH):
+            others = [(it.called, it.caller) for it in made if it.purpose is purpose]
+            assert others == [(0, it) for it in range(1, size * stages)]
+        assert len(set(made)) == len(made)
 
 
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("[::1]", "::1")])
-def test_on_the_loopback_nobody_else_can_come(host: str, address: str) -> None:
-    port = free_port()
-    if ":" in address:
-        try:
-            socket.create_server((address, port), family=socket.AF_INET6).close()
-        except OSError:
-            pytest.skip("no IPv6 here")
-    kept = meet_all(f"tcp://{host}:{port}", {}, {})
-    assert all(isinstance(it, Store) for it in kept)
-    listening = [it for it in psutil.Process().net_connections() if it.status == "LISTEN"]
-    assert [it.laddr.ip for it in listening if it.laddr.port == port] == [address]
+def test_one_that_has_other_settings_learns_which(rendezvous: str) -> None:
+    first, other = meet_all(rendezvous, {"--dtype": "float32"}, {"--dtype": "auto"})
+    assert "settings: --dtype is float32 for process 0 and auto for process 1" in str(first)
+    assert "--dtype is auto for process 1 and float32 for process 0" in str(other)
+
+
+def test_one_that_has_another_key_learns_it_at_once() -> None:
+    place = f"tcp://127.0.0.2:{free_port()}"
+    with ThreadPoolExecutor(1) as threads:
+        shard = Shard.of_process(0, 2, 1)
+        leading = threads.submit(meet, place, shard, {}, TIMEOUT_S, b"of decode-0")
+        with pytest.raises(ValueError, match=f"{place}: a process listens there that has another"):
+            meet(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-1")
+        opened.append(meet(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-0"))
+        opened.append(leading.result())
+
+
+def test_a_second_process_of_one_number_is_refused(rendezvous: str) -> None:
+    shards = [Shard.of_process(it, 3, 1) for it in (0, 1, 1, 2)]
+    with ThreadPoolExecutor(3) as threads:
+        leading, *same = (
+            threads.submit(meet, rendezvous, shard, {}, TIMEOUT_S) for shard in shards[:3]
+        )
+        # One of the two is refused while the other waits for process 2.
+        wait(same, return_when=FIRST_COMPLETED)
+        opened.append(meet(rendezvous, shards[3], {}, TIMEOUT_S))
+        opened.append(leading.result())
+        errors = [it.exception() for it in same]
+        opened.extend(it.result() for it in same if it.exception() is None)
+    assert sorted(str(it)[:37] for it in errors) == [
+        "None",
+        "process 1 of this worker has come bef",
+    ]
+
+
+def test_a_file_that_is_there_is_left_alone_and_refused(tmp_path: Path) -> None:
+    place = tmp_path / "meet"
+    place.write_text("mine")
+    with pytest.raises(ValueError, match="give each worker and each start a new file"):
+        meet(f"file://{place}", Shard.of_process(0, 2, 1), {}, TIMEOUT_S)
+    assert place.read_text() == "mine"
+
+
+def test_the_file_is_for_this_user_alone_and_gone_when_process_0_gives_up(tmp_path: Path) -> None:
+    place = tmp_path / "meet"
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(meet, f"file://{place}", Shard.of_process(0, 2, 1), {}, 0.3)
+        while not waiting.done():
+            if place.exists() and not (mode := stat.S_IMODE(place.stat().st_mode)) & 0o077:
+                assert mode == 0o600
+                break
+        with pytest.raises(TimeoutError):
+            waiting.result()
+    assert not place.exists()
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_who_does_not_come_is_named(process: int, tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=f"process {1 - process} of 2 has not come to"):
-        meet(f"file://{tmp_path}/meeting", process, 2, {}, 0.0)
+def test_one_that_does_not_come_is_named(process: int, rendezvous: str) -> None:
+    with pytest.raises(
+        TimeoutError, match=f"process {1 - process} .* to --rendezvous {rendezvous}"
+    ):
+        meet(rendezvous, Shard.of_process(process, 2, 1), {}, 0.0)

@@ -1,0 +1,145 @@
+"""Connections between the processes of one model, and messages on several of them at once.
+
+Both ends know which message comes next and how long it is, so nothing but messages crosses a
+connection.  With keys each message is sealed with AES-256-GCM; its nonce is its number, so a
+message that was changed, repeated or left out ends the connection.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from wire.parts import Buffer
+
+# A host that vanishes is noticed after 25 s.  (Linux has all of these.)
+_TCP: Final = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# What may be under way in a Unix socket, which TCP finds by itself; the system may allow less.
+_UNIX_BYTES: Final = 1 << 20
+_TAG_BYTES: Final = 16
+_NONCE_BYTES: Final = 12
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the model is gone, does not answer, or its messages are damaged."""
+
+
+class Connection:
+    """A connection to the process number `peer`.  One thread may send while another receives.
+
+    `keys` seal what is sent and open what is received; None where nothing leaves the machine.
+    """
+
+    def __init__(
+        self, sock: socket.socket, peer: int, keys: tuple[bytes, bytes] | None = None
+    ) -> None:
+        sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BYTES)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name in _TCP.keys() & set(dir(socket)):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _TCP[name])
+        self.socket, self.peer = sock, peer
+        self._ciphers = None if keys is None else tuple(map(AESGCM, keys))
+        self._num_sent = self._num_received = 0
+
+    def close(self) -> None:
+        """Send what is under way, and wake a thread that waits for a message."""
+        with suppress(OSError):  # the other end was first
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def seal(self, message: Buffer) -> Buffer:
+        """Return the bytes that travel for the next message."""
+        if self._ciphers is None:
+            return message
+        self._num_sent += 1
+        return self._ciphers[0].encrypt(_nonce(self._num_sent), message, None)
+
+    def room_for(self, message: memoryview) -> memoryview:
+        """Return where the bytes that travel for a message are received."""
+        return (
+            message if self._ciphers is None else memoryview(bytearray(len(message) + _TAG_BYTES))
+        )
+
+    def open(self, received: memoryview, message: memoryview) -> None:
+        """Fill a message from the bytes that were received for it."""
+        if self._ciphers is None:
+            return
+        self._num_received += 1
+        try:
+            message[:] = self._ciphers[1].decrypt(_nonce(self._num_received), received, None)
+        except InvalidTag:
+            raise ProcessLost(f"a message of process {self.peer} was changed on its way") from None
+
+    def send_some(self, rest: memoryview) -> memoryview:
+        """Send as much as there is room for, and return the rest."""
+        return rest[self._try(lambda: self.socket.send(rest)) :]
+
+    def receive_some(self, rest: memoryview) -> memoryview:
+        """Fill as much as has come, and return the rest."""
+        return rest[self._try(lambda: self.socket.recv_into(rest)) :]
+
+    def _try(self, call: Callable[[], int]) -> int:
+        try:
+            num_bytes = call()
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ProcessLost(f"process {self.peer} is gone: {error.strerror}") from None
+        if not num_bytes:
+            raise ProcessLost(f"process {self.peer} is gone")
+        return num_bytes
+
+
+def exchange(
+    sends: Sequence[tuple[Connection, Buffer]],
+    receives: Sequence[tuple[Connection, memoryview]],
+    timeout_s: float | None = None,
+) -> None:
+    """Send messages and fill others with what comes, in any order and at the same time.
+
+    Args:
+        sends: At most one message, of at least one byte, for each connection.
+        receives: Likewise.
+        timeout_s: How long all of this may take; None is for ever.
+
+    Raises:
+        ProcessLost: Another process is gone, or it took too long.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    unsent = {it: memoryview(it.seal(message)) for it, message in sends}
+    rooms = {it: it.room_for(message) for it, message in receives}
+    unread = dict(rooms)
+    while True:
+        unsent = {it: rest for it, of in unsent.items() if (rest := it.send_some(of))}
+        unread = {it: rest for it, of in unread.items() if (rest := it.receive_some(of))}
+        if not unsent and not unread:
+            break
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not _wait(unsent.keys(), unread.keys(), left_s):
+            peer = min(it.peer for it in (*unsent, *unread))
+            raise ProcessLost(f"process {peer} has not answered for {timeout_s:g} s")
+    for it, message in receives:
+        it.open(rooms[it], message)
+
+
+def _wait(unsent: Set[Connection], unread: Set[Connection], timeout_s: float | None) -> bool:
+    """Wait until a connection can go on; return False if none can in time."""
+    poll = select.poll()
+    for it in unsent | unread:
+        wanted = select.POLLOUT * (it in unsent) | select.POLLIN * (it in unread)
+        poll.register(it.socket, wanted)
+    return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(_NONCE_BYTES, "little")
