@@ -360,5 +360,5 @@ CAUGHT_BY: dict[str, int] = {
     "keep-attempt": 0,
     "miss-wake": 0,
     "blame-others": 7,
-    "cancelled-by-nobody": 209,
+    "cancelled-by-nobody": 549,
 }
