@@ -139,13 +139,13 @@ def sentences() -> str:
     """Every text in the code of the product, with … where a value is put in."""
     found = []
     for path in itertools.chain.from_iterable(
-        (ROOT / name).rglob("*.py") for name in ("wire", "router", "worker")
+        (ROOT / name).rglob("*.py") for name in ("wire", "router", "worker", "kernels")
     ):
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = [it.value if isinstance(it, ast.Constant) else "…" for it in parts]
             if all(isinstance(text, str) for text in texts):
-                found.append("".join(map(str, texts)))
+                found.append("".join(map(str, texts)).replace("%s", "…"))
     return "\n".join(found)
 
 
