@@ -123,8 +123,10 @@ def settle(config: Config, place: Place) -> None:
     """
     if config.num_processes == 1:
         return
-    if not config.threads and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, best_threads() // place.num_local))
+    if config.threads:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, best_threads() // place.num_local)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see `worker.start`
     if config.device == "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -95,7 +95,7 @@ def test_torchrun_on_several_machines_is_asked_for_in_as_many_words() -> None:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without the variables that processes settle by; as they were afterwards."""
-    for name in (GPUS, THREADS, INTERFACE):
+    for name in (GPUS, THREADS, INTERFACE, "MKL_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -161,7 +161,8 @@ def test_on_one_machine_nobody_can_have_processes_listen_to_others(
 @pytest.mark.usefixtures("bare")
 def test_a_flag_for_threads_is_no_ones_share() -> None:
     settle(Config(tensor_parallel=2, device="cpu", threads=3), Place(0, "", 0, 2))
-    assert THREADS not in settled()
+    assert settled() == {THREADS: "3"}
+    assert os.environ["MKL_NUM_THREADS"] == "3" and os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_processes_of_several_machines_choose_by_their_number_there_and_where_they_meet(
@@ -175,7 +176,7 @@ def test_processes_of_several_machines_choose_by_their_number_there_and_where_th
 @pytest.mark.usefixtures("bare")
 def test_no_interface_is_chosen_where_nobody_knows_the_way() -> None:
     settle(Config(**EIGHT, threads=1), Place(1, "tcp://[ff02::1]:29500", 0, 1))
-    assert settled() == {GPUS: "0"}
+    assert settled() == {GPUS: "0", THREADS: "1"}
 
 
 def test_the_others_are_told_all_that_the_model_depends_on() -> None:
@@ -370,7 +371,7 @@ print("settled", [it for it in follower.environ() if it.endswith("_SOCKET_IFNAME
 print("left", len([it for it in os.listdir(os.environ["TMPDIR"]) if it.startswith("baton-")]))
 executor.shutdown()
 [it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
-print("lost", lost, executor.capabilities.num_shards)
+print("lost", lost, executor.capabilities.num_shards, executor.capabilities.num_threads)
 """
 
 
@@ -387,7 +388,7 @@ def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    said = ["settled []", "left 0", "lost [] 2"]
+    said = ["settled []", "left 0", "lost [] 2 1"]
     assert done.stdout.split("\n")[-4:-1] == said, done.stdout + done.stderr
 
 
