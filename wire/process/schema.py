@@ -177,7 +177,7 @@ class _Node:
                 keywords.pop(key, None)
 
     def _check_reference(self) -> None:
-        """Refuse a reference to something that this walk takes for a value."""
+        """Refuse a reference to what this walk takes for a value, or for a map of names."""
         reference = self._keywords.get("$ref")
         if not isinstance(reference, str):
             return
@@ -185,8 +185,8 @@ class _Node:
         for step in steps:
             if step in _VALUES:
                 self._refuse("$ref", f"{reference} is no schema, but a value within {step}")
-            if step in _MAPS:
-                next(steps, None)
+            if step in _MAPS and next(steps, None) is None:
+                self._refuse("$ref", f"{reference} is no schema, but maps names to schemas")
 
     def _check_values(self, key: str) -> None:
         """Refuse a constant that llguidance would write as another, or cannot write."""
@@ -305,7 +305,7 @@ class _Node:
                 # llguidance would begin a second property, for which no name is left.
                 self._refuse(f"patternProperties.{pattern}", "say this in `properties`")
         is_closed = keywords.get("additionalProperties") is False and not patterns
-        if isinstance(count, int) and count > len(required) + 1 and not is_closed:
+        if _is_number(count) and count > len(required) + 1 and not is_closed:
             self._refuse(
                 "minProperties",
                 f"{count} is over 1 + the {len(required)} names in `required`; two of the others "

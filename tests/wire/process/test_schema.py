@@ -82,6 +82,10 @@ def problem(text: str) -> str:
             "minProperties: ",
         ),
         ('{"default": {"const": 1}, "$ref": "#/default"}', "$ref: #/default "),
+        ('{"$ref": "#/$defs", "$defs": {"const": 9007199254740993}}', "$ref: #/$defs "),
+        ('{"$ref": "#/a/properties", "a": {"properties": {"const": 0}}}', "$ref: #/a/properties "),
+        ('{"$ref": "#/%24defs", "$defs": {"enum": [1e-400]}}', "$ref: #/%24defs "),
+        ('{"type": "object", "minProperties": 3e0}', "minProperties: 3"),
         ('{"patternProperties": {"^x$": {}}, "required": ["x"]}', "patternProperties.^x$: say"),
         ('{"enum": [-12, -12.0]}', "alternatives"),  # the library panics
     ],
