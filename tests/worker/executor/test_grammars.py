@@ -288,6 +288,36 @@ def test_a_step_waits_once_for_masks_that_take_twice_its_time_and_never_for_chea
     following.shutdown()
 
 
+class HeldUp(list[int]):
+    """Tokens that say when a mask is begun after them; then it waits until it may go on."""
+
+    def __init__(self, name: str, order: list[str], may_go_on: threading.Event) -> None:
+        super().__init__(PROMPT)
+        self.name, self._order, self._may_go_on = name, order, may_go_on
+
+    def __getitem__(self, index: Any) -> Any:
+        self._order.append(self.name)
+        assert self._may_go_on.wait(60)
+        return super().__getitem__(index)
+
+
+def test_a_slow_mask_waits_for_one_of_another_tenant_however_many_it_has() -> None:
+    order, may_go_on = list[str](), threading.Event()
+    model = Grammars(DEMO / "tokenizer.json", VOCAB, EOS)
+    first = model.structured(STRUCTURES[0], len(PROMPT), tenant=1)
+    first.wait(60)
+    choices = [first, *(first.begin(len(PROMPT)) for _ in range(3))]
+    other = model.structured(STRUCTURES[0], len(PROMPT), tenant=2)
+    for number, structured in enumerate([*choices, other]):
+        structured.make_mask(HeldUp("aaaab"[number], order, may_go_on))
+    may_go_on.set()
+    for structured in (*choices, other):
+        structured.wait(60)
+        assert structured.is_ready
+    assert "".join(order) == "abaaa"
+    model.shutdown()
+
+
 def test_what_failed_to_compile_is_not_kept_in_memory() -> None:
     structured = grammars().structured(Structure(kind="json_schema", text='{"$ref": "#"}'), 0)
     structured.wait(60)
