@@ -142,6 +142,20 @@ async def test_one_that_does_not_know_the_secret_gets_nothing(listener: Listener
     admitting.cancel()
 
 
+async def test_one_that_begins_as_no_process_of_a_worker_does_gets_nothing(
+    listener: Listener,
+) -> None:
+    loop, admitting = asyncio.get_running_loop(), asyncio.create_task(admit(listener))
+    with capture_logs() as logs, knock(listener) as other:
+        other.setblocking(False)
+        public = X25519PrivateKey.generate().public_key().public_bytes_raw()
+        said = struct.pack("<8sHHB", b"baton 2\0", *CALLERS[0]) + public
+        await loop.sock_sendall(other, said)
+        assert await loop.sock_recv(other, 1) == b""
+    assert [it["reason"] for it in logs] == ["it does not begin as processes of a worker do"]
+    admitting.cancel()
+
+
 async def test_one_that_repeats_what_it_heard_of_another_gets_nothing(listener: Listener) -> None:
     """The proof of one connection is none on the next."""
     loop, admitting = asyncio.get_running_loop(), asyncio.create_task(admit(listener))

@@ -69,6 +69,9 @@ def test_eos_is_out_where_the_answer_may_go_on_but_not_end() -> None:
         over = masks_of([asked(begun(structure), [x, x], **options)])
         assert set(allowed_in(over.bits[0])) == set(EOS) and over.over == [0]
     assert set(EOS) < set(allowed_in(masks_of([asked(begun(structure), [x])]).bits[0]))
+    longer = begun(Structure(kind="regex", text="[xy]{1,4}"))
+    rows = masks_of([asked(longer, [x], [x, x], min_tokens=3)]).bits
+    assert [set(EOS) <= set(allowed_in(row)) for row in rows] == [False, False, True]
 
 
 def test_masks_of_a_step_that_failed_are_not_those_of_the_next() -> None:
