@@ -42,6 +42,13 @@ class Arguments(NamedTuple):
     taken: int = 0
 
 
+class Turned(NamedTuple):
+    numbers: int
+    is_negative: bool
+    factor: float
+    offset: np.float64
+
+
 def fill(a: Arguments, _thread: int) -> None:
     """Write each field as a float32."""
     numbers = floats_at(a.numbers)
@@ -59,13 +66,17 @@ def filled() -> list[float]:
 WANT = [np.float32(0.1), 1.0, -3.0, np.float32(0.2)]
 
 
+sources_of = tasks._sources  # noqa: SLF001
+CACHES = compiled, threads.native, sources_of
+
+
 @pytest.fixture
 def _compiled_anew() -> Iterator[None]:
-    compiled.cache_clear()
-    threads.native.cache_clear()
+    for it in CACHES:
+        it.cache_clear()
     yield
-    compiled.cache_clear()
-    threads.native.cache_clear()
+    for it in CACHES:
+        it.cache_clear()
 
 
 def test_a_loop_reads_fields_by_name() -> None:
@@ -122,13 +133,20 @@ def test_the_second_process_finds_it_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "inner.py").write_text("before")
+    monkeypatch.setattr(tasks, "_SOURCES", tmp_path)
     assert compiled(fill).cache_hits == 0
     compiled.cache_clear()
     assert compiled(fill).cache_hits == 1
     assert filled() == WANT
     # Any source of the loops may have changed what was compiled from this one.
     compiled.cache_clear()
-    monkeypatch.setattr(tasks, "_sources", lambda _: b"others")
+    sources_of.cache_clear()
+    (tmp_path / "inner.py").write_text("after")
+    assert compiled(fill).cache_hits == 0
+    # So may the class of its arguments, wherever that is.
+    compiled.cache_clear()
+    monkeypatch.setitem(fill.__annotations__, "a", Turned)
     assert compiled(fill).cache_hits == 0
 
 

@@ -107,10 +107,15 @@ def test_a_lower_priority_is_first_once_it_has_waited_longer_by_the_head_start(
     queue = Queue(TIMEOUT_S)
     queue.add(state(1, low))
     assert not queue.is_behind(state(2, high, submitted_at=head_start_s - 0.01))
-    late = state(3, high, submitted_at=head_start_s + 0.01)
+    more = state(
+        3, low, submitted_at=head_start_s
+    )  # It does not begin the wait of its client anew.
+    queue.add(more)
+    late = state(4, high, submitted_at=head_start_s + 0.01)
     assert queue.is_behind(late)
     queue.add(late)
-    assert drain(queue) == [1, 3]
+    queue.remove(more)
+    assert drain(queue) == [1, 4]
 
 
 def test_one_that_is_tried_again_ages_from_when_it_came() -> None:

@@ -49,6 +49,8 @@ def test_workers_learn_the_tenant_of_a_request_whatever_its_client_claims() -> N
         return Attempt(1, state(request), None, None).options(10.0).tenant
 
     assert tenant("alice") == tenant("alice", claimed=tenant("bob")) != tenant("bob")
+    # The same in every process of every router.
+    assert tenant("alice") == 4966672586037949734
     assert 0 < tenant("alice") < 2**63
     assert tenant("", claimed=5) == 0
 

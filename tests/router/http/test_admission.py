@@ -60,10 +60,13 @@ async def test_others_are_served_between_two_requests() -> None:
 
 async def test_a_request_whose_client_leaves_while_it_waits_never_begins() -> None:
     admission, begun = Admission(), list[str]()
-    clients = [Client("anna") for _ in range(15)]
+    clients = [Client("anna") for _ in range(40)]
     requests = [asyncio.create_task(client.begin(admission, begun)) for client in clients]
     for client in clients[10:]:  # noticed long before it would be their turn
         client.has_left.set()
     results = await asyncio.gather(*requests, return_exceptions=True)
     assert begun == ["anna"] * 10
-    assert [type(result) for result in results[10:]] == [Disconnected] * 5
+    assert [type(result) for result in results[10:]] == [Disconnected] * 30
+    await asyncio.sleep(0)
+    with pytest.raises(StopIteration):  # Those that left have no turns to wait for.
+        Client("anna").begin(admission, begun).send(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 
@@ -24,7 +25,13 @@ class Asking:
         self.structures = Structures(FairThreads(2, "test"))
 
     def ask(
-        self, asker: str, text: str, has_left: asyncio.Event | None = None
+        self,
+        asker: str,
+        text: str,
+        has_left: asyncio.Event | None = None,
+        *,
+        param: str = PARAM,
+        kind: Literal["regex", "lark"] = "regex",
     ) -> asyncio.Task[Structure]:
         async def receive() -> Event:
             await (has_left or asyncio.Event()).wait()
@@ -34,7 +41,8 @@ class Asking:
             raise AssertionError(event)
 
         exchange = HttpExchange({"headers": []}, receive, send, "id", 0.0, key_name=asker)
-        return asyncio.create_task(self.structures.settle(exchange, Wanted(PARAM, "regex", text)))
+        wanted = Wanted(param, kind, text)
+        return asyncio.create_task(self.structures.settle(exchange, wanted))
 
 
 @pytest.fixture
@@ -54,6 +62,17 @@ async def test_one_that_is_known_is_not_checked_again(checks: Checks, asking: As
             await asking.ask(asker, "(")
         assert (caught.value.status, caught.value.param) == (400, PARAM)
     assert checks.checked == ["a+", "("]
+
+
+async def test_the_same_text_of_another_kind_or_from_another_field_is_another(
+    checks: Checks, asking: Asking
+) -> None:
+    assert await asking.ask("anna", "a+") == Structure("regex", "a+")
+    for param in (PARAM, "response_format"):
+        with pytest.raises(HttpError, match=param) as caught:
+            await asking.ask("anna", "a+", param=param, kind="lark")
+        assert caught.value.param == param
+    assert checks.checked == ["a+"] * 3
 
 
 async def test_one_that_is_known_waits_for_nobody(checks: Checks, asking: Asking) -> None:

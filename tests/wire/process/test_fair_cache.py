@@ -97,8 +97,15 @@ def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_other
 def test_what_was_cancelled_is_computed_when_it_is_asked_for_again(squares: Squares) -> None:
     may_end = Event()
     first = squares.cache.ask("a", 0, lambda: int(may_end.wait(LONG_S)))
+    squares.ask("b", 2)
     second = squares.cache.ask("a", 1, squares.work(1))
     assert second.cancel()
     again = squares.cache.ask("a", 1, squares.work(1))
     may_end.set()
     assert (first.result(LONG_S), again.result(LONG_S)) == (1, 1)
+    squares.ask("b", 3)
+    squares.ask("b", 4)  # one too many of theirs
+    squares.computed.clear()
+    for number in (0, 1):
+        squares.ask("a", number)
+    assert squares.computed == [], "what was cancelled does not count"

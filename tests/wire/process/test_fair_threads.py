@@ -189,6 +189,7 @@ def test_nothing_is_begun_after_the_end() -> None:
     pool.threads.shutdown()
     pool.end("a0")
     assert kept[0].result(LONG_S) == "a0"
+    assert not wait(kept, timeout=0).not_done
     for each in kept[1:]:
         with pytest.raises(CancelledError):
             each.result(LONG_S)

@@ -34,6 +34,8 @@ def test_the_first_of_a_cause_is_logged_and_the_others_are_counted() -> None:
         # It goes on, or comes again: both are one line a period.
         line.add({"stage": "decode"}, request=300)
         line.add({"stage": "prefill"}, request=301)
+        line.tick()
+        assert logs == [always | prefill | {"request": 301}]
         clock.now += AGAIN_S
         line.tick()
         assert logs == [always | prefill | {"request": 301}, always | decode | {"repeated": 1}]

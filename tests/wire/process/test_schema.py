@@ -123,6 +123,16 @@ def takes(text: str, answer: str) -> bool:
             ["0", "0.0", "-0"],
         ),
         (
+            '{"type": "number", "exclusiveMinimum": 0, "minimum": 0, "maximum": 0.5}',
+            ["0.5", "0.00000000000001"],
+            ["0", "0.0", "-0"],
+        ),
+        (
+            '{"type": "number", "exclusiveMinimum": 0, "minimum": 0.25, "maximum": 0.5}',
+            ["0.5", "0.25"],
+            ["0.2", "0.00000000000001"],
+        ),
+        (
             '{"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}',
             ["-0.5", "-0.00000000000001"],
             ["0", "-0"],

@@ -85,6 +85,41 @@ def test_one_that_says_nothing_is_named_after_a_time(ends: Ends) -> None:
         exchange([], [(ends[0], memoryview(bytearray(1)))], 0.01)
 
 
+class Trickle:
+    """A `select.poll` on a clock of its own: the other end sends a byte every 10 s."""
+
+    now_s = 0.0
+
+    def __init__(self, sending: socket.socket) -> None:
+        self._sending = sending
+
+    def register(self, *_: object) -> None:
+        pass
+
+    def poll(self, timeout_ms: float) -> list[object]:
+        wait_s = min(10.0, timeout_ms / 1000)
+        self.now_s += wait_s
+        if wait_s < 10.0:
+            return []
+        self._sending.sendall(b"x")
+        return [self]
+
+
+def test_a_message_that_trickles_has_no_more_time_than_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = connect(None)
+    trickle = Trickle(other.socket)
+    monkeypatch.setattr("select.poll", lambda: trickle)
+    monkeypatch.setattr("time.monotonic", lambda: trickle.now_s)
+    with pytest.raises(ProcessLost, match="process 1 has not answered for 25 s"):
+        exchange([], [(one, memoryview(bytearray(4)))], 25)
+    assert trickle.now_s == 25
+    exchange([], [(one, memoryview(bytearray(2)))], 25)
+    for it in (one, other):
+        it.close()
+
+
 def test_nothing_of_a_sealed_message_is_seen_on_its_way() -> None:
     one, other = connect(KEYS)
     exchange([(one, b"secret words")], [])

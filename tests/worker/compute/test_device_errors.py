@@ -15,9 +15,15 @@ class CUDARuntimeError(RuntimeError):
     """CuPy's own cannot be imported without a driver."""
 
 
+class OutOfMemoryError(MemoryError):
+    """CuPy's, likewise."""
+
+
 ASSERT = "CUDA error: device-side assert triggered"
 BLAS = "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa )`"
 ADDRESS = "cudaErrorIllegalAddress: an illegal memory access was encountered"
+FULL_RUNTIME = "cudaErrorMemoryAllocation: out of memory"
+FULL_POOL = "Out of memory allocating 2,048 bytes (allocated so far: 0 bytes)."
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.19 GiB."
 
 
@@ -29,6 +35,8 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.19 GiB."
         (RuntimeError(BLAS), BLAS),
         (CUDARuntimeError(ADDRESS), ADDRESS),
         (torch.OutOfMemoryError(FULL), FULL),
+        (CUDARuntimeError(FULL_RUNTIME), FULL_RUNTIME),
+        (OutOfMemoryError(FULL_POOL), FULL_POOL),
         (RuntimeError("shape '[4]' is invalid for input of size 3"), None),
         (MemoryError(), None),
     ],
@@ -39,7 +47,12 @@ def test_the_sentence_is_cuda_s_own(error: Exception, sentence: str | None) -> N
 
 def test_only_a_broken_device_ends_the_worker_whose_copy_failed() -> None:
     posted: list[Callable[[Any], object]] = []
-    for harmless in (torch.OutOfMemoryError(FULL), ValueError("no device at all")):
+    full = [
+        torch.OutOfMemoryError(FULL),
+        CUDARuntimeError(FULL_RUNTIME),
+        OutOfMemoryError(FULL_POOL),
+    ]
+    for harmless in (*full, ValueError("no device at all")):
         report_copy(harmless, posted.append)
     assert posted == []
     report_copy(RuntimeError(ASSERT), posted.append)

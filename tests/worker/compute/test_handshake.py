@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import random
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from structlog.testing import capture_logs
 
 from worker.compute import handshake
-from worker.compute.connection import Connection, exchange
+from worker.compute.connection import Connection, ProcessLost, exchange
 from worker.compute.handshake import MAX_PENDING, Caller, Listener, Purpose, Refused, call
 
 SECRET = b"of decode-0"
@@ -96,11 +99,60 @@ async def test_each_is_admitted_as_who_it_is_and_hears_the_other(listener: Liste
             assert heard == b"words"
 
 
+@pytest.mark.parametrize("listener", ["tcp"], indirect=True)
+async def test_what_is_sent_back_to_who_sent_it_is_refused(listener: Listener) -> None:
+    for calling, called in (await ring_all(listener)).values():
+        for one, other in ((calling, called), (called, calling)):
+            other.socket.sendall(one.seal(b"words"))
+            with pytest.raises(ProcessLost, match="was changed on its way"):
+                exchange([], [(one, memoryview(bytearray(5)))], 30)
+
+
+async def test_a_proof_is_made_of_the_secret_of_all_that_was_sent_and_of_what_both_keys_come_to(
+    listener: Listener,
+) -> None:
+    """So who has heard all of it, and learns the secret later, can read nothing."""
+    loop, admitting = asyncio.get_running_loop(), asyncio.create_task(admit(listener))
+    for is_own_key, wanted in ((False, b""), (True, b"\1")):
+        own = X25519PrivateKey.generate()
+        said = (
+            struct.pack("<8sHHB", b"baton 1\0", *CALLERS[0]) + own.public_key().public_bytes_raw()
+        )
+        with knock(listener) as sock:
+            sock.setblocking(False)
+            await loop.sock_sendall(sock, said)
+            answer = b""
+            while len(answer) < 64:
+                answer += await loop.sock_recv(sock, 64 - len(answer))
+            public, proof = answer[:32], answer[32:]
+            agreed = own.exchange(X25519PublicKey.from_public_bytes(public)) if is_own_key else b""
+            shared = hmac.digest(SECRET, said + public + agreed, "sha256")
+            assert (proof == hmac.digest(shared, b"called", "sha256")) is is_own_key
+            await loop.sock_sendall(sock, hmac.digest(shared, b"caller", "sha256"))
+            assert await loop.sock_recv(sock, 1) == wanted
+    assert listener.missing == {CALLERS[1]}
+    admitting.cancel()
+
+
 async def test_one_that_does_not_know_the_secret_gets_nothing(listener: Listener) -> None:
     admitting = asyncio.create_task(admit(listener))
     with pytest.raises(Refused, match=r"has another key; .* the same --role, --rank and --keys"):
         await ring(listener, CALLERS[0], b"of decode-1")
     assert listener.missing == set(CALLERS)
+    admitting.cancel()
+
+
+async def test_one_that_begins_as_no_process_of_a_worker_does_gets_nothing(
+    listener: Listener,
+) -> None:
+    loop, admitting = asyncio.get_running_loop(), asyncio.create_task(admit(listener))
+    with capture_logs() as logs, knock(listener) as other:
+        other.setblocking(False)
+        public = X25519PrivateKey.generate().public_key().public_bytes_raw()
+        said = struct.pack("<8sHHB", b"baton 2\0", *CALLERS[0]) + public
+        await loop.sock_sendall(other, said)
+        assert await loop.sock_recv(other, 1) == b""
+    assert [it["reason"] for it in logs] == ["it does not begin as processes of a worker do"]
     admitting.cancel()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -13,8 +14,8 @@ import psutil
 import pytest
 
 from tests.faults.ports import free_port
-from worker.compute.connection import exchange
-from worker.compute.handshake import Caller, Purpose
+from worker.compute.connection import Connection, exchange
+from worker.compute.handshake import Caller, Purpose, call
 from worker.compute.meeting import Connections, Settings, connections_beside, meet
 from worker.model.shard import Shard
 
@@ -81,6 +82,8 @@ def test_each_reaches_those_it_has_something_for_and_nobody_listens_after(
         one, other = found[caller][called, purpose], found[called][caller, purpose]
         for sending, receiving in ((one, other), (other, one)):
             word = f"{caller} to {called} for {purpose}".encode()
+            is_sealed = len(sending.room_for(memoryview(word))) > len(word)
+            assert is_sealed is (bool(secret) and rendezvous.startswith("tcp"))
             heard = bytearray(len(word))
             exchange([(sending, word)], [])
             exchange([], [(receiving, memoryview(heard))], TIMEOUT_S)
@@ -120,6 +123,29 @@ def test_one_that_has_another_key_learns_it_at_once() -> None:
             meet(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-1")
         opened.append(meet(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-0"))
         opened.append(leading.result())
+
+
+def test_each_meeting_has_a_secret_of_its_own_for_the_connections_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who reaches a port, or knows the worker's key, is none of those that have met."""
+    known: dict[Caller, bytes] = {}
+
+    async def asked(
+        sock: socket.socket, caller: Caller, secret: bytes, *, is_sealed: bool
+    ) -> Connection:
+        known[caller] = secret
+        return await call(sock, caller, secret, is_sealed=is_sealed)
+
+    monkeypatch.setattr("worker.compute.meeting.call", asked)
+    found: list[bytes] = []
+    for key in (b"", b"", b"of decode-0"):
+        known.clear()
+        meet_all(f"tcp://127.0.0.2:{free_port()}", *[{}] * 3, secrets=(key,) * 3)
+        assert {known.pop(Caller(it, 0)) for it in (1, 2)} == {key}
+        assert known.keys() == {*connections_beside(3, 1)}
+        found += {*known.values()}
+    assert len({*found}) == 3 and all(len(it) >= 32 for it in found)
 
 
 def test_a_second_process_of_one_number_is_refused(rendezvous: str) -> None:

@@ -510,12 +510,13 @@ def test_tenants_with_much_to_read_share_a_step_equally() -> None:
 
 
 def test_tokens_that_a_tenant_does_not_use_are_read_for_others() -> None:
-    queue = Queue(max_ubatch_tokens=8)
+    queue = Queue(max_ubatch_tokens=13)
     queue.add(1, 8, tenant=2)
-    queue.step()  # now the prompt of request 3 is in the prefix cache, but for its last token
-    queue.add(2, 12, tenant=1)
-    queue.add(3, 9, like=1, tenant=2)
-    assert sizes(queue.step()) == ([1], [(2, 6), (3, 1)])
+    queue.step()  # now the prompt of request 4 is in the prefix cache, but for its last token
+    queue.add(2, 5, tenant=1)
+    queue.add(3, 12, tenant=3)
+    queue.add(4, 9, like=1, tenant=2)
+    assert sizes(queue.step()) == ([1], [(2, 5), (3, 6), (4, 1)])
 
 
 def test_another_tenant_begins_in_a_step_that_has_enough_of_the_first() -> None:

@@ -69,6 +69,9 @@ def test_eos_is_out_where_the_answer_may_go_on_but_not_end() -> None:
         over = masks_of([asked(begun(structure), [x, x], **options)])
         assert set(allowed_in(over.bits[0])) == set(EOS) and over.over == [0]
     assert set(EOS) < set(allowed_in(masks_of([asked(begun(structure), [x])]).bits[0]))
+    longer = begun(Structure(kind="regex", text="[xy]{1,4}"))
+    rows = masks_of([asked(longer, [x], [x, x], min_tokens=3)]).bits
+    assert [set(EOS) <= set(allowed_in(row)) for row in rows] == [False, False, True]
 
 
 def test_masks_of_a_step_that_failed_are_not_those_of_the_next() -> None:
@@ -286,6 +289,36 @@ def test_a_step_waits_once_for_masks_that_take_twice_its_time_and_never_for_chea
     assert following.take() is not None
     assert not slow.is_slow, "a step that takes longer than the mask waits for nothing"
     following.shutdown()
+
+
+class HeldUp(list[int]):
+    """Tokens that say when a mask is begun after them; then it waits until it may go on."""
+
+    def __init__(self, name: str, order: list[str], may_go_on: threading.Event) -> None:
+        super().__init__(PROMPT)
+        self.name, self._order, self._may_go_on = name, order, may_go_on
+
+    def __getitem__(self, index: Any) -> Any:
+        self._order.append(self.name)
+        assert self._may_go_on.wait(60)
+        return super().__getitem__(index)
+
+
+def test_a_slow_mask_waits_for_one_of_another_tenant_however_many_it_has() -> None:
+    order, may_go_on = list[str](), threading.Event()
+    model = Grammars(DEMO / "tokenizer.json", VOCAB, EOS)
+    first = model.structured(STRUCTURES[0], len(PROMPT), tenant=1)
+    first.wait(60)
+    choices = [first, *(first.begin(len(PROMPT)) for _ in range(3))]
+    other = model.structured(STRUCTURES[0], len(PROMPT), tenant=2)
+    for number, structured in enumerate([*choices, other]):
+        structured.make_mask(HeldUp("aaaab"[number], order, may_go_on))
+    may_go_on.set()
+    for structured in (*choices, other):
+        structured.wait(60)
+        assert structured.is_ready
+    assert "".join(order) == "abaaa"
+    model.shutdown()
 
 
 def test_what_failed_to_compile_is_not_kept_in_memory() -> None:

@@ -70,6 +70,8 @@ def test_a_mask_made_outside_of_a_step_is_taken_by_every_step_until_the_text_goe
             assert allowed_in(mask_of(structured, answer[:end])[0]) == allowed_by_force(
                 structure, answer[:end]
             )
+        for number, row in enumerate(mask_of(structured, answer[:end], answer[end : end + 2])):
+            assert allowed_in(row) == allowed_by_force(structure, answer[: end + number])
     structured.rewind(len(PROMPT))
     assert allowed_in(mask_of(structured, [])[0]) == allowed_by_force(structure, [])
 

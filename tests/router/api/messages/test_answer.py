@@ -147,10 +147,11 @@ def test_thoughts_and_calls() -> None:
         CallArguments(0, 'ome"}'),
         CallEnd(0),
         CallStart(1, "now"),
-        CallArguments(1, "{}"),
+        CallArguments(1, "{"),
+        CallArguments(1, "}"),
         CallEnd(1),
     ]
-    message = without_ids(Said("abcdefg", parts).whole())
+    message = without_ids(Said("abcdefghi", parts).whole())
     assert message["stop_reason"] == "tool_use"
     assert message["content"] == [
         {"type": "thinking", "thinking": "hm", "signature": ""},
@@ -162,7 +163,7 @@ def test_thoughts_and_calls() -> None:
     for eager, num_deltas in ((), 2), ({"get"}, 3):
         kinds = [
             event["delta"]["type"]
-            for event in Said("abcdefg", parts, eager=eager).events()
+            for event in Said("abcdefghi", parts, eager=eager).events()
             if "index" in event and "delta" in event
         ]
         assert kinds[:3] == ["thinking_delta", "signature_delta", "text_delta"]
