@@ -22,6 +22,9 @@ import structlog
 from wire.aio.tls import sealed_protocol
 
 BACKLOG: Final = 1024
+# Clients that are accepted in one iteration of the loop.  Of those that connect and leave, as many
+# as can be in the backlog would else be ahead of everybody else, each for a whole iteration.
+NUM_ACCEPTED: Final = 16
 # After an accept that failed: the process has no descriptor left, which takes a while to change.
 PAUSE_S: Final = 1.0
 # When a client's time is over, what it has sent is read for so long before it is told: if the whole
@@ -36,7 +39,7 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class Listener(Protocol):
-    """What `asyncio.Server` and `Acceptor` have in common."""
+    """What `Servers` and `Acceptor` have in common."""
 
     def close(self) -> None:
         """Accept nobody from here on."""
@@ -112,8 +115,31 @@ async def listen(
     if tls is not None:
         shake_hands = partial(_shake_tls_hands, make_protocol, tls, handshake_s)
         return Acceptor(sock, shake_hands, max_handshakes, pause_s)
-    loop = asyncio.get_running_loop()
-    return await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG)
+    loop, servers = asyncio.get_running_loop(), Servers()
+    for each in (sock, *(sock.dup() for _ in range(NUM_ACCEPTED - 1))):
+        servers.add(await loop.create_server(make_protocol, sock=each, backlog=BACKLOG))
+    return servers
+
+
+class Servers:
+    """Servers of one listening socket: uvloop's accepts one client in an iteration of the loop."""
+
+    def __init__(self) -> None:
+        self._servers: list[asyncio.Server] = []
+
+    def add(self, server: asyncio.Server) -> None:
+        """Let one more server accept clients."""
+        self._servers.append(server)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for server in self._servers:
+            server.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until all sockets are closed."""
+        for server in self._servers:
+            await server.wait_closed()
 
 
 class Acceptor:

@@ -8,8 +8,8 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import cast
+from contextlib import ExitStack, asynccontextmanager
+from typing import ClassVar, cast
 
 import pytest
 import uvloop
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no open
 class Echo(asyncio.Protocol):
     """Says back what it hears, and hangs up when the client does."""
 
+    num_made: ClassVar = 0
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        Echo.num_made += 1
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -84,6 +87,18 @@ async def silent(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def test_without_tls_it_is_a_plain_server() -> None:
     async with listening(None) as port:
         assert await echo(port, None) == b"hello"
+
+
+async def test_many_clients_are_accepted_in_one_iteration_of_the_loop() -> None:
+    async with listening(None) as port:
+        before = Echo.num_made
+        with ExitStack() as clients:
+            for _ in range(8):
+                clients.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(3):  # to see that the socket is readable, to accept, to tell protocols
+                await asyncio.sleep(0)
+            num_made = Echo.num_made - before
+        assert num_made == 8
 
 
 async def test_for_one_handshake_too_many_the_eldest_is_hung_up_on(
@@ -156,6 +171,7 @@ async def test_having_no_descriptor_left_is_waited_out(
 
 def test_the_same_on_the_loop_that_processes_use(made: certificate.Certificate) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test_many_clients_are_accepted_in_one_iteration_of_the_loop())
         runner.run(test_for_one_handshake_too_many_the_eldest_is_hung_up_on(made))
         runner.run(test_a_handshake_has_its_time_and_its_form(made, b""))
         runner.run(test_closing_ends_handshakes_and_frees_the_port(made))
