@@ -24,7 +24,7 @@ from wire.aio.tls import sealed_protocol
 BACKLOG: Final = 1024
 # Clients that are accepted in one iteration of the loop.  Of those that connect and leave, as many
 # as can be in the backlog would else be ahead of everybody else, each for a whole iteration.
-NUM_ACCEPTED: Final = 16
+NUM_ACCEPTED: Final = 4
 # After an accept that failed: the process has no descriptor left, which takes a while to change.
 PAUSE_S: Final = 1.0
 # When a client's time is over, what it has sent is read for so long before it is told: if the whole
