@@ -109,7 +109,7 @@ class Victim:
         self._address = (host, port, key)
         self._asker: KeyedAsker | None = None
         self._numbers = itertools.count()
-        # What the first request of each kind said, before there was any flood.
+        # The answer to the first request of each kind, before there was any flood.
         self._expected: dict[str, bytes] = {}
 
     async def measure(self, until: Callable[[], bool]) -> Times:

@@ -87,7 +87,7 @@ async def connect(host: str, port: int, key: str) -> KeyedAsker:
 
 @dataclass(frozen=True)
 class Load:
-    """What every connection asks, again and again."""
+    """The request that every connection repeats."""
 
     connections: int
     request: Request

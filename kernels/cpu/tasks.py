@@ -147,7 +147,7 @@ class _CachedFunction(CFunc):
 
 
 class _Cache:
-    """What is kept of a task, as `CFunc` asks for it; Numba's own cache unpickles what it finds.
+    """The kept code of a task, as `CFunc` asks for it; Numba's own cache unpickles what it finds.
 
     Processes that start together want the same tasks: where nothing is kept, one process compiles
     it and the others wait.  The lock is let go when `held` closes, or when the process ends,

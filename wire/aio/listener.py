@@ -39,7 +39,7 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class Listener(Protocol):
-    """What `Servers` and `Acceptor` have in common."""
+    """The interface of `Servers` and `Acceptor`."""
 
     def close(self) -> None:
         """Accept nobody from here on."""

@@ -21,7 +21,7 @@ from wire.parts import Buffer
 
 # A host that vanishes is noticed after 25 s.  (Linux has all of these.)
 _TCP: Final = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# What may be under way in a Unix socket, which TCP finds by itself; the system may allow less.
+# The send buffer of a Unix socket (TCP sizes its own); the system may allow less.
 _UNIX_BYTES: Final = 1 << 20
 _TAG_BYTES: Final = 16
 _NONCE_BYTES: Final = 12

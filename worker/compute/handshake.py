@@ -1,4 +1,4 @@
-"""Who may connect to a process of a model: other processes of the same worker, and nobody else.
+"""The handshake that admits only processes of the same worker to a process of a model.
 
 On one machine a Unix socket says of which user the other process is.  On every connection both
 ends then prove that they know a secret, before anything else is read.  Each sends an X25519 public
@@ -42,7 +42,7 @@ _log: Final = structlog.get_logger("worker")
 
 
 class Purpose(IntEnum):
-    """What a connection is for: `STEPS` and orders, `COPIES` of KV, or to `WATCH` for its end."""
+    """The use of a connection: `STEPS` and orders, `COPIES` of KV, or to `WATCH` for its end."""
 
     STEPS = 0
     COPIES = 1
@@ -175,7 +175,7 @@ class Listener:
 
 
 class _Secrets:
-    """What both ends of one connection know, and nobody else."""
+    """Secrets that only the two ends of one connection know."""
 
     def __init__(self, secret: bytes, said: bytes, own: X25519PrivateKey, public: bytes) -> None:
         agreed = own.exchange(X25519PublicKey.from_public_bytes(public))

@@ -41,7 +41,7 @@ _EVERYWHERE: Final = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
 class Address(NamedTuple):
-    """What a socket of this family binds or connects to."""
+    """An address that a socket of this family binds or connects to."""
 
     family: socket.AddressFamily
     place: Any

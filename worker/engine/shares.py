@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 class Shares:
-    """What is left of the share of each tenant in one step."""
+    """The unused share of each tenant in one step."""
 
     def __init__(self, needs: Mapping[int, int], total: int) -> None:
         """Divide `total` tokens; `needs` are the tokens that each tenant has to have read."""

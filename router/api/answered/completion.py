@@ -90,7 +90,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     has_running_usage: bool = False
     # Whether it says too what only Baton knows.
     has_baton_usage: bool = False
-    # What its answers are to be held to, once that is checked: `held_to`.
+    # The structure of its answers, before it is checked: see `held_to`.
     wanted: Wanted | None = None
 
     def held_to(self, structure: Structure) -> CompletionRequest:

@@ -22,7 +22,7 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 # Of a chat message: what it means is the chat template's affair.
 ROLE: Final = "^[A-Za-z0-9_-]{1,64}$"
-# What a part of a content says, under the name of its type.
+# The types of content parts that are taken; the field of that name holds the text.
 _TYPES: Final = ("text", "refusal")
 _PARTS: Final = [
     {
