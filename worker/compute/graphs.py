@@ -1,6 +1,6 @@
 """Decode steps on a GPU as CUDA graphs: one launch where the host would start hundreds.
 
-A graph is recorded for each of a few batch sizes, the first time it is needed; a smaller batch is
+A graph is recorded for each of a few batch sizes, before the worker serves; a smaller batch is
 padded, a larger one is computed as any other step.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
 from kernels import PagedBatch
@@ -20,8 +21,12 @@ from kernels.cuda.plan import FixedPlan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 
+log = structlog.get_logger("worker")
+
 # Batch sizes that are recorded: no batch is padded to more than twice its size.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+# After so many of them a line is logged.
+_PROGRESS = 5
 
 
 class DecodeStep:
@@ -116,6 +121,14 @@ class DecodeGraphs:
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
+    def prepare(self) -> None:
+        """Record the steps of all sizes, which takes seconds; log how far it is."""
+        # The largest first: the others find room in what it has allocated.
+        for number, size in enumerate(reversed(SIZES), 1):
+            self._of(size)
+            if number % _PROGRESS == 0 or number == len(SIZES):
+                log.info("recorded decode steps", done=number, of=len(SIZES))
+
     @staticmethod
     def can_replay(num_rows: int, batch: PagedBatch) -> bool:
         """Whether each sequence of a step has one token, whose logits are wanted."""
@@ -135,14 +148,17 @@ class DecodeGraphs:
         """
         count = len(token_ids)
         size = next(size for size in SIZES if size >= count)
-        if size not in self._recorded:
-            step = self._make_step(size)
-            self._recorded[size] = _Recorded(step, *self._record(step))
-        it = self._recorded[size]
+        it = self._of(size)
         it.step.set(token_ids, positions, batch)
         cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
         return it.logits[:count]
+
+    def _of(self, size: int) -> _Recorded:
+        if size not in self._recorded:
+            step = self._make_step(size)
+            self._recorded[size] = _Recorded(step, *self._record(step))
+        return self._recorded[size]
 
 
 def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:

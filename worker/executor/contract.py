@@ -324,3 +324,17 @@ class Structurer(Protocol):
         Nobody waits: it is ready later, and says then whether there is such a structure.  Tenants
         take turns at what there is to compute.
         """
+
+
+@runtime_checkable
+class Preparer(Protocol):
+    """What an executor can do besides if its device compiles kernels or records steps."""
+
+    def prepare(self) -> int:
+        """Compile and record what steps need, so that no request waits for it.
+
+        Called once, after `allocate` and before the first step.
+
+        Returns:
+            How many tokens a prompt must have that needs all that prompts need.
+        """

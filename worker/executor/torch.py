@@ -45,6 +45,9 @@ from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
 # A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
 _ENOUGH_ON_CPU = 256
 
+# More rows than a tile of generation has, whatever the number of heads.
+_PROMPT_ON_GPU = 64
+
 
 def create(
     *,
@@ -172,6 +175,13 @@ class TorchExecutor:
         if model.device.type == "cuda":
             self._graphs = graphs_of(model, self._cache, self.info.max_model_len)
         return self._cache
+
+    def prepare(self) -> int:
+        """Record the decode steps of a GPU; see `worker.executor.contract.Preparer`."""
+        if self._graphs is not None:
+            self._graphs.prepare()
+        assert self._model is not None, "prepare after shutdown"
+        return 2 if self._model.device.type == "cpu" else _PROMPT_ON_GPU
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run the batch and write its KV.

@@ -151,6 +151,23 @@ def test_a_padded_step_is_a_plain_one(
         assert not torch.equal(pool[-1], plain_pool[-1]), "what pads a step is written there"
 
 
+def test_steps_are_recorded_before_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(graphs, "SIZES", (1, 2, 4))
+    model = model_of(tmp_path, "llama-float32")
+    cache = make_cache(model)
+    recorded, record = graphs_on_shim(model, cache, monkeypatch)
+    recorded.prepare()
+    assert record.num_recorded == 3
+    assert "done=3 of=3" in " ".join(capsys.readouterr().out.split())
+    for lens in ([1], [5, 6], [7, 8, 9]):
+        batch = batch_of(lens, 0)
+        token_ids = torch.zeros(len(lens), dtype=torch.int32)
+        recorded.forward(token_ids, batch.context_lens - 1, batch)
+    assert record.num_recorded == 3, "no request waits for a recording"
+
+
 def replace_tensor(owner: Any, name: str) -> None:
     """Give an attribute or an item an equal tensor: nobody keeps the old one any more."""
     if isinstance(owner, dict):
