@@ -54,6 +54,11 @@ def limit_parts(settings: Settings) -> dict[str, Part]:
     return {name: partial(part, settings) for name, part in parts.items()}
 
 
+def limit_rates(settings: Settings) -> dict[str, float]:
+    """Return the read rate and the matrix rate, for a floor in another stage."""
+    return {name: float(rate) for name, rate in (_memory(settings) | _matmul(settings)).items()}
+
+
 def kernel_parts(settings: Settings) -> dict[str, Part]:
     """Each row of the table that one kernel makes."""
     parts: dict[str, Part] = {

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.report import EXIT_BELOW, EXIT_OK, EXIT_WRONG, exit_status, render
+from tests.gpu.targets import TARGETS
 from tests.gpu.trail import Figures, Finding, State
 
+# Every target is reached where all figures are equal, but for those that are named.
 GOOD: Figures = {
+    **{name: 1.0 for it in TARGETS for name in (it.measured, it.limit)},
     "copy_gbs": 1000.0,
     "d2h_gbs": 50.0,
     "decode_long_gbs": 900.0,
