@@ -14,14 +14,16 @@ struct Heads {
   float eps;
 };
 
-// Norm and rotate one step's heads of one layer, which the projection left in a row: queries go to
-// `query`, keys and values to their slots.  Norm: x / sqrt(mean(x^2) + eps) * weight, then rotation:
-// (x, y) -> (x cos - y sin, y cos + x sin), of dimensions d and d + D / 2, is in float32 throughout
-// and rounded once.  Values are copied.
+// Norm and rotate one step's heads of one layer, which the projection left in a row for each token.
+// Queries go to `query`, keys and values to their slots in the pool.
+//   norm, over the D dimensions of a query or key: x / sqrt(mean(x^2) + eps) * weight
+//   rotation, x of dimension d and y of d + D / 2: (x, y) -> (x cos - y sin, y cos + x sin)
+// Both are computed in float32, and the result is rounded once.  Values are copied.
 //
-// `lanes` neighbouring threads have one head of one token, so that they can sum its squares; each has
-// WIDE dimensions of either half, 16 bytes where D allows.  If D / 2 / WIDE is no power of two, the
-// last of them have nothing.  Heads follow one another over warps and thread blocks.
+// `lanes` neighbouring threads share one head of one token and sum its squares by shuffles.  Each has
+// WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the half
+// is no multiple of that.  If D / 2 / WIDE is no power of two, the last of the lanes have none.  Heads
+// follow one another over warps and thread blocks, token by token.
 template <typename T, int WIDE>
 __global__ void __launch_bounds__(128) rotate_and_append(const Heads a) {
   typedef Wide<T, WIDE> Unit;

@@ -248,7 +248,7 @@ def launched(tmp_path: Path, name: str, sizes: dict[str, Any], monkeypatch: Any)
 
 
 # Ten kernels a layer: four products, two norms with the residual, the gate, rotation, attention and
-# its merge; Gemma norms what is added, too.  Seven beside them: embedding (Gemma scales it), angles,
+# its merge; Gemma norms the summands, too.  Seven beside them: embedding (Gemma scales it), angles,
 # cosines, sines, the first norm, the head, its logits in float32.
 @pytest.mark.parametrize(
     ("name", "sizes", "most"),
