@@ -20,6 +20,7 @@ from kernels.cuda import backend as cuda
 from kernels.cuda.plan import FixedPlan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
+from worker.compute.transformer import Transformer
 
 log = structlog.get_logger("worker")
 
@@ -39,7 +40,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        model: Model,
+        model: Transformer,
         cache: TorchKVCache,
         size: int,
         *,
@@ -49,7 +50,6 @@ class DecodeStep:
         """Allocate on the cache's device, for `size` sequences; see `FixedPlan`."""
         self._model, self._pool, device = model, cache.pool, cache.pool.device
         self._token_ids, self._positions = torch.zeros(2, size, dtype=torch.int32, device=device)
-        self._rows = torch.arange(size, device=device)
         plan = partial(
             FixedPlan,
             num_sequences=size,
@@ -79,8 +79,9 @@ class DecodeStep:
 
     def __call__(self) -> torch.Tensor:
         """Compute the step, or have it recorded; return the logits of all its rows."""
-        arguments = self._token_ids, self._positions, self._pool, self._batch, self._rows
-        return self._model.forward(*arguments)
+        return self._model.forward(
+            self._token_ids, self._positions, self._pool, self._batch, rows=None
+        )
 
 
 # Takes a step; returns what repeats it, and the tensor that then has the result.  The step has to
@@ -99,7 +100,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Model,
+        model: Transformer,
         cache: TorchKVCache,
         *,
         max_model_len: int,
@@ -163,6 +164,8 @@ class DecodeGraphs:
 
 def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:
     """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
+    if not isinstance(model, Transformer):
+        return None
     if any(layer.experts or layer.delta for layer in model.config.layers):
         return None  # how many rows each expert has, the host waits for; states change their slots
     return DecodeGraphs(
