@@ -1,9 +1,8 @@
-"""Work that holds no GIL, done at a low priority: event loop and engine come first at the cores.
+"""Work mostly without the GIL, done at a low priority: event loop and engine come first.
 
 Without that, threads that compile structures get as much of a busy core as the engine, each step of
-which waits for a time slice of every one of them.  Only work without the GIL may be done here: a
-thread that holds it at a low priority holds up all threads of the process, for as long as other
-processes are given the cores.
+which waits for a time slice of every one of them.  A thread that held the GIL for long at a low
+priority would hold up all threads of the process, for as long as other processes have the cores.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ which tenants take turns; llguidance does that without the GIL too, and in the b
 
 An ambiguous grammar may need 10 ms for each mask, and one request has up to 128 answers.  A step
 that would take twice as long for its masks does not wait for the slowest of them again: they are
-made one after another by a thread of their own, tenants in turn, and a sequence takes part in a
-step when its mask is ready (`Structured.is_slow`).
+made one after another in the background, tenants in turn, and a sequence takes part in a step when
+its mask is ready (`Structured.is_slow`).
 """
 
 from __future__ import annotations

@@ -312,12 +312,13 @@ class HeldUp(list[int]):
         self.name, self._order, self._may_go_on = name, order, may_go_on
 
     def __getitem__(self, index: Any) -> Any:
+        assert threading.current_thread().name.startswith("background")
         self._order.append(self.name)
         assert self._may_go_on.wait(60)
         return super().__getitem__(index)
 
 
-def test_a_slow_mask_waits_for_one_of_another_tenant_however_many_it_has() -> None:
+def test_slow_masks_are_made_in_the_background_tenants_in_turn() -> None:
     order, may_go_on = list[str](), threading.Event()
     model = Grammars(DEMO / "tokenizer.json", VOCAB, EOS)
     first = model.structured(STRUCTURES[0], len(PROMPT), tenant=1)
