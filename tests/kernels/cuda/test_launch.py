@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from functools import cache
 
@@ -16,6 +17,7 @@ from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
 from tests.kernels.shim.backend import Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = {"int": ctypes.c_int, "float": ctypes.c_float}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -36,6 +38,13 @@ def test_a_pool_that_no_kernel_serves(
         launch.check_pool(torch.zeros(shape, dtype=dtype))
 
 
+def test_a_field_that_a_kernel_does_not_have_cannot_be_set() -> None:
+    with pytest.raises(AttributeError, match="eps"):
+        launch.MOVE().eps = 1.0
+    with pytest.raises(AttributeError, match="eps"):
+        launch.MOVE(eps=1.0)
+
+
 @pytest.mark.parametrize(
     ("source", "name", "struct"),
     [
@@ -46,17 +55,16 @@ def test_a_pool_that_no_kernel_serves(
         ("rowwise", "Gate", launch.GATE),
     ],
 )
-def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struct: object) -> None:
+def test_the_structs_are_those_of_the_source(
+    source: str, name: str, struct: type[ctypes.Structure]
+) -> None:
     found = re.search(rf"struct {name} {{(.*?)}};", cuda.source_text(source), re.S)
     assert found is not None
-    text = re.sub(r"//.*", "", found[1])
-    fields = [
-        re.sub(r".*[ *]", "", part.strip())
-        for line in text.split(";")
-        for part in line.split(",")
-        if part.strip()
-    ]
-    assert tuple(fields) == struct.names  # type: ignore[attr-defined]
+    fields = []
+    for declared in re.sub(r"//.*", "", found[1]).split(";")[:-1]:
+        kind = ctypes.c_void_p if "*" in declared else KINDS[declared.split()[0]]
+        fields += [(field, kind) for field in re.findall(r"(\w+)\s*(?:,|$)", declared)]
+    assert struct._fields_ == fields
 
 
 @cache

@@ -165,7 +165,9 @@ def replace_inputs(step: Any) -> None:
 
 
 def replace_upload(step: Any, plan: str, name: str) -> None:
-    replace_tensor(getattr(step, plan).batch.scratch.of(OnDevice).tensors, name)
+    held = getattr(step, plan).batch.scratch.of(OnDevice)
+    held.attending.clear()  # which keep it, too
+    replace_tensor(held.tensors, name)
 
 
 def replace_room(step: Any, plan: str, name: str) -> None:
@@ -173,9 +175,10 @@ def replace_room(step: Any, plan: str, name: str) -> None:
     rooms = vars(getattr(step, plan))["_rooms"]
     for window, room in rooms.items():
         again = rooms[window] = room._replace(**{name: getattr(room, name).clone()})
-        works = getattr(step, plan).batch.scratch.of(OnDevice).works
-        for key in works:
-            works[key] = [again] if key[0] == window else works[key]
+        held = getattr(step, plan).batch.scratch.of(OnDevice)
+        held.attending.clear()
+        for key in held.works:
+            held.works[key] = [again] if key[0] == window else held.works[key]
 
 
 def replace_rotation(step: Any) -> None:
