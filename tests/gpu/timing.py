@@ -58,17 +58,16 @@ def wall_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> fl
 
 def launch_s(call: Callable[[], object], batches: int = 20, count: int = 25) -> float:
     """Return the host's time for starting `call`, which must be quick on the device."""
-    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(20):
         call()
-    finish()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     durations = []
     for _ in range(batches):
         start_s = time.perf_counter()
         for _ in range(count):
             call()
         durations.append((time.perf_counter() - start_s) / count)
-    finish()
     return median(durations)
 
 

@@ -1,5 +1,7 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
+import inspect
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,6 +38,16 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda._cupy.cache_clear()  # noqa: SLF001
     with pytest.raises(KernelError, match=r"pip install 'baton-serve\[cuda\]'"):
         cuda.require_device()
+
+
+def test_what_is_called_of_cupy_is_there() -> None:
+    """As the stand-in has it, which the other tests run."""
+    cupy = pytest.importorskip("cupy", reason="needs cupy: pip install 'baton-serve[cuda]'")
+    documented = re.findall(r"(\w+)[,)]", cupy.cuda.driver.launchKernel.__doc__)
+    assert documented == list(inspect.signature(Cupy().launchKernel).parameters)
+    called = (cupy.cuda.Device, cupy.cuda.runtime.free, cupy.cuda.driver.ctxGetCurrent)
+    assert all(map(callable, (*called, cupy.cuda.driver.ctxSetCurrent, cupy.RawModule)))
+    assert cupy.RawKernel.kernel and cupy.cuda.Function.ptr
 
 
 def test_a_source_holds_its_header_once() -> None:

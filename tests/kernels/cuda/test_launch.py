@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 from kernels import GELU_TANH, SILU, KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
+from tests.kernels.scenes import scene
 from tests.kernels.shim.backend import Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -65,6 +68,29 @@ def test_the_structs_are_those_of_the_source(
         kind = ctypes.c_void_p if "*" in declared else KINDS[declared.split()[0]]
         fields += [(field, kind) for field in re.findall(r"(\w+)\s*(?:,|$)", declared)]
     assert struct._fields_ == fields
+
+
+def fields(it: Launch) -> dict[str, float | None]:
+    return {name: getattr(it.arguments, name) for name, *_ in it.arguments._fields_}
+
+
+def test_layers_share_all_of_attention_but_what_is_their_own() -> None:
+    it = scene([(900, 40), (30, 1)], dtype=BF16, head_dim=64)
+    settings: dict[str, Any] = {"scale": 0.125, "window": None, "cap": None}
+
+    def attend(layer: int, **changes: Any) -> list[Launch]:
+        own = it.query, it.pool, layer, it.batch, torch.empty_like(it.query)
+        return launch.attention(*own, **settings | changes, wanted_blocks=8)
+
+    first, second = attend(0), attend(1, sinks=torch.zeros(4))
+    assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend", "merge"]
+    for one, other in zip(first, second, strict=True):
+        assert one[:5] == other[:5]
+        differing = {name for name, value in fields(one).items() if fields(other)[name] != value}
+        assert differing == {"layer", "out", "sinks"}
+    for name, value in (("scale", 0.5), ("window", 7), ("cap", 30.0)):
+        changed = attend(0, **{name: value})
+        assert fields(changed[0])[name] != fields(first[0])[name]
 
 
 @cache

@@ -86,31 +86,31 @@ class Cupy:
 
     def launchKernel(
         self,
-        function: int,
-        grid_x: int,
-        grid_y: int,
-        grid_z: int,
-        block_x: int,
-        block_y: int,
-        block_z: int,
-        shared_bytes: int,
+        f: int,
+        grid_dim_x: int,
+        grid_dim_y: int,
+        grid_dim_z: int,
+        block_dim_x: int,
+        block_dim_y: int,
+        block_dim_z: int,
+        shared_mem_bytes: int,
         stream: int,
-        parameters: int,
+        kernel_params: int,
         extra: int,
     ) -> None:
         if self._is_idle:
             return
         self.calls.append("launchKernel")
-        it = self._functions[function]
+        it = self._functions[f]
         assert self._context == CONTEXTS[it.device], "the device of the kernel is not current"
-        assert (grid_z, block_y, block_z, extra) == (1, 1, 1, 0)
-        assert shared_bytes <= it.max_dynamic_shared_size_bytes
-        size = ctypes.c_size_t(shared_bytes)
+        assert (grid_dim_z, block_dim_y, block_dim_z, extra) == (1, 1, 1, 0)
+        assert shared_mem_bytes <= it.max_dynamic_shared_size_bytes
         # The driver copies the arguments during the call, so both must be alive until then.
-        listed = held_at(parameters, ctypes.c_void_p)
-        arguments = held_at(listed.value or 0, ctypes.Structure)
+        listed = held_at(kernel_params, ctypes.c_void_p)
+        arguments = ctypes.byref(held_at(listed.value or 0, ctypes.Structure))
+        shape = grid_dim_x, grid_dim_y, block_dim_x, ctypes.c_size_t(shared_mem_bytes)
         assert it.library is not None
-        it.library.run0(grid_x, grid_y, block_x, size, 0, 0, 0, ctypes.byref(arguments))
+        it.library.run0(*shape, 0, 0, 0, arguments)
         self.launched.append((it.device, stream, it.name))
 
     @property
