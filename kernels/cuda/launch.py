@@ -48,7 +48,7 @@ def struct(pointers: str, ints: str, floats: str = "") -> type[Structure]:
 
 # The structs of attention.cu and kv.cu, field by field.
 ATTENTION = struct(
-    "query pool out parts logs starts contexts tables work merges sinks",
+    "query pool out parts tickets starts contexts tables work sinks",
     "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
     "scale cap",
 )
@@ -94,16 +94,16 @@ class Planned(NamedTuple):
     """One tile's part of a step: what its thread blocks do, and where that lies on the device.
 
     Attributes:
-        items: `work.items` there; `merges` likewise.
-        parts: [slots * D] float32, room for partial results; `logs` [slots].
+        items: `work.items` there.
+        parts: float32, room for partial results.
+        tickets: int32, counts of those that are there; every launch leaves them at 0.
     """
 
     tile: tiling.Tile
     work: tiling.Work
     items: torch.Tensor
-    merges: torch.Tensor
     parts: torch.Tensor
-    logs: torch.Tensor
+    tickets: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ def attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Attend with few and with many rows, and merge what was split."""
+    """Attend with few and with many rows."""
     if query.dtype != pool.dtype or not query.is_contiguous():
         raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
     attending = batch.scratch.of(OnDevice).attending
@@ -314,16 +314,12 @@ def _attending(
     if key not in works:
         works[key] = _works(num_heads, pool, batch, window, wanted_blocks)
     launches = []
-    for tile, work, items, merges, parts, logs in works[key]:
+    for tile, work, items, parts, tickets in works[key]:
         mine = _copy(arguments)
-        point(mine, work=items, merges=merges, parts=parts, logs=logs)
-        num_kv_heads, keep = pool.shape[3], (*of_batch, items, merges, parts, logs)
+        point(mine, work=items, parts=parts, tickets=tickets)
         kernel, shared = attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
-        grid = (len(work.items), num_kv_heads)
+        grid, keep = (len(work.items), pool.shape[3]), (*of_batch, items, parts, tickets)
         launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
-        if len(work.merges):
-            kernel, grid = f"merge<{name},{tile.rows}>", (len(work.merges), num_kv_heads)
-            launches.append(Launch("attention", kernel, grid, 128, 0, mine, keep))
     return launches
 
 
@@ -356,14 +352,13 @@ def _works(
 def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Planned:
     """Upload work, and make room for its partial results."""
     num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
-    slots = work.num_slots * num_kv_heads * tile.rows
+    tickets = torch.zeros(work.num_slots * num_kv_heads, dtype=torch.int32, device=device)
     return Planned(
         tile,
         work,
         torch.from_numpy(work.items).to(device),
-        torch.from_numpy(work.merges).to(device),
-        torch.empty(slots * head_dim, dtype=torch.float32, device=device),
-        torch.empty(slots, dtype=torch.float32, device=device),
+        torch.empty((len(tickets), tile.rows, head_dim + 4), dtype=torch.float32, device=device),
+        tickets,
     )
 
 

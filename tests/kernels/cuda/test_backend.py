@@ -60,11 +60,11 @@ def test_operators_start_their_kernels(cupy: Cupy) -> None:
     """On the current stream, whose work comes in the order of the calls."""
     check_moves(cuda, torch.float32)
     check_all(cuda, torch.float32, 576)
-    for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split, and merged
+    for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), None, cuda)
     assert {(device, stream) for device, stream, _ in cupy.launched} == {(0, STREAMS[0])}
     names = {name.partition("<")[0] for *_, name in cupy.launched}
-    assert names == {"append", "move", "rms_norm", "gate", "attend", "merge"}
+    assert names == {"append", "move", "rms_norm", "gate", "attend"}
 
 
 def a_norm() -> list[Launch]:

@@ -83,7 +83,7 @@ def test_layers_share_all_of_attention_but_what_is_their_own() -> None:
         return launch.attention(*own, **settings | changes, wanted_blocks=8)
 
     first, second = attend(0), attend(1, sinks=torch.zeros(4))
-    assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend", "merge"]
+    assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend"]
     for one, other in zip(first, second, strict=True):
         assert one[:5] == other[:5]
         differing = {name for name, value in fields(one).items() if fields(other)[name] != value}

@@ -196,7 +196,7 @@ FREED: dict[str, Callable[[Any], None]] = {
 for plan in ("_plan", "_window_plan"):
     for name in ("slots", "starts", "contexts", "tables"):
         FREED[f"{plan} {name}"] = partial(replace_upload, plan=plan, name=name)
-    for name in ("items", "merges", "parts", "logs"):
+    for name in ("items", "parts", "tickets"):
         FREED[f"{plan} {name}"] = partial(replace_room, plan=plan, name=name)
 
 
