@@ -64,6 +64,12 @@ template <typename T>
 PRIM void publish(T* to, T value) { *to = value; }
 #endif
 
+// Values that a thread reads or writes at once, up to 16 bytes an instruction.
+template <typename T, int WIDE>
+struct alignas(WIDE * sizeof(T) < 16 ? WIDE * sizeof(T) : 16) Wide {
+  T values[WIDE];
+};
+
 PRIM float widen(float x) { return x; }
 PRIM float widen(bf16 x) { return __bfloat162float(x); }
 PRIM float widen(fp16 x) { return __half2float(x); }

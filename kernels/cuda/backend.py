@@ -56,14 +56,22 @@ def require_device(index: int = 0) -> None:
     _cupy()
 
 
-def append_kv(
+def rotate_and_append(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: torch.Tensor | None = None,
-) -> None:
-    start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    num_tokens, num_rows, head_dim = heads.shape
+    query = heads.new_empty(num_tokens, num_rows - 2 * pool.shape[3], head_dim)
+    start(
+        pool.device,
+        launch.rotate_and_append(heads, rotation, pool, layer, batch, query, norm, eps),
+    )
+    return query
 
 
 def paged_attention(

@@ -52,9 +52,10 @@ ATTENTION = struct(
     "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
     "scale cap",
 )
-APPEND = struct(
-    "key_value pool slots rotation",
-    "num_kv_heads head_dim num_layers layer block_bits",
+HEADS = struct(
+    "heads query pool slots rotation norm",
+    "num_tokens num_heads num_kv_heads head_dim num_layers layer block_bits stride lanes",
+    "eps",
 )
 MOVE = struct(
     "pool segment table",
@@ -64,7 +65,8 @@ MOVE = struct(
 # The structs of rowwise.cu, field by field.
 NORM = struct("x y weight out", "size", "eps")
 GATE = struct("gate_up out", "rows size", "linear cubic limit shift")
-# The launch bounds of rowwise.cu.
+# The launch bounds of kv.cu and rowwise.cu.
+HEADS_THREADS = 128
 MAX_NORM_THREADS = 512
 MAX_GATE_THREADS = 256
 WIDE_BYTES = 16
@@ -139,28 +141,52 @@ def _check_shape(shape: torch.Size, dtype: torch.dtype) -> None:
         raise KernelError(f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}")
 
 
-def append(
+def rotate_and_append(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: torch.Tensor | None = None,
+    query: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> list[Launch]:
-    """Write a step's K and V, K rotated by [T, 2, D / 2] cosines and sines if they are given."""
+    """Norm and rotate a step's heads: queries into `query`, keys and values into their slots.
+
+    Args:
+        heads: [T, Hq + 2 Hkv, D], a token's in one run, which begins at a multiple of 16 bytes.
+        rotation: [T, 2, D / 2] float32; `norm` [Hq + Hkv, D] float32.
+        query: [T, Hq, D].
+
+    Raises:
+        KernelError: A tensor is not of that dtype, or does not lie so.
+    """
     check_pool(pool)
-    key_value = key_value.to(pool.dtype).contiguous()
-    arguments = _arguments(APPEND, pool)
-    slots = _on_device(batch, pool, "slots", batch.slots)
-    arguments.layer = layer
-    keep = [key_value, pool, slots]
-    point(arguments, key_value=key_value, pool=pool, slots=slots)
-    if rotation is not None:
-        rotation = rotation.contiguous()
-        point(arguments, rotation=rotation)
-        keep.append(rotation)
-    kernel = f"append<{DTYPE_NAMES[pool.dtype]}>"
-    grid = (key_value.shape[0], 1)
-    return [Launch("kv", kernel, grid, 128, 0, arguments, tuple(keep))] if grid[0] else []
+    num_tokens, num_rows, head_dim = heads.shape
+    starts = heads.data_ptr(), heads.stride(0) * heads.itemsize
+    if heads.dtype != pool.dtype or heads.stride()[1:] != (head_dim, 1):
+        found = f"{heads.dtype} with strides {heads.stride()}"
+        raise KernelError(f"heads are {found}, not {pool.dtype} as the pool, a token's in one run")
+    if any(at % WIDE_BYTES for at in starts):
+        raise KernelError(f"heads of a token do not begin at a multiple of {WIDE_BYTES} bytes")
+    floats = {"rotation": rotation} | ({} if norm is None else {"norm": norm})
+    for name, it in floats.items():
+        _check_rows(torch.float32, it.shape, {name: it})
+    if not num_tokens:
+        return []
+    tensors = floats | {"heads": heads, "query": query, "pool": pool}
+    tensors["slots"] = _on_device(batch, pool, "slots", batch.slots)
+    half = head_dim // 2
+    width = min(WIDE_BYTES // heads.itemsize, half & -half)
+    lanes = 1 << (half // width - 1).bit_length()
+    arguments = _arguments(HEADS, pool)
+    arguments.num_tokens, arguments.num_heads = num_tokens, query.shape[1]
+    arguments.layer, arguments.stride = layer, heads.stride(0)
+    arguments.lanes, arguments.eps = lanes, eps
+    point(arguments, **tensors)
+    kernel = f"rotate_and_append<{DTYPE_NAMES[pool.dtype]},{width}>"
+    grid = (-(-num_tokens * num_rows * lanes // HEADS_THREADS), 1)
+    return [Launch("kv", kernel, grid, HEADS_THREADS, 0, arguments, tuple(tensors.values()))]
 
 
 def move(

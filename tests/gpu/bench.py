@@ -61,7 +61,7 @@ def kernel_parts(settings: Settings) -> dict[str, Part]:
         f"decode {name}": partial(_decode, settings, name) for name in decode_lens(settings)
     }
     parts |= {f"prefill {k}k": partial(_prefill, settings, k) for k in (8, 16)}
-    return parts | {"pack and unpack": partial(_pack, settings)}
+    return parts | {"heads": partial(_heads, settings), "pack and unpack": partial(_pack, settings)}
 
 
 def staging_parts(settings: Settings) -> dict[str, Part]:
@@ -78,7 +78,7 @@ def launch_parts(settings: Settings) -> dict[str, Part]:
 
     Without a GPU nothing is started: the first figure is then what Python does on this CPU.
     """
-    names = ("attend", "append", "move", "rms_norm", "gate")
+    names = ("attend", "heads", "move", "rms_norm", "gate")
     return {name: partial(_launch, settings, name) for name in names}
 
 
@@ -157,6 +157,26 @@ def _prefill(settings: Settings, kilo: int) -> Figures:
     return {f"prefill_{kilo}k_tflops": flops(settings, length) / seconds / 1e12}
 
 
+def _heads(settings: Settings) -> Figures:
+    """Read every head once and write it once, with the norm; angles and weights beside them."""
+    heads, length = prompt_heads(settings), prompt_length(settings, 16)
+    it, kernels = pages(settings, [(length, length)], heads), backend_of(settings, heads)
+    moved = 2 * (it.query.nbytes + it.pool.nbytes)
+    return {"heads_gbs": moved / device_s(_rotate_and_append(kernels, it)) / 1e9}
+
+
+def _rotate_and_append(kernels: Backend, it: Paged) -> Call:
+    """Return the step of those queries, with keys and values of ones."""
+    (num_tokens, num_heads, head_dim), device = it.query.shape, it.pool.device
+    num_kv_heads = it.pool.shape[3]
+    key_value = it.query.new_ones(num_tokens, 2 * num_kv_heads, head_dim)
+    heads = torch.cat((it.query, key_value), dim=1)
+    rotation = torch.ones(num_tokens, 2, head_dim // 2, device=device)
+    norm = torch.ones(num_heads + num_kv_heads, head_dim, device=device)
+    arguments = heads, rotation, it.pool, 0, it.batch, norm, 1e-6
+    return lambda: kernels.rotate_and_append(*arguments)
+
+
 def _pack(settings: Settings) -> Figures:
     num_tokens, num_layers = settings.size(16_384, 64), settings.size(16, 2)
     it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
@@ -213,14 +233,13 @@ def _ways(settings: Settings, direction: str) -> Figures:
 def _launch(settings: Settings, name: str) -> Figures:
     heads, device = decode_heads(settings), settings.device
     it = pages(settings, [(64, 1)] * 4, heads)
-    values = torch.randn(4, 2, *heads[1:], dtype=BF16, device=device)
     rows, weight = torch.zeros(4, 4096, dtype=BF16, device=device), torch.ones(4096, device=device)
     segment = torch.zeros(1, 2, heads[1], 64, heads[2], dtype=BF16, device=device)
     table = torch.tensor(it.tables[0], dtype=torch.int32, device=device)
     rectangle = table, range(1), range(heads[1]), range(64), segment
     calls: dict[str, Call] = {
         "attend": lambda: _attend(cuda, it),
-        "append": lambda: cuda.append_kv(it.pool, 0, values, it.batch),
+        "heads": _rotate_and_append(cuda, it),
         "move": lambda: cuda.start(device, launch.move(it.pool, *rectangle, into_pool=False)),
         "rms_norm": lambda: cuda.add_rms_norm(rows, rows, weight, 1e-5),
         "gate": lambda: cuda.gate(rows, SILU),

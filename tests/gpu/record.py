@@ -29,7 +29,7 @@ END: Final = "<!-- end of kernels on a GPU -->"
 COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
     "tiled": ("attend",),
     "plain": ("attend_plain",),
-    "append": ("append",),
+    "heads": ("rotate_and_append",),
     "move": ("move",),
     "rows": ("rms_norm", "gate"),
 }

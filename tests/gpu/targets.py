@@ -54,6 +54,7 @@ TARGETS = (
     Target(
         "prefill 16k / SDPA cuDNN", "attend", "prefill_16k_tflops", "cudnn_16k_tflops", None, 0.90
     ),
+    Target("heads of 16k tokens / copy", "rotate_and_append", "heads_gbs", "copy_gbs", 0.80, 0.90),
     Target("pack on the device / copy", "move", "pack_gbs", "copy_gbs", 0.85, 0.95),
     Target("unpack on the device / copy", "move", "unpack_gbs", "copy_gbs", 0.85, 0.95),
     Target("pack to pinned, staged / DMA", "move", "pack_pinned_gbs", "d2h_gbs", 0.93, 0.97),

@@ -12,6 +12,7 @@ GOOD: Figures = {
     "d2h_gbs": 50.0,
     "decode_long_gbs": 900.0,
     "decode_short_gbs": 700.0,
+    "heads_gbs": 900.0,
     "pack_gbs": 900.0,
     "unpack_gbs": 900.0,
     "pack_pinned_gbs": 47.0,

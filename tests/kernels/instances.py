@@ -20,7 +20,9 @@ def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
 def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
     """Return those that keep a pool of one dtype and a wire of another."""
     held, sent = DTYPE_NAMES[pool], DTYPE_NAMES[wire]
-    return [f"append<{held}>", f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
+    widths = dict.fromkeys((WIDE_BYTES // pool.itemsize, 4))
+    found = [f"rotate_and_append<{held},{width}>" for width in widths]
+    return [*found, f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
 
 
 def rowwise_kernels(dtype: torch.dtype) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+from itertools import product
 
 import pytest
 import torch
 
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.rowwise_scenes import check_all
-from tests.kernels.scenes import check, check_moves, scene, sinks_of
+from tests.kernels.scenes import check, check_moves, heads_error, scene, sinks_of
 from tests.kernels.shim.backend import CSRC, Shim, why_not
 
 ATTENTION = {
@@ -81,16 +82,34 @@ ATTENTION = {
     ),
 }
 KV = {
-    "append: offsets into the pool have 32 bits": (
-        "(T*)a.pool + ((to << a.block_bits) + offset) * a.head_dim",
-        "(T*)a.pool + (u32)(((to << a.block_bits) + offset) * a.head_dim)",
+    "heads: offsets into the pool have 32 bits": (
+        "(T*)a.pool + ((block << a.block_bits) + offset) * a.head_dim",
+        "(T*)a.pool + (u32)(((block << a.block_bits) + offset) * a.head_dim)",
     ),
-    "append: every layer is the first": ("a.num_layers + a.layer)", "a.num_layers)"),
-    "append: values are rotated too": ("&& row < a.num_kv_heads", ""),
-    "append: half a row": ("    slot_row[half + d] = high;\n", ""),
+    "heads: every layer is the first": ("a.num_layers + a.layer;", "a.num_layers;"),
+    "heads: values are rotated too": ("row >= a.num_heads + a.num_kv_heads;", "false;"),
+    "heads: keys are not rotated": ("row >= a.num_heads + a.num_kv_heads;", "row >= a.num_heads;"),
+    "heads: turned the other way": (
+        "cosine.values[k] - y.values[k] * sine.values[k]",
+        "cosine.values[k] + y.values[k] * sine.values[k]",
+    ),
+    "heads: half a row": ("  ((Unit*)to)[units + i] = high;\n", ""),
+    "heads: the first token's angles": ("a.rotation + (long long)token * a.head_dim", "a.rotation"),
+    "heads: tokens lie closely": ("token * a.stride", "token * num_rows * a.head_dim"),
+    "heads: one thread too many of a head": ("&& i < units;", "&& i <= units;"),
+    "heads: a token too many": ("token < a.num_tokens &&", "token <= a.num_tokens &&"),
+    "heads: one weight for all": ("a.norm + row * a.head_dim", "a.norm"),
+    "heads: half the threads of a head are summed": ("mask = a.lanes / 2;", "mask = a.lanes / 4;"),
+    "heads: squares of a warp are summed": ("mask = a.lanes / 2;", "mask = 16;"),
+    "heads: half the squares": (" + y.values[k] * y.values[k];", ";"),
+    "heads: no eps": ("squares / a.head_dim + a.eps", "squares / a.head_dim"),
+    "heads: rounded before they are rotated": (
+        "x.values[k] *= scale * to_x.values[k];",
+        "x.values[k] = widen(narrow<T>(x.values[k] * scale * to_x.values[k]));",
+    ),
     "move: offsets into the pool have 32 bits": (
-        "(Eight<POOL>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights",
-        "(Eight<POOL>*)a.pool + (int)(((row << a.block_bits) + offset) * eights + i % eights)",
+        "(Wide<POOL, 8>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights",
+        "(Wide<POOL, 8>*)a.pool + (int)(((row << a.block_bits) + offset) * eights + i % eights)",
     ),
     "move: past the last token": (
         "if (i >= a.num_tokens * eights)",
@@ -170,6 +189,8 @@ def check_kv(text: str) -> None:
     it = Shim({"kv": names}, texts={"kv": text})
     for is_far in (False, True):
         check_moves(it, torch.bfloat16, is_far=is_far)
+    for is_normed, head_dim in product((False, True), (24, 64, 80)):
+        assert heads_error(it, torch.bfloat16, head_dim, 21, (6, 2), is_normed=is_normed) <= 1
 
 
 def check_rowwise(text: str) -> None:

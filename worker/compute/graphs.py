@@ -19,6 +19,7 @@ from kernels.cuda import backend as cuda
 from kernels.cuda.plan import FixedPlan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
+from worker.compute.transformer import Transformer
 
 # Batch sizes that are recorded: no batch is padded to more than twice its size.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
@@ -34,7 +35,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        model: Model,
+        model: Transformer,
         cache: TorchKVCache,
         size: int,
         *,
@@ -44,7 +45,6 @@ class DecodeStep:
         """Allocate on the cache's device, for `size` sequences; see `FixedPlan`."""
         self._model, self._pool, device = model, cache.pool, cache.pool.device
         self._token_ids, self._positions = torch.zeros(2, size, dtype=torch.int32, device=device)
-        self._rows = torch.arange(size, device=device)
         plan = partial(
             FixedPlan,
             num_sequences=size,
@@ -74,8 +74,9 @@ class DecodeStep:
 
     def __call__(self) -> torch.Tensor:
         """Compute the step, or have it recorded; return the logits of all its rows."""
-        arguments = self._token_ids, self._positions, self._pool, self._batch, self._rows
-        return self._model.forward(*arguments)
+        return self._model.forward(
+            self._token_ids, self._positions, self._pool, self._batch, rows=None
+        )
 
 
 # Takes a step; returns what repeats it, and the tensor that then has the result.  The step has to
@@ -94,7 +95,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Model,
+        model: Transformer,
         cache: TorchKVCache,
         *,
         max_model_len: int,
@@ -147,6 +148,8 @@ class DecodeGraphs:
 
 def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:
     """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
+    if not isinstance(model, Transformer):
+        return None
     if any(layer.experts or layer.delta for layer in model.config.layers):
         return None  # how many rows each expert has, the host waits for; states change their slots
     return DecodeGraphs(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import GELU_TANH, SILU, KernelError
+from kernels import GELU_TANH, SILU, KernelError, PagedBatch
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
@@ -52,7 +52,7 @@ def test_a_field_that_a_kernel_does_not_have_cannot_be_set() -> None:
     ("source", "name", "struct"),
     [
         ("attention", "Attention", launch.ATTENTION),
-        ("kv", "Append", launch.APPEND),
+        ("kv", "Heads", launch.HEADS),
         ("kv", "Move", launch.MOVE),
         ("rowwise", "Norm", launch.NORM),
         ("rowwise", "Gate", launch.GATE),
@@ -194,8 +194,54 @@ def test_a_gate_takes_rows_in_turns(
     assert (it.kernel, it.grid, it.threads) == ("gate<bf16,8>", grid, threads)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "width", "lanes", "blocks"),
+    [
+        (BF16, 128, 8, 8, 5),
+        (FP16, 80, 8, 8, 5),
+        (FP16, 24, 4, 4, 3),
+        (BF16, 8, 4, 1, 1),
+        (FP32, 128, 4, 16, 9),
+        (FP32, 256, 4, 32, 18),
+    ],
+)
+def test_a_head_is_read_by_as_many_threads_as_it_has_whole_loads(
+    dtype: torch.dtype, head_dim: int, width: int, lanes: int, blocks: int
+) -> None:
+    (it,) = heads_launch(torch.zeros(6, 12, head_dim, dtype=dtype))
+    name = launch.DTYPE_NAMES[dtype]
+    assert (it.kernel, it.threads) == (f"rotate_and_append<{name},{width}>", 128)
+    assert (it.arguments.lanes, it.grid) == (lanes, (blocks, 1))
+
+
+def heads_launch(heads: torch.Tensor, rotation: torch.Tensor | None = None) -> list[launch.Launch]:
+    """Launch heads of which two are keys and two values."""
+    num_tokens, num_rows, head_dim = heads.shape
+    pool = torch.zeros(2, 1, 2, 2, 8, head_dim, dtype=heads.dtype)
+    none = torch.zeros(0, dtype=torch.int32)
+    batch = PagedBatch(torch.zeros(num_tokens, dtype=torch.int32), none, none, none)
+    rotation = torch.zeros(num_tokens, 2, head_dim // 2) if rotation is None else rotation
+    query = heads.new_zeros(num_tokens, num_rows - 4, head_dim)
+    return launch.rotate_and_append(heads, rotation, pool, 0, batch, query)
+
+
+def test_heads_that_no_kernel_reads() -> None:
+    heads = torch.zeros(5, 9, 16, dtype=BF16)
+    for lying, says in (
+        (heads.mT.contiguous().mT, r"heads are torch.bfloat16 with strides \(144, 1, 9\), not"),
+        (heads[:, :, ::2], "heads are torch.bfloat16 with strides"),
+        (torch.zeros(5 * 9 * 16 + 4, dtype=BF16)[4:].view(5, 9, 16), "begin at a multiple of 16"),
+        (torch.zeros(5, 9 * 16 + 4, dtype=BF16)[:, : 9 * 16].view(5, 9, 16), "multiple of 16"),
+    ):
+        with pytest.raises(KernelError, match=says):
+            heads_launch(lying)
+    with pytest.raises(KernelError, match=r"rotation is torch\.float64"):
+        heads_launch(heads, torch.zeros(5, 2, 8).double())
+
+
 def test_no_rows_launch_nothing() -> None:
     none = torch.zeros(0, 16)
+    assert heads_launch(torch.zeros(0, 8, 16)) == []
     assert launch.norm(none, torch.ones(16), 1e-6, none) == []
     assert launch.gate(none, torch.zeros(0, 8), SILU, wanted_blocks=24) == []
 

@@ -69,19 +69,25 @@ class DeviceMemory(TorchFunctionMode):
 
 
 class Recorder:
-    """Stands in for `worker.compute.graphs.record_graph` where kernels run through the shim."""
+    """Stands in for `worker.compute.graphs.record_graph` where kernels run through the shim.
+
+    Attributes:
+        launched: The kernels that a replay of the last recording would start on a GPU, in order.
+    """
 
     def __init__(self, shim: Shim) -> None:
         self.num_recorded = 0
-        self._shim = shim
+        self.launched: list[str] = []
+        self.shim = shim
 
     def __call__(self, step: Step) -> tuple[Callable[[], None], torch.Tensor]:
         self.num_recorded += 1
         step()  # what only the first run makes is not of the recording
         recording = _Recording()
-        run = recording.watch_kernels(self._shim)
-        with patch.object(self._shim, "run", run), recording:
+        run = recording.watch_kernels(self.shim)
+        with patch.object(self.shim, "run", run), recording:
             result = step()
+        self.launched = recording.launched
         recording.forget_results()
         return recording.replay, result
 
@@ -91,17 +97,24 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.launched: list[str] = []
         self._calls: list[Callable[[], object]] = []
         self._allocated: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        with self:  # in inference mode torch gives `linear` or `to` as they were called
+            if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                return result
         given, form = tree_flatten((args, kwargs or {}))
         addresses = [Address.of(it) if isinstance(it, torch.Tensor) else it for it in given]
         result = func(*args, **(kwargs or {}))
         made = _allocated(given, result)
         self._allocated += made
+        # An allocation starts no kernel; neither does a view, which changes and allocates nothing.
+        if func._schema.is_mutable or (made and "empty" not in str(func)):  # noqa: SLF001
+            self.launched.append(str(func))
         self._calls.append(partial(_repeat, func, addresses, form, made))
         return result
 
@@ -112,6 +125,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def watched(launches: list[Launch]) -> None:
             run(launches)
             for it in launches:
+                self.launched.append(it.kernel)
                 pointers = {
                     getattr(it.arguments, name)
                     for name, kind, *_ in it.arguments._fields_
