@@ -163,11 +163,11 @@ def rotate_and_append(
     """
     check_pool(pool)
     num_tokens, num_rows, head_dim = heads.shape
-    starts = heads.data_ptr(), heads.stride(0) * heads.itemsize
-    if heads.dtype != pool.dtype or heads.stride()[1:] != (head_dim, 1):
+    stride, *inner = heads.stride()
+    if heads.dtype != pool.dtype or inner != [head_dim, 1]:
         found = f"{heads.dtype} with strides {heads.stride()}"
         raise KernelError(f"heads are {found}, not {pool.dtype} as the pool, a token's in one run")
-    if any(at % WIDE_BYTES for at in starts):
+    if (heads.data_ptr() | stride * heads.itemsize) % WIDE_BYTES:
         raise KernelError(f"heads of a token do not begin at a multiple of {WIDE_BYTES} bytes")
     floats = {"rotation": rotation} | ({} if norm is None else {"norm": norm})
     for name, it in floats.items():
@@ -181,7 +181,7 @@ def rotate_and_append(
     lanes = 1 << (half // width - 1).bit_length()
     arguments = _arguments(HEADS, pool)
     arguments.num_tokens, arguments.num_heads = num_tokens, query.shape[1]
-    arguments.layer, arguments.stride = layer, heads.stride(0)
+    arguments.layer, arguments.stride = layer, stride
     arguments.lanes, arguments.eps = lanes, eps
     point(arguments, **tensors)
     kernel = f"rotate_and_append<{DTYPE_NAMES[pool.dtype]},{width}>"
