@@ -76,9 +76,8 @@ class FixedPlan:
         num_kv_heads = self._pool.shape[3]
         most_tiles = num_sequences * -(-self._group // self._tile.rows)
         most_items = max(most_tiles, self._wanted_blocks // num_kv_heads)
-        items = np.full((most_items, 5), NOTHING, np.int32)
-        merges = np.full((most_tiles, 4), NOTHING, np.int32)
-        return on_device(self._tile, tiling.Work(items, merges, most_items), self._pool)
+        items = np.full((most_items, tiling.ITEM), NOTHING, np.int32)
+        return on_device(self._tile, tiling.Work(items, most_items), self._pool)
 
     def set(self, batch: PagedBatch) -> None:
         """Plan a step of no more sequences than there is room for, one token each."""
@@ -103,11 +102,6 @@ class FixedPlan:
                 window=window,
                 wanted_blocks=self._wanted_blocks,
             )
-            _fill(room.work.items, work.items, room.items)
-            _fill(room.work.merges, work.merges, room.merges)
-
-
-def _fill(room: tiling.Ints, table: tiling.Ints, on_device: torch.Tensor) -> None:
-    """Write a table's rows, mark the rest of the room, and upload it."""
-    room[: len(table)], room[len(table) :] = table, NOTHING
-    on_device.copy_(torch.from_numpy(room))
+            items, count = room.work.items, len(work.items)
+            items[:count], items[count:] = work.items, NOTHING
+            room.items.copy_(torch.from_numpy(items))

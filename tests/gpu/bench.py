@@ -12,11 +12,12 @@ from functools import partial
 
 import torch
 
-from kernels.contract import Backend
+from kernels.contract import SILU, Backend
+from kernels.cuda import backend as cuda
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
 from tests.gpu.inputs import Paged, batch_of
-from tests.gpu.settings import Part, Settings, kernels_of, lane_of, start
+from tests.gpu.settings import Part, Settings, kernels_of, lane_of, launching, start
 from tests.gpu.timing import device_s, launch_s, replay_s, wall_s
 from tests.gpu.trail import Figures
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
@@ -78,8 +79,11 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
-    """What a launch costs Python, and what is left of it in a graph."""
-    names = ("attend", "heads", "move", "rms_norm")
+    """What a launch costs Python, and what is left of it in a graph.
+
+    Without a GPU nothing is started: the first figure is then what Python does on this CPU.
+    """
+    names = ("attend", "heads", "move", "rms_norm", "gate")
     return {name: partial(_launch, settings, name) for name in names}
 
 
@@ -233,16 +237,21 @@ def _ways(settings: Settings, direction: str) -> Figures:
 
 def _launch(settings: Settings, name: str) -> Figures:
     heads, device = decode_heads(settings), settings.device
-    it, kernels = pages(settings, [(64, 1)] * 4, heads), backend_of(settings, heads)
+    it = pages(settings, [(64, 1)] * 4, heads)
     rows, weight = torch.zeros(4, 4096, dtype=BF16, device=device), torch.ones(4096, device=device)
+    segment = torch.zeros(1, 2, heads[1], 64, heads[2], dtype=BF16, device=device)
+    table = torch.tensor(it.tables[0], dtype=torch.int32, device=device)
+    rectangle = table, range(1), range(heads[1]), range(64), segment
     calls: dict[str, Call] = {
-        "attend": lambda: _attend(kernels, it),
-        "heads": _rotate_and_append(kernels, it),
-        "move": _moves(settings, it, range(1), range(heads[1]), range(64))[0],
-        "rms_norm": lambda: kernels.add_rms_norm(rows, rows, weight, 1e-5),
+        "attend": lambda: _attend(cuda, it),
+        "heads": _rotate_and_append(cuda, it),
+        "move": lambda: cuda.start(device, launch.move(it.pool, *rectangle, into_pool=False)),
+        "rms_norm": lambda: cuda.add_rms_norm(rows, rows, weight, 1e-5),
+        "gate": lambda: cuda.gate(rows, SILU),
     }
-    call = calls[name]
-    return {f"launch_{name}_us": launch_s(call) * 1e6, f"graph_{name}_us": replay_s(call) * 1e6}
+    with launching(settings):
+        launch_us, graph_us = launch_s(calls[name]) * 1e6, replay_s(calls[name]) * 1e6
+    return {f"launch_{name}_us": launch_us, f"graph_{name}_us": graph_us}
 
 
 def _attend(kernels: Backend, it: Paged) -> torch.Tensor:

@@ -53,8 +53,8 @@ def row_parts(settings: Settings) -> dict[str, Part]:
 
 
 def attention_parts(settings: Settings) -> dict[str, Part]:
-    """Attention with tiles (`attend`, `merge`) and without (`attend_plain`), on random batches."""
-    # The longest is split: `merge` is needed too.  The plain kernel goes key by key, and the shim
+    """Attention with tiles (`attend`) and without (`attend_plain`), on random batches."""
+    # The longest is split.  The plain kernel goes key by key, and the shim
     # would take a minute for long ones, and the formula on a CPU several for all of 3000 tokens.
     full = 3000 if settings.backend == "cuda" else 800
     tiled, longest = ([(64, BF16)], 560) if settings.is_small else (TILED, full)

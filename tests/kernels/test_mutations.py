@@ -24,53 +24,48 @@ ATTENTION = {
     "the sum is not rescaled": ("sum[h] * shrink + added", "sum[h] + added"),
     "the ring is one short": ("load(tile + STAGES - 1);\n    c", "load(tile + STAGES);\n    c"),
     "half a row is summed": ("    sum[h] += from_lane_xor(sum[h], 2);\n", ""),
-    "parts are not weighted": ("a.logs[place(part)] - highest)", "0.f)"),
+    "parts are not weighted": ("power_of_two(from[D] - base)", "1"),
     "values for keys": ("T* values = keys + BN * LD", "T* values = keys"),
     "a ragged tail of keys is left out": (
         "(key_end - key_begin + BN - 1) / BN",
         "(key_end - key_begin) / BN",
     ),
-    "merge forgets which tile it is": (
-        "int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group",
-        "int query = row / group, head = kv_head * group + row % group",
+    "rows past the last are written": (
+        "(num_rows - first_row < BM ? num_rows - first_row : BM)",
+        "BM",
     ),
-    "merge goes past the last row": (
-        "if (first_row + row >= num_rows) break",
-        "if (row >= num_rows) break",
+    "rows are those of the first tile": (
+        "row_offset(first_row + row) + d) =",
+        "row_offset(row) + d) =",
     ),
-    "rows past the first tile are unguarded": (
-        "else if (first_row + row < num_rows)",
-        "else if (row < num_rows)",
+    "parts of many rows overlap": ("kv_head) * BM + row) * LDO;", "kv_head) * 16 + row) * LDO;"),
+    "the first part is left out": (
+        "write(row, d, in_slot(first_slot, row), num_slots,",
+        "write(row, d, in_slot(first_slot + 1, row), num_slots - 1,",
     ),
-    "parts of many rows overlap": (
-        "long long place = ((long long)slot * a.num_kv_heads + kv_head) * BM + row;",
-        "long long place = ((long long)slot * a.num_kv_heads + kv_head) * 16 + row;",
-    ),
-    "parts are read as if of few rows": (
-        "return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * BM + row;",
-        "return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * 16 + row;",
-    ),
-    "merge leaves out the first part": (
-        "for (int part = 0; part < num_slots; part++) {",
-        "for (int part = 1; part < num_slots; part++) {",
-    ),
+    "the last part is left out": ("row), num_slots, stride", "row), num_slots - 1, stride"),
     "the highest is not of the first part": (
-        "for (int part = 0; part < num_slots; part++) highest",
-        "for (int part = 1; part < num_slots; part++) highest",
+        "i = 0; i < count; i++) top",
+        "i = 1; i < count; i++) top",
     ),
-    "merge leaves out the last part": (
-        "for (int part = 0; part < num_slots; part++) {",
-        "for (int part = 0; part < num_slots - 1; part++) {",
+    "no fence before a ticket": ("  __threadfence();  // what this", "  // what this"),
+    "the first to arrive combines": (
+        "atomicInc(ticket, num_slots - 1) == num_slots - 1",
+        "atomicInc(ticket, num_slots - 1) == 0",
     ),
+    "tickets are not reset": ("atomicInc(ticket, num_slots - 1)", "atomicInc(ticket, 1u << 31)"),
+    "heads share a ticket": ("first_slot * a.num_kv_heads + kv_head;", "first_slot;"),
     "every head has the first sink": ("a.sinks[head] * LOG2_E", "a.sinks[0] * LOG2_E"),
     "sinks are exponents of e": ("a.sinks[head] * LOG2_E", "a.sinks[head]"),
     "the sink is of another row": (
         "sink_of(a, kv_head * group + (first_row + row) % group)",
         "sink_of(a, kv_head * group + row % group)",
     ),
-    "every part counts the sink": ("sink = slot < 0 ? sink_of", "sink = true ? sink_of"),
-    "whole rows have no sink": ("sink = slot < 0 ? sink_of", "sink = false ? sink_of"),
-    "split rows have no sink": ("sink = sink_of(a, head);", "sink = MINUS_INFINITY;"),
+    "every part counts the sink": (
+        "KEYS_W, 16 * LDO, d, MINUS_INFINITY)",
+        "KEYS_W, 16 * LDO, d, sink_of(a, kv_head * group + (first_row + row) % group))",
+    ),
+    "no sink": ("power_of_two(sink - base)}", "0}"),
     "scores are capped before they are scaled": (
         "seen ? capped(a, x * a.scale)",
         "seen ? a.scale * capped(a, x)",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ import torch
 from kernels import GELU_TANH, SILU, KernelError, PagedBatch
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
+from tests.kernels.scenes import scene
 from tests.kernels.shim.backend import Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = {"int": ctypes.c_int, "float": ctypes.c_float}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -36,6 +41,13 @@ def test_a_pool_that_no_kernel_serves(
         launch.check_pool(torch.zeros(shape, dtype=dtype))
 
 
+def test_a_field_that_a_kernel_does_not_have_cannot_be_set() -> None:
+    with pytest.raises(AttributeError, match="eps"):
+        launch.MOVE().eps = 1.0
+    with pytest.raises(AttributeError, match="eps"):
+        launch.MOVE(eps=1.0)
+
+
 @pytest.mark.parametrize(
     ("source", "name", "struct"),
     [
@@ -46,17 +58,39 @@ def test_a_pool_that_no_kernel_serves(
         ("rowwise", "Gate", launch.GATE),
     ],
 )
-def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struct: object) -> None:
+def test_the_structs_are_those_of_the_source(
+    source: str, name: str, struct: type[ctypes.Structure]
+) -> None:
     found = re.search(rf"struct {name} {{(.*?)}};", cuda.source_text(source), re.S)
     assert found is not None
-    text = re.sub(r"//.*", "", found[1])
-    fields = [
-        re.sub(r".*[ *]", "", part.strip())
-        for line in text.split(";")
-        for part in line.split(",")
-        if part.strip()
-    ]
-    assert tuple(fields) == struct.names  # type: ignore[attr-defined]
+    fields = []
+    for declared in re.sub(r"//.*", "", found[1]).split(";")[:-1]:
+        kind = ctypes.c_void_p if "*" in declared else KINDS[declared.split()[0]]
+        fields += [(field, kind) for field in re.findall(r"(\w+)\s*(?:,|$)", declared)]
+    assert struct._fields_ == fields
+
+
+def fields(it: Launch) -> dict[str, float | None]:
+    return {name: getattr(it.arguments, name) for name, *_ in it.arguments._fields_}
+
+
+def test_layers_share_all_of_attention_but_what_is_their_own() -> None:
+    it = scene([(900, 40), (30, 1)], dtype=BF16, head_dim=64)
+    settings: dict[str, Any] = {"scale": 0.125, "window": None, "cap": None}
+
+    def attend(layer: int, **changes: Any) -> list[Launch]:
+        own = it.query, it.pool, layer, it.batch, torch.empty_like(it.query)
+        return launch.attention(*own, **settings | changes, wanted_blocks=8)
+
+    first, second = attend(0), attend(1, sinks=torch.zeros(4))
+    assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend"]
+    for one, other in zip(first, second, strict=True):
+        assert one[:5] == other[:5]
+        differing = {name for name, value in fields(one).items() if fields(other)[name] != value}
+        assert differing == {"layer", "out", "sinks"}
+    for name, value in (("scale", 0.5), ("window", 7), ("cap", 30.0)):
+        changed = attend(0, **{name: value})
+        assert fields(changed[0])[name] != fields(first[0])[name]
 
 
 @cache
@@ -177,7 +211,7 @@ def test_a_head_is_read_by_as_many_threads_as_it_has_whole_loads(
     (it,) = heads_launch(torch.zeros(6, 12, head_dim, dtype=dtype))
     name = launch.DTYPE_NAMES[dtype]
     assert (it.kernel, it.threads) == (f"rotate_and_append<{name},{width}>", 128)
-    assert (int(it.arguments["lanes"][0]), it.grid) == (lanes, (blocks, 1))
+    assert (it.arguments.lanes, it.grid) == (lanes, (blocks, 1))
 
 
 def heads_launch(heads: torch.Tensor, rotation: torch.Tensor | None = None) -> list[launch.Launch]:

@@ -229,5 +229,5 @@ class Shim:
                 self._order,
                 self._seed,
                 int(self._late),
-                ctypes.c_void_p(it.arguments.ctypes.data),
+                ctypes.byref(it.arguments),
             )

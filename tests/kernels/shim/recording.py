@@ -8,6 +8,7 @@ been freed, a graph replays on whatever lies there now; the stand-in raises `Fre
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_void_p
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -17,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 from tests.kernels.shim.backend import Shim
 
@@ -84,8 +84,8 @@ class Recorder:
         self.num_recorded += 1
         step()  # what only the first run makes is not of the recording
         recording = _Recording()
-        point, run = recording.watch_pointers(launch.point), recording.watch_kernels(self.shim)
-        with patch.object(launch, "point", point), patch.object(self.shim, "run", run), recording:
+        run = recording.watch_kernels(self.shim)
+        with patch.object(self.shim, "run", run), recording:
             result = step()
         self.launched = recording.launched
         recording.forget_results()
@@ -100,7 +100,6 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.launched: list[str] = []
         self._calls: list[Callable[[], object]] = []
         self._allocated: list[torch.Tensor] = []
-        self._pointers: dict[int, Address] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -119,15 +118,6 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls.append(partial(_repeat, func, addresses, form, made))
         return result
 
-    def watch_pointers(self, point: Callable[..., None]) -> Callable[..., None]:
-        """Return `launch.point` that also remembers whose memory each pointer is."""
-
-        def watched(arguments: Any, **tensors: torch.Tensor) -> None:
-            self._pointers |= {it.data_ptr(): Address.of(it) for it in tensors.values()}
-            point(arguments, **tensors)
-
-        return watched
-
     def watch_kernels(self, shim: Shim) -> Callable[[list[Launch]], None]:
         """Return `Shim.run` that also records what it starts."""
         run = shim.run
@@ -136,14 +126,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             run(launches)
             for it in launches:
                 self.launched.append(it.kernel)
-                pointers = [
-                    int(it.arguments[name][0])
-                    for name, (kind, *_) in (it.arguments.dtype.fields or {}).items()
-                    if kind == "u8"
-                ]
-                addresses = [self._pointers[at] for at in pointers if at]
-                copied = it._replace(arguments=it.arguments.copy(), keep=())
-                self._calls.append(partial(_start, run, copied, addresses))
+                pointers = {
+                    getattr(it.arguments, name)
+                    for name, kind, *_ in it.arguments._fields_
+                    if kind is c_void_p
+                }
+                kept = {tensor.data_ptr(): Address.of(tensor) for tensor in it.keep}
+                addresses = [kept[at] for at in pointers if at]
+                self._calls.append(partial(_start, run, it._replace(keep=()), addresses))
 
         return watched
 
