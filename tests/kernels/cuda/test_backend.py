@@ -12,6 +12,7 @@ from kernels import KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.launch import MOVE, Launch
+from tests.kernels import draw_scenes
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
 from tests.kernels.shim.cupy import MULTIPROCESSORS, STREAMS, Cupy
@@ -47,7 +48,7 @@ def test_torch_s_stream_becomes_cupy_s_without_a_warning() -> None:
 
 
 def test_a_source_holds_its_header_once() -> None:
-    for source in ("attention", "kv", "rowwise"):
+    for source in ("attention", "kv", "rowwise", "sampling"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
 
@@ -58,9 +59,10 @@ def test_operators_start_their_kernels(cupy: Cupy) -> None:
     check_all(cuda, torch.float32, 576)
     for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split, and merged
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), None, cuda)
+    draw_scenes.check(cuda, torch.randn(3, 40), draw_scenes.settings_of(3, 1, top_p=0.9))
     assert {(device, stream) for device, stream, _ in cupy.launched} == {(0, STREAMS[0])}
     names = {name.partition("<")[0] for *_, name in cupy.launched}
-    assert names == {"append", "move", "rms_norm", "gate", "attend", "merge"}
+    assert names == {"append", "move", "rms_norm", "gate", "attend", "merge", "draw"}
 
 
 def test_a_launch_goes_to_its_own_device(cupy: Cupy) -> None:
