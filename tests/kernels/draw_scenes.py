@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,13 @@ KINDS: dict[str, float | list[float]] = {
     "equal": [2.5],
     "tied": [1.0, math.nextafter(1.0, 2.0), 0.5, 0.0, -0.0, -1.0, -math.inf],
     "neighbours": [1.0, 1.0 + 2**-23, 1.0 - 2**-24, 1.0 + 2**-22],
+    "zeros": [-0.0, 0.0, -1.0],
     "subnormal": [0.0, -0.0, TINY, 2 * TINY, -TINY],
     "impossible": [-math.inf, -math.inf, -math.inf, 1.0],
     "nothing": [-math.inf],
     "infinite": [math.inf, 0.0, 3.0, -math.inf],
     "broken": [math.nan, 0.0, 1.0, -math.nan],
+    "negative and broken": [-math.nan, 0.0, 1.0],
 }
 # Less than a warp; a warp; ragged; a run of several tokens for each thread; more than 256 threads.
 SIZES = [1, 31, 32, 33, 700, 2100, 9001]
@@ -93,15 +96,41 @@ def check(
     assert drawn.tolist() == expected.tolist()
 
 
+def check_last_bits(serving: Backend, device: str = "cpu") -> None:
+    """Check draws between two tokens that one unit of the weight, 2^-42, decides."""
+    # Most of what the polynomial's last terms add, they add half-way between powers of two.
+    x = np.concatenate((np.linspace(-25, 0, 60), np.linspace(-0.38, -0.31, 60))).astype(np.float32)
+    weight = np.rint(np.exp(x.astype(np.float64)) * 2.0**42)
+    settings = settings_of(2 * len(x), 0)
+    target = np.concatenate((weight - 0.5, weight + 0.5))
+    settings.numpy().view(SAMPLING)["uniform"][:, 0] = target / (np.tile(weight, 2) + 2.0**42)
+    logits = torch.from_numpy(np.stack((np.tile(x, 2), np.zeros_like(target, np.float32)), axis=1))
+    check(serving, logits, settings, None, device)
+
+
+def check_close_border(serving: Backend, device: str = "cpu") -> None:
+    """Check a top_p that the first token nearly is: a sum by digit that is short would do."""
+    logits = torch.full((1, 300), -0.3)
+    logits[0, 0] = 0.0
+    for share in (0.9999, 1.0001):
+        settings = settings_of(1, 0, top_p=share / float(logits.double().exp().sum()))
+        settings.numpy().view(SAMPLING)["uniform"] = 0.999
+        check(serving, logits, settings, None, device)
+
+
 def check_all(serving: Backend, device: str = "cpu", num_rows: int = 3) -> None:
-    """Check every kind of row with every filter once, with other sizes and temperatures each."""
+    """Check every kind of row with every filter, also at any temperature among some tokens."""
     for number, kind in enumerate(KINDS):
         for turn, changes in enumerate(FILTERS):
             seed = number * len(FILTERS) + turn
-            size = SIZES[seed % len(SIZES)]
-            temperature = TEMPERATURES[seed % len(TEMPERATURES)]
-            logits = logits_of(kind, num_rows, size, seed)
-            settings = settings_of(num_rows, seed, **{"temperature": temperature, **changes})
-            for allowed in (None, allowed_of(num_rows, size, seed, 0.5 if turn % 2 else 0.03)):
-                check(serving, logits, settings, allowed, device)
+            choose = random.Random(seed)
+            logits = logits_of(kind, num_rows, choose.choice(SIZES), seed)
+            check(serving, logits, settings_of(num_rows, seed, **changes), None, device)
+            settings = settings_of(
+                num_rows, seed, **{"temperature": choose.choice(TEMPERATURES), **changes}
+            )
+            allowed = allowed_of(num_rows, logits.shape[1], seed, choose.choice((0.03, 0.5)))
+            check(serving, logits, settings, allowed, device)
         check(serving, logits_of(kind, num_rows, 2100, number), None, None, device)
+    check_last_bits(serving, device)
+    check_close_border(serving, device)

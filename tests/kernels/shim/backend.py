@@ -223,8 +223,6 @@ class Shim:
         settings: torch.Tensor | None = None,
         allowed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if "sampling" not in self._libraries:  # a test of another kernel
-            return reference.draw(logits, settings, allowed)
         whole, drawn = between_margins((len(logits),), torch.int64)
         self.run(sampling.draw(logits, settings, allowed, drawn))
         return checked(whole, drawn)
