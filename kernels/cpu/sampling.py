@@ -9,7 +9,6 @@ bit, `kernels.contract.SAMPLING` says; csrc/sampling.cu computes the same.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numba
@@ -30,7 +29,7 @@ from kernels.cpu.intrinsics import (
 from kernels.cpu.tasks import allocate, exact, give_back, inner, record_of
 from kernels.cpu.threads import take
 
-_LOG2_E = math.log2(math.e)
+_LOG2_E = 1.4426950408889634
 _MOST = float(np.finfo(np.float64).max)
 _UNIT = float(1 << WEIGHT_BITS)
 # Digits of the 32 bits by which logits are ordered: 11, 11 and 10.
