@@ -64,6 +64,13 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
     return compilable
 
 
+def exact(function: Callable[P, R]) -> Callable[P, R]:
+    """`inner` for numbers that must be the same to the bit elsewhere: each operation is rounded."""
+    options = {**_OPTIONS, "fastmath": False}  # what is not said, a caller says
+    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
+    return compilable
+
+
 _aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))
 _free = types.ExternalFunction("free", types.void(types.int64))
 

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 
 from kernels.contract import Activation, KernelError, PagedBatch
-from kernels.cuda import launch
+from kernels.cuda import launch, sampling
 from kernels.cuda.launch import Launch
 from kernels.cuda.launch import check_pool as check_pool
-from kernels.reference import argmax as argmax
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route
-from kernels.reference import sample as sample
 
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
@@ -151,6 +149,16 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     blocks = multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
     start(gate_up.device, launch.gate(gate_up, out, activation, wanted_blocks=blocks))
     return out
+
+
+def draw(
+    logits: torch.Tensor,
+    settings: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    start(logits.device, sampling.draw(logits, settings, allowed, drawn))
+    return drawn
 
 
 def start(place: torch.device, launches: list[Launch]) -> None:

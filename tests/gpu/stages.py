@@ -38,6 +38,7 @@ STAGES: Final = (
     Stage("machine", "stages:machine_parts", 20),
     Stage("verify kv", "verify:kv_parts", 40),
     Stage("verify rows", "verify:row_parts", 25),
+    Stage("verify draw", "verify:draw_parts", 10),
     Stage("verify attention", "verify:attention_parts", 40),
     Stage("verify staging", "verify:staging_parts", 20),
     Stage("verify graphs", "graphs:graph_parts", 30),

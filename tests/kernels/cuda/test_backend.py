@@ -12,6 +12,7 @@ from kernels import KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
+from tests.kernels import draw_scenes
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
 from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy
@@ -51,7 +52,7 @@ def test_what_is_called_of_cupy_is_there() -> None:
 
 
 def test_a_source_holds_its_header_once() -> None:
-    for source in ("attention", "kv", "rowwise"):
+    for source in ("attention", "kv", "rowwise", "sampling"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
 
@@ -62,9 +63,10 @@ def test_operators_start_their_kernels(cupy: Cupy) -> None:
     check_all(cuda, torch.float32, 576)
     for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), None, cuda)
+    draw_scenes.check(cuda, torch.randn(3, 40), draw_scenes.settings_of(3, 1, top_p=0.9))
     assert {(device, stream) for device, stream, _ in cupy.launched} == {(0, STREAMS[0])}
     names = {name.partition("<")[0] for *_, name in cupy.launched}
-    assert names == {"rotate_and_append", "move", "rms_norm", "gate", "attend"}
+    assert names == {"rotate_and_append", "move", "rms_norm", "gate", "attend", "draw"}
 
 
 def a_norm() -> list[Launch]:

@@ -19,7 +19,7 @@ import torch
 
 from kernels import reference
 from kernels.contract import Activation, PagedBatch
-from kernels.cuda import launch
+from kernels.cuda import launch, sampling
 from kernels.cuda.launch import Launch
 
 HERE = Path(__file__).parent
@@ -57,7 +57,13 @@ def why_not() -> str | None:
 def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
     text = text or (CSRC / f"{source}.cu").read_text()
-    struct = {"rotate_and_append": "Heads", "move": "Move", "rms_norm": "Norm", "gate": "Gate"}
+    struct = {
+        "rotate_and_append": "Heads",
+        "move": "Move",
+        "rms_norm": "Norm",
+        "gate": "Gate",
+        "draw": "Draw",
+    }
     entries = "".join(
         f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
         f"int order, int seed, int late, const void* a) {{\n"
@@ -126,7 +132,6 @@ class Shim:
         self._order, self._late, self._seed = order, late, 0
 
     check_pool = staticmethod(launch.check_pool)
-    argmax, sample = staticmethod(reference.argmax), staticmethod(reference.sample)
     route, expert_mlp = staticmethod(reference.route), staticmethod(reference.expert_mlp)
 
     def rotate_and_append(
@@ -217,6 +222,16 @@ class Shim:
         whole, out = between_margins(shape, gate_up.dtype)
         self.run(launch.gate(gate_up, out, activation, wanted_blocks=WANTED_BLOCKS))
         return checked(whole, out)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        settings: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        whole, drawn = between_margins((len(logits),), torch.int64)
+        self.run(sampling.draw(logits, settings, allowed, drawn))
+        return checked(whole, drawn)
 
     def run(self, launches: list[Launch]) -> None:
         for it in launches:
