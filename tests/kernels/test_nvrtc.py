@@ -103,3 +103,13 @@ def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
     # The wide norm reads x, y, x again and the float32 weight; the wide gate reads gate and up.
     assert len(re.findall(rb"ld\.global\.v4\.", ptx)) >= 6
     assert len(re.findall(rb"st\.global\.v4\.", ptx)) == 3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pieces_compile(architecture: str) -> None:
+    ptx, log = compile_for(architecture, "pieces", ["copy_pieces"])
+    check_resources(log, 1)
+    # All eight loads of a thread are under way before the first is waited for.
+    loads = [at.start() for at in re.finditer(rb"ld\.global\.v2\.u64|ld\.global\.v4", ptx)]
+    stores = [at.start() for at in re.finditer(rb"st\.global\.v2\.u64|st\.global\.v4", ptx)]
+    assert (len(loads), len(stores)) == (8, 8) and max(loads) < min(stores)

@@ -11,6 +11,7 @@ import torch
 from kernels import GELU_TANH, SILU, KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.pieces import PIECES
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
 from tests.kernels.shim.backend import Shim, why_not
@@ -44,6 +45,7 @@ def test_a_pool_that_no_kernel_serves(
         ("kv", "Move", launch.MOVE),
         ("rowwise", "Norm", launch.NORM),
         ("rowwise", "Gate", launch.GATE),
+        ("pieces", "Pieces", PIECES),
     ],
 )
 def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struct: object) -> None:

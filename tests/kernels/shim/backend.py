@@ -58,6 +58,7 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
     text = text or (CSRC / f"{source}.cu").read_text()
     struct = {"append": "Append", "move": "Move", "rms_norm": "Norm", "gate": "Gate"}
+    struct["copy_pieces"] = "Pieces"
     entries = "".join(
         f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
         f"int order, int seed, int late, const void* a) {{\n"

@@ -5,14 +5,16 @@ What computes is a list of calls, which run as late as they may: when a copy wai
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
+import numpy as np
 import torch
 
 from kernels import KernelError
-from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 from tests.kernels.instances import kv_kernels
 from tests.kernels.shim.backend import Shim
 
@@ -33,6 +35,7 @@ class CpuLane:
         num_pinned: int = 1000,
         obstacle: str = "",
     ) -> None:
+        self.device = torch.device("cpu")
         self.max_buffer_bytes = 32 << 20
         self.buffers: list[int] = []
         self.moved: list[int] = []
@@ -44,7 +47,7 @@ class CpuLane:
         self._num_pinned = num_pinned
         self._obstacle = obstacle
         self._lock = Lock()
-        self._shim = Shim({"kv": kv_kernels(dtype, dtype)})
+        self._shim = Shim({"kv": kv_kernels(dtype, dtype), "pieces": ["copy_pieces"]})
 
     def compute(self, call: Callable[[], object]) -> None:
         """Ask for something on the stream that computes."""
@@ -87,18 +90,11 @@ class CpuLane:
         self.buffers.append(buffer.nbytes)
         return buffer
 
-    def move(
-        self,
-        pool: torch.Tensor,
-        block_table: torch.Tensor,
-        layers: range,
-        heads: range,
-        tokens: range,
-        segment: torch.Tensor,
-        *,
-        into_pool: bool,
-    ) -> None:
+    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return torch.from_numpy(np.frombuffer(memory, np.uint8))
+
+    def start(self, launches: list[Launch]) -> None:
         assert self.num_working
-        self.moved.append(segment.nbytes)
-        rectangle = (layers, heads, tokens)
-        self._shim.run(launch.move(pool, block_table, *rectangle, segment, into_pool=into_pool))
+        self.moved += [it.keep[0].nbytes for it in launches if it.source == "kv"]
+        self._shim.run(launches)
