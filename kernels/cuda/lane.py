@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,8 +52,12 @@ class Lane(Protocol):
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device."""
 
-    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device that torch has not allocated, as bytes."""
+    def tensor(self, memory: Any) -> torch.Tensor:
+        """Return memory of the device that torch has not allocated, which the tensor keeps.
+
+        Args:
+            memory: Has a `__cuda_array_interface__`.
+        """
 
     def start(self, launches: list[Launch]) -> None:
         """Start kernels."""
@@ -109,23 +113,11 @@ class SideStream:
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        return torch.as_tensor(_Memory(address, num_bytes), device=self.device)
+    def tensor(self, memory: Any) -> torch.Tensor:
+        return torch.as_tensor(memory, device=self.device)
 
     def start(self, launches: list[Launch]) -> None:
         cuda.start(self.device, launches)
-
-
-class _Memory:
-    """Memory of a device described to torch, which reads it where it lies."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 def lane_of(device: torch.device) -> Lane | None:

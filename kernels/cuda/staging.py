@@ -8,8 +8,8 @@ Unpacking goes the same ways backwards; what arrived is copied into pinned memor
 start every way is timed at a few sizes, and each copy takes the way that was faster near its own.
 Copies run on a lane (`lane.py`) beside what computes and are done on return; several threads may
 copy at a time, for every copy has buffers of its own.  A copy waits for the step after which it may
-touch its blocks, and for no later one: see `Lane.mark`.  Nothing here is for pools in the host's memory,
-which `kernels.pack_kv` reads as they lie.
+touch its blocks, and for no later one: see `Lane.mark`.  Nothing here is for pools in the host's
+memory, which `kernels.pack_kv` reads as they lie.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Staging:
         why_plain: what keeps the other ways from being used; empty if nothing does.
     """
 
-    def __init__(self, pool: torch.Tensor, lane: Lane, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(self, pool: torch.Tensor, lane: Lane, sizes: Sequence[int] = ()) -> None:
+        """Measure at `sizes`, by default `SIZES`."""
+        sizes = sizes or SIZES
         self._pool = pool
         self._lane = lane
         self._tables = Tables(lane)

@@ -41,9 +41,7 @@ def test_pieces_are_copied_and_digested_in_one_pass(lane: CpuLane, size: int) ->
     source, target = memory(1), np.zeros(1 << 18, np.uint8)
     places, targets = [100_000, 16, 48_000], [0, 50_000, 200_000]
     seed = 0xFEDCBA9876543210
-    got = copy_pieces(
-        lane, source.ctypes.data, places, size, seed, target.ctypes.data, targets
-    )
+    got = copy_pieces(lane, source.ctypes.data, places, size, seed, target.ctypes.data, targets)
     kv = b"".join(source[place : place + size].tobytes() for place in places)
     wanted = np.zeros_like(target)
     for number, place in enumerate(targets):

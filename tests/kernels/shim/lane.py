@@ -5,10 +5,11 @@ What computes is a list of calls, which run as late as they may: when a copy wai
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from kernels import KernelError
 from kernels.cuda.launch import Launch
 from tests.kernels.instances import kv_kernels
 from tests.kernels.shim.backend import Shim
+
+# The shim runs one kernel of a process at a time.
+DEVICE = Lock()
 
 
 class CpuLane:
@@ -90,11 +94,13 @@ class CpuLane:
         self.buffers.append(buffer.nbytes)
         return buffer
 
-    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-        return torch.from_numpy(np.frombuffer(memory, np.uint8))
+    def tensor(self, memory: Any) -> torch.Tensor:
+        described = SimpleNamespace(__array_interface__=memory.__cuda_array_interface__)
+        described.memory = memory  # NumPy keeps what it was made of, and torch that
+        return torch.from_numpy(np.asarray(described))
 
     def start(self, launches: list[Launch]) -> None:
         assert self.num_working
-        self.moved += [it.keep[0].nbytes for it in launches if it.source == "kv"]
-        self._shim.run(launches)
+        with DEVICE:
+            self.moved += [it.keep[0].nbytes for it in launches if it.source == "kv"]
+            self._shim.run(launches)
