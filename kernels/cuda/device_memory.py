@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache, partial
@@ -68,8 +68,7 @@ class DeviceMemory:
         self.about = f"{self.kind} {num_bytes}".encode()
         self.descriptor = -1
         address = c_uint64()
-        device = lane.device.index or 0
-        call = partial(_call, device)
+        call, device = _calls(lane), lane.device.index or 0
         with ExitStack() as undo:
             undo.callback(call, "cuMemRelease", c_uint64(handle))
             size, none = c_size_t(num_bytes), c_uint64(0)
@@ -91,10 +90,9 @@ class DeviceMemory:
     @classmethod
     def allocate(cls, lane: Lane, num_bytes: int) -> DeviceMemory:
         """Make memory, perhaps a little more.  Raises OSError where there is no such or so much."""
-        device = lane.device.index or 0
+        call, device = _calls(lane), lane.device.index or 0
         properties = _Properties(_PINNED, _DESCRIPTOR, _DEVICE, device)
         granularity, handle, descriptor = c_size_t(), c_uint64(), c_int()
-        call = partial(_call, device)
         call("cuMemGetAllocationGranularity", byref(granularity), byref(properties), _MINIMUM)
         size = -(-num_bytes // granularity.value) * granularity.value
         call("cuMemCreate", byref(handle), c_size_t(size), byref(properties), c_uint64(0))
@@ -117,7 +115,7 @@ class DeviceMemory:
             raise ConnectionError(f"the memory is {about!r}, and not cuda with its size")
         handle = c_uint64()
         place = c_void_p(descriptor)
-        _call(lane.device.index or 0, "cuMemImportFromShareableHandle", byref(handle), place, 1)
+        _calls(lane)("cuMemImportFromShareableHandle", byref(handle), place, _DESCRIPTOR)
         return cls(lane, handle.value, int(size), _READ)
 
     def __len__(self) -> int:
@@ -154,33 +152,28 @@ class Room:
         self.bytes: npt.NDArray[np.uint8] = pinned.numpy()
 
 
-def _call(device: int, name: str, *arguments: Any) -> None:
-    """Call libcuda in the context that torch has on a device.  Raises OSError."""
-    cuda = _library()
-    _set_current(cuda, device)
-    _check(cuda, name, getattr(cuda, name)(*arguments))
+def _calls(lane: Lane) -> Callable[..., None]:
+    """Return what calls libcuda by name in the context that torch has on a lane's device.
 
+    All raise OSError.
+    """
+    cuda, context, device = _library(), c_void_p(), lane.device.index or 0
 
-def _set_current(cuda: ctypes.CDLL, device: int) -> None:
-    _check(cuda, "cuCtxSetCurrent", cuda.cuCtxSetCurrent(_context(device)))
+    def call(name: str, *arguments: Any) -> None:
+        if result := getattr(cuda, name)(*arguments):
+            sentence = c_char_p()
+            cuda.cuGetErrorString(result, byref(sentence))
+            raise OSError(f"{name}: {(sentence.value or b'error').decode()} ({result})")
 
+    def call_in_context(name: str, *arguments: Any) -> None:
+        call("cuCtxSetCurrent", context)  # of this thread, whichever it is
+        call(name, *arguments)
 
-@cache
-def _context(device: int) -> c_void_p:
-    cuda, context = _library(), c_void_p()
-    _check(cuda, "cuInit", cuda.cuInit(0))
-    retained = cuda.cuDevicePrimaryCtxRetain(byref(context), device)
-    _check(cuda, "cuDevicePrimaryCtxRetain", retained)
-    return context
+    call("cuInit", 0)
+    call("cuDevicePrimaryCtxRetain", byref(context), device)
+    return call_in_context
 
 
 @cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL(LIBRARY)
-
-
-def _check(cuda: ctypes.CDLL, name: str, result: int) -> None:
-    if result:
-        sentence = c_char_p()
-        cuda.cuGetErrorString(result, byref(sentence))
-        raise OSError(f"{name}: {(sentence.value or b'error').decode()} ({result})")

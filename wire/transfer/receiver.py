@@ -63,6 +63,13 @@ class Segment(NamedTuple):
     def rectangle(self) -> Rectangle:
         return self.descriptor.rectangle
 
+    def pieces(self, memory: Buffer) -> list[memoryview]:
+        """Return its bytes, which lie in the sender's memory if it has places."""
+        if not self.places:
+            return [memoryview(self.kv)]
+        size = self.descriptor.num_bytes // len(self.places)
+        return [memoryview(memory)[place : place + size] for place in self.places]
+
 
 class KVReceiver(Transfer):
     """The decode worker's end.

@@ -92,6 +92,5 @@ def test_without_a_driver_there_is_no_such_memory(
 ) -> None:
     monkeypatch.setattr(device_memory, "LIBRARY", "libnone.so.1")
     device_memory._library.cache_clear()  # noqa: SLF001
-    device_memory._context.cache_clear()  # noqa: SLF001
     with pytest.raises(OSError, match="libnone"):
         DeviceMemory.allocate(lane, SIZE)

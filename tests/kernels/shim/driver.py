@@ -16,7 +16,6 @@ def install() -> ctypes.CDLL:
     path = library("libcuda", (HERE / "libcuda.cpp").read_text())
     device_memory.LIBRARY = str(path)
     device_memory._library.cache_clear()  # noqa: SLF001
-    device_memory._context.cache_clear()  # noqa: SLF001
     return ctypes.CDLL(str(path))
 
 
@@ -29,4 +28,3 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     yield (it := install())
     it.shim_refuse(b"")
     device_memory._library.cache_clear()  # noqa: SLF001
-    device_memory._context.cache_clear()  # noqa: SLF001
