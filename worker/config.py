@@ -148,8 +148,8 @@ class Config(SharedSettings):
         default=16 * MIB,
         ge=4 * MIB,
         description="bytes one transfer may have under way unacknowledged; if its KV is read in "
-        "shared memory up to 32 MiB, but beyond this value no more than an eighth of "
-        "--max-kv-inflight-bytes",
+        "shared memory up to 32 MiB, on a GPU up to 512 MiB, but beyond this value no more than an "
+        "eighth of --max-kv-inflight-bytes, on a GPU a quarter",
     )
     max_kv_inflight_bytes: int = Field(
         default=512 * MIB,

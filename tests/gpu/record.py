@@ -32,6 +32,7 @@ COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
     "append": ("append",),
     "move": ("move",),
     "rows": ("rms_norm", "gate"),
+    "pieces": ("copy_pieces",),
 }
 
 

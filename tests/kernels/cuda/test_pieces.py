@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from kernels.cuda.pieces import copy_pieces
+from tests.gpu.lent import digest_of
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
 
 Bytes = npt.NDArray[np.uint8]
-PRIME, FACTOR = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 
 
 @pytest.fixture
@@ -25,16 +26,6 @@ def memory(seed: int, num_bytes: int = 1 << 18) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
 
-def digest(kv: bytes, seed: int) -> int:
-    """As SPEC 6.8 says it."""
-    words = np.frombuffer(kv, np.uint64)
-    with np.errstate(over="ignore"):
-        places = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(PRIME)
-        x = (words ^ np.uint64(seed)) + places
-        x = (x ^ x >> np.uint64(32)) * np.uint64(FACTOR)
-        return int((x ^ x >> np.uint64(29)).sum(dtype=np.uint64))
-
-
 # Less than a unit for each thread, a part that is not full, and several parts.
 @pytest.mark.parametrize("size", [16, 48, 2048, 16 << 10, (16 << 10) + 16, 40_000])
 def test_pieces_are_copied_and_digested_in_one_pass(lane: CpuLane, size: int) -> None:
@@ -42,12 +33,13 @@ def test_pieces_are_copied_and_digested_in_one_pass(lane: CpuLane, size: int) ->
     places, targets = [100_000, 16, 48_000], [0, 50_000, 200_000]
     seed = 0xFEDCBA9876543210
     got = copy_pieces(lane, source.ctypes.data, places, size, seed, target.ctypes.data, targets)
-    kv = b"".join(source[place : place + size].tobytes() for place in places)
+    kv = np.concatenate([source[place : place + size] for place in places])
     wanted = np.zeros_like(target)
     for number, place in enumerate(targets):
-        wanted[place : place + size] = np.frombuffer(kv, np.uint8)[number * size :][:size]
+        wanted[place : place + size] = kv[number * size :][:size]
     assert (target == wanted).all(), "nothing around the pieces is written"
-    assert got == digest(kv, seed) == copy_pieces(lane, source.ctypes.data, places, size, seed)
+    assert got == digest_of(torch.from_numpy(kv), seed)
+    assert got == copy_pieces(lane, source.ctypes.data, places, size, seed)
 
 
 def test_any_word_or_order_or_seed_makes_another_digest(lane: CpuLane) -> None:
