@@ -165,8 +165,8 @@ class Config(SharedSettings):
     )
     kv_shared_memory: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: a decode worker copies KV out of the host memory of a prefill worker of "
-        "the same user on the same machine; off: all KV is sent",
+        description="auto: a decode worker copies KV out of the memory, the host's or a GPU's, of "
+        "a prefill worker of the same user on the same machine; off: all KV is sent",
     )
     kv_segment_port: str = Field(
         default="auto",

@@ -355,8 +355,7 @@ class IncomingTransfers:
             transfer.memory = self._neighbours.memory_of(transfer.peer)
         if transfer.memory is not None:  # a few of these shares must leave some for others
             most_bytes, share = READ_CREDIT_BYTES[transfer.memory.kind]
-            read_bytes = min(most_bytes, limit // share)
-            receiver.credit_bytes = max(receiver.credit_bytes, read_bytes)
+            receiver.credit_bytes = max(receiver.credit_bytes, min(most_bytes, limit // share))
         self.budget.wait(transfer)
 
     def _check_room(self, peer: bytes, num_tokens: int) -> None:

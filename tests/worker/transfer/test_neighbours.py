@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -84,6 +85,26 @@ async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> Non
     reasons = [entry for entry in logs if entry["event"] == "KV comes as bytes"]
     assert [entry["peer"] for entry in reasons] == ["prefill-1-1", "prefill-3-1", "prefill-0-1"]
     assert "another machine" in reasons[0]["reason"] and "0 peers" in reasons[2]["reason"]
+    ours.close()
+    one.close()
+
+
+async def test_memory_of_a_gpu_is_lent_with_its_size_and_read_on_gpus_only() -> None:
+    shared = HashKVCache(20, 16).memory
+    assert shared is not None
+    memory = SimpleNamespace(descriptor=shared.descriptor, about=b"cuda 65536")
+    one = lender(SimpleNamespace(memory=memory))
+    assert one.offered is not None
+    descriptor, about = await fetch_descriptor(one.offered, PEER)
+    os.close(descriptor)
+    assert about == b"cuda 65536"
+    ours = Neighbours(HashKVCache(20, 16), fetch_descriptor, is_on=True)
+    with structlog.testing.capture_logs() as logs:
+        await ours.settle(PEER, one.offered)
+    assert ours.is_settled(PEER, one.offered) and ours.memory_of(PEER) is None
+    assert [entry["reason"] for entry in logs] == [
+        "it lies on a GPU, and this worker computes on none"
+    ]
     ours.close()
     one.close()
 
