@@ -18,16 +18,19 @@ from typing import Any
 
 import pytest
 import structlog
+from msgspec import structs
 
 from kernels.cuda import staging
 from kernels.cuda.device_memory import DeviceMemory
 from tests.gpu.system import cpu_texts
 from tests.kernels.shim.driver import driver as driver
-from tests.worker.scripted import PATIENCE_S, ScriptedRouter, running, scripted_router
+from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, running, scripted_router
 from tests.worker.transfer.on_device import COPYING, STUCK, make_cache
-from wire.frames import Role, Tag
+from wire.errors import ErrorCode, TransferFailed
+from wire.frames import Cancel, PrefillDone, Role, Tag
 from wire.options import Options
 from wire.process.model import locate
+from wire.transfer import KVReceiver, Segment
 from worker.executor.torch import TorchExecutor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
@@ -119,6 +122,35 @@ async def test_kv_is_copied_on_the_device_and_the_text_is_the_same(
     # Four whole blocks of each prompt, by one kernel; three tokens are sent.
     token_bytes = load().info.layout.token_bytes
     assert copies.num_bytes == [64 * token_bytes] * 2 * is_on
+
+
+async def test_a_copy_that_outlives_its_transfer_is_of_other_bytes_and_refused(
+    load: Callable[[], TorchExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, refused, verify = Copies(monkeypatch), [], KVReceiver.verify
+
+    def watched(receiver: KVReceiver, segment: Segment, digest: int | None = None) -> None:
+        try:
+            verify(receiver, segment, digest)
+        except TransferFailed as error:
+            refused.append(error.message)
+            raise
+
+    monkeypatch.setattr(KVReceiver, "verify", watched)
+    copies.may_go_on.clear()
+    one_prompt = SETTINGS | {"executor": load(), "num_blocks": 5}
+    async with pair(prefill=one_prompt, decode=SETTINGS | {"executor": load()}) as router:
+        router.prefill(1, PROMPTS[0], OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        await asyncio.wait_for(copies.has_begun.wait(), PATIENCE_S)
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        await router.until_free(Role.PREFILL)
+        # Into the same blocks.
+        router.prefill(2, PROMPTS[1], structs.replace(OPTIONS, max_tokens=1))
+        assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(2, 0)
+        copies.may_go_on.set()
+        await router.until_free(Role.DECODE)
+    assert len(refused) == 1 and "wrong digest" in refused[0]
 
 
 async def test_a_worker_that_is_killed_in_mid_copy_takes_nothing_away(
