@@ -17,6 +17,7 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
 from tests.gpu.inputs import Paged, batch_of
+from tests.gpu.lent import lent
 from tests.gpu.settings import Part, Settings, kernels_of, lane_of, launching, start
 from tests.gpu.timing import device_s, launch_s, replay_s, wall_s
 from tests.gpu.trail import Figures
@@ -83,8 +84,9 @@ def kernel_parts(settings: Settings) -> dict[str, Part]:
 
 
 def staging_parts(settings: Settings) -> dict[str, Part]:
-    """KV to and from pinned memory: each way by size, and a large one against DMA."""
+    """KV between processes; to and from pinned memory by each way and size, a large one by DMA."""
     return {
+        "lent": partial(lent, settings),
         "staged": partial(_staged, settings),
         "ways out": partial(_ways, settings, "out"),
         "ways back": partial(_ways, settings, "back"),

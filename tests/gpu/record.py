@@ -33,6 +33,7 @@ COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
     "move": ("move",),
     "rows": ("rms_norm", "gate"),
     "draw": ("draw",),
+    "pieces": ("copy_pieces",),
 }
 
 

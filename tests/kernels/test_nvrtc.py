@@ -135,3 +135,13 @@ def test_sampling_compiles(architecture: str) -> None:
     # Native atomics in shared memory; and what decides a token is rounded as the CPU rounds it.
     assert b"atom.shared.add.u32" in ptx and b"atom.shared.cas" not in ptx
     assert b"mul.rn.f64" in ptx and not re.search(rb"cvt\.ftz\.f64\.f32", ptx)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pieces_compile(architecture: str) -> None:
+    ptx, log = compile_for(architecture, "pieces", ["copy_pieces"])
+    check_resources(log, 1)
+    # All eight loads of a thread are under way before the first is waited for.
+    loads = [at.start() for at in re.finditer(rb"ld\.global\.v2\.u64|ld\.global\.v4", ptx)]
+    stores = [at.start() for at in re.finditer(rb"st\.global\.v2\.u64|st\.global\.v4", ptx)]
+    assert (len(loads), len(stores)) == (8, 8) and max(loads) < min(stores)

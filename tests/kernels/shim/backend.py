@@ -60,6 +60,7 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
     struct = {
         "rotate_and_append": "Heads",
         "move": "Move",
+        "copy_pieces": "Pieces",
         "rms_norm": "Norm",
         "gate": "Gate",
         "draw": "Draw",
@@ -71,16 +72,20 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
         f"  shim::launch([&] {{ {name}(it); }}, x, y, threads, bytes, order, seed, late);\n}}\n"
         for number, name in enumerate(kernels)
     )
-    program = f'#include "cuda_cpu.h"\n{text}\n{entries}'
+    return ctypes.CDLL(str(library(source, f'#include "cuda_cpu.h"\n{text}\n{entries}')))
+
+
+def library(name: str, program: str) -> Path:
+    """Compile a program, unless that has been done."""
     shared = (HERE / "cuda_cpu.h").read_text() + (CSRC / "prims.cuh").read_text()
-    target = BUILD / f"{source}-{hashlib.sha256((program + shared).encode()).hexdigest()[:16]}.so"
+    target = BUILD / f"{name}-{hashlib.sha256((program + shared).encode()).hexdigest()[:16]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling just this
             if not target.exists():
                 _compile(program, target)
-    return ctypes.CDLL(str(target))
+    return target
 
 
 def _compile(program: str, target: Path) -> None:
