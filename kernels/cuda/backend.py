@@ -8,6 +8,8 @@ What the tiles do not cover (a pool that `launch.check_pool` refuses) is a Kerne
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 from functools import cache
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kernels.cache import compiled_code, opened
 from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import launch, sampling
 from kernels.cuda.launch import Launch
@@ -23,6 +26,7 @@ from kernels.cuda.launch import check_pool as check_pool
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route
 
+_LOG = logging.getLogger("kernels")
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
 # Thread blocks to aim for on each multiprocessor when keys are split.
@@ -199,6 +203,14 @@ def last_started(device: int) -> str | None:
 
 @cache
 def _cupy() -> Any:
+    """Import CuPy, and have it keep compiled kernels where no other user can write to them."""
+    if "CUPY_CACHE_DIR" not in os.environ:
+        try:
+            place = compiled_code().expanduser() / "cuda"
+            with opened(place):
+                os.environ["CUPY_CACHE_DIR"] = str(place)
+        except (OSError, RuntimeError) as error:  # the latter: this user has no home
+            _LOG.warning("CUDA kernels are kept where CuPy keeps them: %s", error)
     try:
         return import_module("cupy")
     except ImportError as error:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kernels.cache import Directory
 from kernels.cpu import tasks, threads
-from kernels.cpu.cache import Directory
 from kernels.cpu.intrinsics import floats_at, longs_at
 from kernels.cpu.tasks import (
     CACHE_LINE,

@@ -1,9 +1,11 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
 import inspect
+import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from kernels.cuda.launch import Launch
 from tests.kernels import draw_scenes
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
-from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy
+from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy, standing_in
 from tests.kernels.shim.cupy import cupy as cupy
 
 
@@ -39,6 +41,21 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda._cupy.cache_clear()  # noqa: SLF001
     with pytest.raises(KernelError, match=r"pip install 'baton-serve\[cuda\]'"):
         cuda.require_device()
+
+
+def test_compiled_kernels_are_kept_where_no_other_user_can_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with standing_in(Cupy()):
+        cuda.start(torch.device("cuda", 0), a_norm())
+    place = Path(os.environ["CUPY_CACHE_DIR"])
+    assert place.is_relative_to(tmp_path) and place.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/another")
+    with standing_in(Cupy()):
+        cuda.start(torch.device("cuda", 0), a_norm())
+    assert os.environ["CUPY_CACHE_DIR"] == "/another"
 
 
 def test_what_is_called_of_cupy_is_there() -> None:
