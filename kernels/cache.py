@@ -25,7 +25,7 @@ _FOR_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def compiled_code() -> Path:
-    """Return where compiled code is kept, which may begin with ~: a directory in it for each device."""
+    """Return where compiled code is kept, by kind of device; the path may begin with ~."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "baton", "kernels")
 
 
