@@ -16,6 +16,7 @@ import torch
 
 from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import tiling
+from kernels.cuda.pinned import upload
 
 DTYPE_NAMES = {
     torch.float32: "float",
@@ -317,11 +318,12 @@ def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Plann
     """Upload work, and make room for its partial results."""
     num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
     slots = work.num_slots * num_kv_heads * tile.rows
+    items, merges = upload([work.items, work.merges], device)
     return Planned(
         tile,
         work,
-        torch.from_numpy(work.items).to(device),
-        torch.from_numpy(work.merges).to(device),
+        items,
+        merges,
         torch.empty(slots * head_dim, dtype=torch.float32, device=device),
         torch.empty(slots, dtype=torch.float32, device=device),
     )
@@ -357,7 +359,7 @@ def _on_device(
     """Upload a tensor of the batch once for all layers."""
     tensors = batch.scratch.of(OnDevice).tensors
     if name not in tensors:
-        tensors[name] = tensor.to(pool.device)
+        (tensors[name],) = upload([tensor.numpy()], pool.device)
     return tensors[name]
 
 

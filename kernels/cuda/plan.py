@@ -21,7 +21,7 @@ NOTHING = -1
 
 
 class FixedPlan:
-    """A `PagedBatch` of `num_sequences` that each generate one token; `set` says which.
+    """A `PagedBatch` of `num_sequences` that each generate one token; `tables` says which.
 
     Attributes:
         batch: What the operators take; its scratch holds all that they would upload.
@@ -80,8 +80,12 @@ class FixedPlan:
         merges = np.full((most_tiles, 4), NOTHING, np.int32)
         return on_device(self._tile, tiling.Work(items, merges, most_items), self._pool)
 
-    def set(self, batch: PagedBatch) -> None:
-        """Plan a step of no more sequences than there is room for, one token each."""
+    def tables(self, batch: PagedBatch) -> list[tuple[torch.Tensor, tiling.Ints]]:
+        """Plan a step of no more sequences than there is room for, one token each.
+
+        Returns:
+            What is to be written where on the device, before the host calls this again.
+        """
         mine, count = self.batch, len(batch.slots)
         columns = batch.block_tables.shape[1]
         mine.slots[:count], mine.slots[count:] = batch.slots, self._spare_slot
@@ -89,9 +93,11 @@ class FixedPlan:
         mine.block_tables[:count, :columns] = batch.block_tables
         mine.block_tables[count:, 0] = self._spare_slot // self._pool.shape[4]
         tensors = mine.scratch.of(OnDevice).tensors
-        tensors["slots"].copy_(mine.slots)
-        tensors["contexts"].copy_(mine.context_lens)
-        tensors["tables"][:, :columns].copy_(mine.block_tables[:, :columns])
+        tables = [
+            (tensors["slots"], mine.slots.numpy()),
+            (tensors["contexts"], mine.context_lens.numpy()),
+            (tensors["tables"][:, :columns], mine.block_tables[:, :columns].numpy()),
+        ]
         for window, room in self._rooms.items():
             work = tiling.work(
                 self._starts,
@@ -103,11 +109,12 @@ class FixedPlan:
                 window=window,
                 wanted_blocks=self._wanted_blocks,
             )
-            _fill(room.work.items, work.items, room.items)
-            _fill(room.work.merges, work.merges, room.merges)
+            tables.append((room.items, _filled(room.work.items, work.items)))
+            tables.append((room.merges, _filled(room.work.merges, work.merges)))
+        return tables
 
 
-def _fill(room: tiling.Ints, table: tiling.Ints, on_device: torch.Tensor) -> None:
-    """Write a table's rows, mark the rest of the room, and upload it."""
+def _filled(room: tiling.Ints, table: tiling.Ints) -> tiling.Ints:
+    """Return the room with a table's rows, and the rest of it marked."""
     room[: len(table)], room[len(table) :] = table, NOTHING
-    on_device.copy_(torch.from_numpy(room))
+    return room

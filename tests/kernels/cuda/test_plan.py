@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kernels import PagedBatch
 from kernels.cuda.launch import OnDevice
+from kernels.cuda.pinned import put
 from kernels.cuda.plan import NOTHING, FixedPlan
 
 NUM_SEQUENCES, COLUMNS, SPARE, BLOCK_SIZE = 6, 64, 9, 16
@@ -39,7 +40,7 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
     held = plan.batch.scratch.of(OnDevice)
     pointers = {name: it.data_ptr() for name, it in held.tensors.items()}
     for lens in steps:
-        plan.set(batch_of(lens))
+        put(plan.tables(batch_of(lens)))
         count = len(lens)
         assert held.tensors["contexts"].tolist() == lens + [1] * (NUM_SEQUENCES - count)
         slots = held.tensors["slots"].tolist()
