@@ -48,6 +48,8 @@ class LateWorkload(Workload):
         if seed % 3:
             settings["max_ubatch_tokens"] = 64
         super().__init__(seed, layout, **settings)
+        if "swap_bytes" in settings:
+            self.engine.swap.costs.copy_bytes_per_s = 1e12
 
     def _executor(self) -> LateExecutor:
         info = ModelInfo("late", "late", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, self.layout)

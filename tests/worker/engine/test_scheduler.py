@@ -769,7 +769,7 @@ def test_there_is_a_block_for_each_that_runs() -> None:
 
 
 def test_there_is_a_block_of_layers_with_a_window_for_each_that_runs() -> None:
-    queue = Queue(block_size=4, windows=windows_over(64, 4, [9], num_window_blocks=6))
+    queue = Queue(block_size=4, windows=windows_over(64, 4, [9], num_window_blocks=7))
     queue.add(1, 12)
     queue.step()
     assert queue.scheduler.has_block_for_each()
