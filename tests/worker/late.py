@@ -102,7 +102,7 @@ class LateExecutor(HashExecutor):
     Attributes:
         num_behind: How many steps it was asked for while one before had not been read.
         num_failed: How many steps it has refused.
-        fails: Whether it refuses the next one.
+        fails_at: Which sequence of the next one it refuses.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LateExecutor(HashExecutor):
         super().__init__(info)
         self.device = LateDevice(draw, eagerness)
         self.num_behind = self.num_failed = 0
-        self.fails = False
+        self.fails_at: int | None = None
         self._draw, self._failing = draw, failing
         self._drawn: list[int] = []  # on the device, of the last draw
         self._vocabulary = Vocabulary(info.vocab_size, info.eos_token_ids)
@@ -180,7 +180,9 @@ class LateExecutor(HashExecutor):
         return drawn
 
     def _fail(self, batch: Batch) -> None:
-        if self.fails or self._draw.random() < self._failing:
-            self.num_failed += 1
+        index, self.fails_at = self.fails_at, None
+        if index is None and self._draw.random() < self._failing:
             index = self._draw.randrange(len(batch.context_lens))
+        if index is not None:
+            self.num_failed += 1
             raise SequenceFailed(index, "chance", ErrorCode.MODEL_FAILED)

@@ -24,10 +24,9 @@ class Flight:
     """
 
     def __init__(self, chunks: Many[Chunk], samplings: Many[Sampling], drawn: Drawn) -> None:
-        """Let those sequences of a step that still run move on."""
+        """Let the sequences of a step move on."""
         rows = {sampling.request_id: row for row, sampling in enumerate(samplings)}
-        running = (chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING)
-        self._parts = [(chunk, rows.get(chunk.sequence.request_id)) for chunk in running]
+        self._parts = [(chunk, rows.get(chunk.sequence.request_id)) for chunk in chunks]
         self._drawn = drawn
         for chunk, row in self._parts:
             sequence = chunk.sequence
@@ -41,7 +40,7 @@ class Flight:
     def land(self) -> tuple[list[Chunk], list[SampledToken]]:
         """Wait for the end of the step; return what is to be committed, and the tokens drawn.
 
-        Sequences are where they were before the step.  Those that ended meanwhile are left out.
+        Sequences are where they were before the step.  Those that have ended are left out.
         """
         drawn = self._drawn.tokens()
         chunks: list[Chunk] = []
@@ -55,5 +54,4 @@ class Flight:
             if row is not None:
                 tokens.append(drawn[row])
                 sequence.token_ids.pop()
-                sequence.is_ready = True
         return chunks, tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from tests.worker.workload import (
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Token
+from worker.engine.outputs import Failed, Output, Token
 from worker.engine.sequence import Sequence
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
@@ -87,6 +88,7 @@ def test_every_request_ends_once_with_its_text(name: str) -> None:
             error.add_note(f"workload {seed}, {name}")
             raise
         counters = workload.engine.counters
+        assert workload.drafter is None or not workload.late.num_behind
         sums["behind"] += workload.late.num_behind
         sums["failed"] += workload.late.num_failed
         sums["steps"] += counters.steps
@@ -160,11 +162,42 @@ def test_a_step_that_fails_behind_another_fails_one_sequence() -> None:
     for request_id in (1, 2):
         engine.add(Sequence(request_id, [3, 4, request_id], GREEDY, 9))
     outputs = [*engine.step(), *engine.step()]
-    executor.fails = True
-    outputs += engine.step()
-    executor.fails = False
+    executor.fails_at = 1
     outputs += run(engine)
-    (failed,) = of_kind(outputs, Failed)
-    other = 3 - failed.request_id
-    assert text_of(outputs, other) == [*full_text((3, 4, other), 9, GREEDY)]
-    assert len(text_of(outputs, failed.request_id)) == 2, "the step before is committed"
+    assert [it.request_id for it in of_kind(outputs, Failed)] == [2]
+    assert text_of(outputs, 1) == [*full_text((3, 4, 1), 9, GREEDY)]
+    assert len(text_of(outputs, 2)) == 2, "the step before is committed"
+
+
+def with_one_that_stops(index: int) -> tuple[Engine, LateExecutor, list[Output]]:
+    """Two sequences, of which the first is about to end in flight, as nobody knows."""
+    engine, executor = late_engine()
+    prompt = next(
+        prompt
+        for prompt in product((3, 4), repeat=5)
+        if (text := full_text(prompt, 9, GREEDY))[index] not in text[:index]
+    )
+    stop = full_text(prompt, 9, GREEDY)[index]
+    engine.add(Sequence(1, prompt, structs.replace(GREEDY, stop_token_ids=(stop,)), 9))
+    engine.add(Sequence(2, [4, 5], GREEDY, 20))
+    outputs = [it for _ in range(index + 1) for it in engine.step()]
+    assert len(text_of(outputs, 1)) == index and engine.num_running == 2
+    return engine, executor, outputs
+
+
+def test_a_step_that_fails_for_who_has_ended_fails_nobody() -> None:
+    engine, executor, outputs = with_one_that_stops(2)
+    executor.fails_at = 0
+    outputs += run(engine)
+    assert not of_kind(outputs, Failed) and executor.num_failed == 1
+    assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
+    assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]
+
+
+def test_who_has_ended_takes_no_part_when_the_host_draws() -> None:
+    engine, _, outputs = with_one_that_stops(2)
+    engine.add(Sequence(3, [4, 4], structs.replace(GREEDY, logprobs=0), 4))
+    outputs += run(engine)
+    assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
+    assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]
+    assert text_of(outputs, 3) == [*full_text((4, 4), 4, GREEDY)]
