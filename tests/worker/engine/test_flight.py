@@ -170,7 +170,7 @@ def test_a_step_that_fails_behind_another_fails_one_sequence() -> None:
 
 
 def with_one_that_stops(index: int) -> tuple[Engine, LateExecutor, list[Output]]:
-    """Two sequences, of which the first is about to end in flight, as nobody knows."""
+    """Two sequences, of which the one behind is about to end in flight, as nobody knows."""
     engine, executor = late_engine()
     prompt = next(
         prompt
@@ -178,8 +178,8 @@ def with_one_that_stops(index: int) -> tuple[Engine, LateExecutor, list[Output]]
         if (text := full_text(prompt, 9, GREEDY))[index] not in text[:index]
     )
     stop = full_text(prompt, 9, GREEDY)[index]
+    engine.add(Sequence(2, [4, 5], GREEDY, 20))  # it has block 0, which pads block tables
     engine.add(Sequence(1, prompt, structs.replace(GREEDY, stop_token_ids=(stop,)), 9))
-    engine.add(Sequence(2, [4, 5], GREEDY, 20))
     outputs = [it for _ in range(index + 1) for it in engine.step()]
     assert len(text_of(outputs, 1)) == index and engine.num_running == 2
     return engine, executor, outputs
@@ -187,7 +187,7 @@ def with_one_that_stops(index: int) -> tuple[Engine, LateExecutor, list[Output]]
 
 def test_a_step_that_fails_for_who_has_ended_fails_nobody() -> None:
     engine, executor, outputs = with_one_that_stops(2)
-    executor.fails_at = 0
+    executor.fails_at = 1
     outputs += run(engine)
     assert not of_kind(outputs, Failed) and executor.num_failed == 1
     assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
