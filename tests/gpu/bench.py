@@ -15,6 +15,7 @@ import torch
 from kernels.contract import Backend
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
+from tests.gpu.flights import step_parts
 from tests.gpu.inputs import Paged, batch_of
 from tests.gpu.settings import Part, Settings, kernels_of, lane_of, start
 from tests.gpu.timing import device_s, launch_s, replay_s, wall_s
@@ -73,9 +74,9 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
-    """What a launch costs Python, and what is left of it in a graph."""
+    """What a launch costs Python, and what is left of it in a graph; and what a step does."""
     names = ("attend", "append", "move", "rms_norm")
-    return {name: partial(_launch, settings, name) for name in names}
+    return {name: partial(_launch, settings, name) for name in names} | step_parts(settings)
 
 
 def backend_of(settings: Settings, heads: tuple[int, int, int]) -> Backend:

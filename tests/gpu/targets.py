@@ -56,6 +56,10 @@ TARGETS = (
     ),
     Target("pack on the device / copy", "move", "pack_gbs", "copy_gbs", 0.85, 0.95),
     Target("unpack on the device / copy", "move", "unpack_gbs", "copy_gbs", 0.85, 0.95),
+    *(
+        Target(f"{n} streams, graph / step", "attend", f"graph_{n}_ms", f"step_{n}_ms", 0.91, None)
+        for n in (1, 8, 32, 128)
+    ),
     Target("pack to pinned, staged / DMA", "move", "pack_pinned_gbs", "d2h_gbs", 0.93, 0.97),
 )
 

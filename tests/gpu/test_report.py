@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.gpu.flights import STREAMS
 from tests.gpu.report import EXIT_BELOW, EXIT_OK, EXIT_WRONG, exit_status, render
 from tests.gpu.trail import Figures, Finding, State
 
@@ -20,6 +21,8 @@ GOOD: Figures = {
     "flash_8k_tflops": 330.0,
     "flash_16k_tflops": 330.0,
     "cudnn_16k_tflops": 500.0,
+    **{f"graph_{count}_ms": 2.0 for count in STREAMS},
+    **{f"step_{count}_ms": 2.1 for count in STREAMS},
 }
 VERIFIED = Finding("verify kv", "move bfloat16", State.OK, figures={"cases": 24}, seconds=1.5)
 

@@ -10,39 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-import kernels
-from kernels.cuda import backend as cuda
 from scripts.models.make_model import make_model
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
-from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
-from tests.kernels.shim.recording import DeviceMemory, Recorder
+from tests.kernels.shim.backend import why_not
 from tests.worker.engine.hashed import of_kind, run
+from tests.worker.gpu_on_cpu import executor_of, gpu_on_cpu
 from tests.worker.paged import Text, batch_of
 from wire.options import Options
-from worker.compute.graphs import DecodeGraphs, fill_in
-from worker.compute.kv_cache import TorchKVCache
-from worker.compute.model import load_model
+from worker.compute.graphs import fill_in
 from worker.engine.engine import Engine
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
-from worker.executor import gpu
-from worker.executor import torch as torch_executor
 from worker.executor.contract import Drawer
-from worker.executor.gpu import GpuExecutor
 from worker.executor.registry import create
-from worker.executor.torch import TorchExecutor
 
-CPU, BLOCK_SIZE, MAX_LEN = torch.device("cpu"), 8, 128
-
-
-class Event:
-    """A CPU has done what it was asked for."""
-
-    def record(self, stream: object) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+BLOCK_SIZE, MAX_LEN = 8, 128
 
 
 @pytest.fixture(scope="module")
@@ -52,41 +33,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shim(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shim]:
-    """Have a CPU be taken for a GPU."""
+def shim() -> Iterator[None]:
     if reason := why_not():
         pytest.skip(reason)
-    dtype = torch.float32
-    needed = {"kv": kv_kernels(dtype, dtype), "rowwise": rowwise_kernels(dtype)}
-    made = Shim({"attention": attention_kernels(dtype, load(path).config.head_dim)} | needed)
-    sizes: dict[str, Any] = {"max_model_len": MAX_LEN, "wanted_blocks": WANTED_BLOCKS}
-    monkeypatch.setattr(kernels, "backend_of", lambda _: made)
-    monkeypatch.setattr(
-        gpu,
-        "graphs_of",
-        lambda model, cache, _: DecodeGraphs(model, cache, **sizes, record=Recorder(made)),
-    )
-    monkeypatch.setattr(
-        torch_executor,
-        "make_cache",
-        lambda _, layout, blocks, size, *__: TorchKVCache(
-            layout, blocks, size, CPU, spare_blocks=1
-        ),
-    )
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(cuda, "_started", {})
-    with DeviceMemory():
-        yield made
-
-
-def load(path: Path) -> Any:
-    return load_model(path, torch.float32, CPU)
-
-
-def executor_of(path: Path) -> GpuExecutor:
-    info = TorchExecutor.load(path, name="tiny", device="cpu", dtype="float32").info
-    return GpuExecutor(load(path), info, path)
+    with gpu_on_cpu():
+        yield
 
 
 def told(engine: Engine) -> dict[int, list[tuple[int, str | None]]]:
