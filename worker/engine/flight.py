@@ -33,9 +33,8 @@ class Flight:
             sequence.num_computed_tokens += chunk.num_tokens
             if row is not None:
                 sequence.token_ids.append(~row)
-                sequence.is_ready = (
-                    len(sequence.token_ids) < sequence.max_len
-                )  # else it is its last
+                # Nothing follows a token that is known to be the last.
+                sequence.is_ready = len(sequence.token_ids) < sequence.max_len
 
     def land(self) -> tuple[list[Chunk], list[SampledToken]]:
         """Wait for the end of the step; return what is to be committed, and the tokens drawn.
