@@ -39,7 +39,6 @@ __all__ = [
     "PagedBatch",
     "ShapeError",
     "add_rms_norm",
-    "append_kv",
     "argmax",
     "backend_of",
     "check_pool",
@@ -48,6 +47,7 @@ __all__ = [
     "pack_kv",
     "paged_attention",
     "rms_norm",
+    "rotate_and_append",
     "route",
     "sample",
     "unpack_kv",
@@ -79,26 +79,34 @@ def check_pool(pool: torch.Tensor) -> None:
     backend_of(pool.device.type).check_pool(pool)
 
 
-def append_kv(
+def rotate_and_append(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: torch.Tensor | None = None,
-) -> None:
-    """Write this step's keys and values of one layer into their slots.
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Return this step's queries of one layer, rotated; write its keys and values to their slots.
 
     Args:
+        heads: [T, Hq + 2 Hkv, D] of a float dtype: queries, keys, values.
+        rotation: [T, 2, D / 2] float32 cosines and sines by which queries and keys are rotated:
+            (x, y) -> (x cos - y sin, y cos + x sin) of the pairs (i, i + D / 2).
         pool: [N, L, 2, Hkv, B, D].
-        key_value: [T, 2, Hkv, D] of a float dtype, rounded to the pool's; axis 1 is key, value.
-        rotation: [T, 2, D / 2] float32 cosines and sines by which keys are rotated first, pairs
-            (i, i + D / 2); None for keys that are.
+        norm: [Hq + Hkv, D] float32: before that each query and key becomes
+            x / sqrt(mean(x^2) + eps) * norm; None for no such norm.
+
+    Returns:
+        [T, Hq, D] in the dtype of `heads`, new.  Nothing is rounded before the results are.
 
     Raises:
         ShapeError: The arguments do not fit each other.
     """
-    contract.check_append(pool, layer, key_value, batch, rotation)
-    backend_of(pool.device.type).append_kv(pool, layer, key_value, batch, rotation)
+    contract.check_heads(heads, rotation, pool, layer, batch, norm)
+    backend = backend_of(pool.device.type)
+    return backend.rotate_and_append(heads, rotation, pool, layer, batch, norm, eps)
 
 
 def paged_attention(

@@ -159,14 +159,16 @@ class Backend(Protocol):
 
     def check_pool(self, pool: torch.Tensor) -> None: ...
 
-    def append_kv(
+    def rotate_and_append(
         self,
+        heads: torch.Tensor,
+        rotation: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        key_value: torch.Tensor,
         batch: PagedBatch,
-        rotation: torch.Tensor | None = None,
-    ) -> None: ...
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor: ...
 
     def paged_attention(
         self,
@@ -233,21 +235,27 @@ class Backend(Protocol):
     ) -> list[int]: ...
 
 
-def check_append(
+def check_heads(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: torch.Tensor | None,
+    norm: torch.Tensor | None,
 ) -> None:
-    """Raise ShapeError unless key_value is [T, 2, Hkv, D], and rotation [T, 2, D / 2] if any."""
+    """Raise ShapeError unless heads are [T, Hq + 2 Hkv, D], and rotation and norm fit them."""
     _check_pool(pool, layer)
-    expected = (batch.slots.shape[0], 2, pool.shape[3], pool.shape[5])
-    if tuple(key_value.shape) != expected:
-        raise ShapeError(f"key_value is {tuple(key_value.shape)}, not [T, 2, Hkv, D] = {expected}")
-    angles = (batch.slots.shape[0], 2, pool.shape[5] // 2)
-    if rotation is not None and tuple(rotation.shape) != angles:
+    num_tokens, num_kv_heads, head_dim = batch.slots.shape[0], pool.shape[3], pool.shape[5]
+    if heads.ndim != 3 or heads.shape[0] != num_tokens or heads.shape[2] != head_dim:
+        expected = f"[T, Hq + 2 Hkv, D] = [{num_tokens}, Hq + {2 * num_kv_heads}, {head_dim}]"
+        raise ShapeError(f"heads are {tuple(heads.shape)}, not {expected}")
+    _check_shared(heads.shape[1] - 2 * num_kv_heads, num_kv_heads)
+    angles = (num_tokens, 2, head_dim // 2)
+    if tuple(rotation.shape) != angles:
         raise ShapeError(f"rotation is {tuple(rotation.shape)}, not [T, 2, D / 2] = {angles}")
+    weights = (heads.shape[1] - num_kv_heads, head_dim)
+    if norm is not None and tuple(norm.shape) != weights:
+        raise ShapeError(f"norm is {tuple(norm.shape)}, not [Hq + Hkv, D] = {weights}")
 
 
 def check_attention(
@@ -265,8 +273,7 @@ def check_attention(
     if query.ndim != 3 or query.shape[0] != batch.slots.shape[0] or query.shape[2] != head_dim:
         expected = f"[T, Hq, D] = [{batch.slots.shape[0]}, Hq, {head_dim}]"
         raise ShapeError(f"query is {tuple(query.shape)}, not {expected}")
-    if query.shape[1] == 0 or query.shape[1] % num_kv_heads:
-        raise ShapeError(f"{query.shape[1]} query heads do not share {num_kv_heads} KV heads")
+    _check_shared(query.shape[1], num_kv_heads)
     num_sequences = batch.context_lens.shape[0]
     if batch.query_starts.shape[0] != num_sequences + 1:
         raise ShapeError(f"query_starts has {batch.query_starts.shape[0]} entries, not S + 1")
@@ -343,3 +350,8 @@ def _check_pool(pool: torch.Tensor, layer: int) -> None:
         raise ShapeError(f"the pool is {tuple(pool.shape)}, not [N, L, 2, Hkv, B, D]")
     if not 0 <= layer < pool.shape[1]:
         raise ShapeError(f"layer {layer} is not one of the pool's {pool.shape[1]}")
+
+
+def _check_shared(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads < 1 or num_heads % num_kv_heads:
+        raise ShapeError(f"{num_heads} query heads do not share {num_kv_heads} KV heads")

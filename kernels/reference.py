@@ -73,16 +73,24 @@ def check_pool(pool: torch.Tensor) -> None:
     """Torch takes pools of any size."""
 
 
-def append_kv(
+def rotate_and_append(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: torch.Tensor | None = None,
-) -> None:
-    if rotation is not None:
-        key_value = torch.stack((rotated(key_value[:, 0], rotation), key_value[:, 1]), dim=1)
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    turned = heads[:, :-num_kv_heads].float()
+    if norm is not None:
+        turned = torch_rms_norm(turned, (head_dim,), None, eps) * norm
+    cos, sin = rotation[:, None].unbind(2)
+    x, y = turned.chunk(2, dim=-1)
+    turned = torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1)
+    query, key = turned.tensor_split((-num_kv_heads,), dim=1)
+    key_value = torch.cat((key.to(pool.dtype), heads[:, -num_kv_heads:].to(pool.dtype)), dim=1)
     plan = batch.scratch.of(StepPlan)
     if plan.rows is None:
         slots = batch.slots.numpy().astype(np.int64)
@@ -92,18 +100,8 @@ def append_kv(
         plan.rows = torch.from_numpy(by_head.ravel()).to(pool.device)
     # One layer is 2 * Hkv * B rows: shift the view, not the rows.
     layer_rows = pool.view(-1, head_dim)[layer * 2 * num_kv_heads * block_size :]
-    layer_rows.index_copy_(0, plan.rows, key_value.reshape(-1, head_dim).to(pool.dtype))
-
-
-def rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Return [T, heads, D] rotated: (x, y) -> (x cos - y sin, y cos + x sin), in float32.
-
-    Args:
-        rotation: [T, 2, D / 2] float32 cosines and sines.
-    """
-    cos, sin = rotation[:, None].unbind(2)
-    x, y = heads.float().chunk(2, dim=-1)
-    return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
+    layer_rows.index_copy_(0, plan.rows, key_value.view(-1, head_dim))
+    return query.to(heads.dtype)
 
 
 def paged_attention(

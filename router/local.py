@@ -138,6 +138,7 @@ class LocalWorkers:
 def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
     """Return the command line of one local worker; `worker_args` come last, so that they win."""
     shared = config.model_dump(include={*SharedSettings.model_fields}, exclude_none=True)
+    shared["memory_share"] = config.memory_share / sum(config.local)  # all are on the same GPU
     settings = {"role": role, "rank": rank, "router": bus, **shared}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "worker", *flags, *shlex.split(config.worker_args)]

@@ -6,12 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 
+import structlog
+
 from worker.config import Config
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.settings import EngineSettings
 from worker.executor.contract import Executor
-from worker.memory import count_blocks, free_bytes
+from worker.memory import count_blocks, default_kv_cache_bytes, free_bytes
+
+log = structlog.get_logger("worker")
 
 
 def check_speculation(config: Config, executor: Executor) -> None:
@@ -46,14 +50,27 @@ def make_engine(
             "cannot go back when a guess was wrong; take another one"
         )
     memory = executor.capabilities.memory
+    if draft is not None:
+        memory += draft.capabilities.memory
+    kv_cache_bytes = config.kv_cache_bytes
+    if not (config.num_blocks or kv_cache_bytes):
+        kv_cache_bytes = default_kv_cache_bytes(
+            memory,
+            config.device,
+            memory_share=config.memory_share,
+            block_size=config.block_size,
+            max_ubatch_tokens=config.step_tokens,
+            num_devices=config.num_processes,
+        )
     num_blocks = count_blocks(
-        memory if draft is None else memory + draft.capabilities.memory,
+        memory,
         num_blocks=config.num_blocks,
-        kv_cache_bytes=config.kv_cache_bytes,
+        kv_cache_bytes=kv_cache_bytes,
         block_size=config.block_size,
         max_ubatch_tokens=config.step_tokens,
         free_bytes=free_bytes(config.device, num_devices=config.num_processes),
     )
+    log.info("room for KV", tokens=num_blocks * config.block_size, blocks=num_blocks)
     chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
     chosen["max_ubatch_tokens"] = config.step_tokens
     if config.role == "prefill":

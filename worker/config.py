@@ -101,10 +101,11 @@ class Config(SharedSettings):
         description="KV blocks; 0 is as many as --kv-cache-bytes holds",
     )
     kv_cache_bytes: int = Field(
-        default=256 * MIB,
-        ge=1,
+        default=0,
+        ge=0,
         le=MAX_BYTES,
-        description="memory for the KV cache, and for states",
+        description="memory for the KV cache, and for states; 0 is what is left of --memory-share "
+        "on a GPU, 256 MiB elsewhere",
     )
     max_ubatch_tokens: int = Field(
         default=0,

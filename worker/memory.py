@@ -11,6 +11,51 @@ from pathlib import Path
 
 from worker.executor.contract import MemoryRequirements
 
+# What blocks take on a host, whose memory is for others too.
+HOST_KV_CACHE_BYTES = 256 << 20
+# What a process takes of a GPU beside torch's tensors: the CUDA context, libraries, loaded kernels,
+# recorded steps and buffers of copies.  An H100 has about 0.6 GB of it after a step.
+BESIDE_TENSORS_BYTES = 1 << 30
+
+
+def default_kv_cache_bytes(
+    memory: MemoryRequirements,
+    device: str,
+    *,
+    memory_share: float,
+    block_size: int,
+    max_ubatch_tokens: int,
+    num_devices: int = 1,
+) -> int:
+    """Return what blocks take where no setting says it.
+
+    On a GPU that is what the weights, which are loaded, and the largest step leave of this
+    worker's share of its memory; elsewhere `HOST_KV_CACHE_BYTES`.
+
+    Args:
+        num_devices: How many GPUs the worker computes on; each has as much free as ours.
+
+    Raises:
+        ValueError: Less than a block is left; the message says what to change.
+    """
+    if not _is_on_gpu(device):
+        return HOST_KV_CACHE_BYTES
+    cuda = sys.modules["torch"].cuda
+    free, total = cuda.mem_get_info()
+    own = cuda.memory_reserved() + BESIDE_TENSORS_BYTES
+    share = int(memory_share * total)
+    activation_bytes = memory.activation_bytes_per_token * max_ubatch_tokens
+    left: int = min(free, share - own) * num_devices - activation_bytes
+    needed = memory.cache_bytes(1, block_size, max_ubatch_tokens)
+    if left >= needed:
+        return left
+    raise ValueError(
+        f"--memory-share is {memory_share}, {share} bytes of the GPU's {total}: {own} are taken "
+        f"and {free} free, and steps of {max_ubatch_tokens} tokens take {activation_bytes}, which "
+        f"leaves {max(0, left)} for KV, and a block takes {needed}; raise it, lower "
+        "--max-ubatch-tokens, or take a smaller model"
+    )
+
 
 def count_blocks(
     memory: MemoryRequirements,
@@ -70,14 +115,19 @@ def free_bytes(
     Args:
         num_devices: How many GPUs it computes on, if it does; each has as much free as ours.
     """
-    # A process that has not imported torch by now computes without it.
-    torch = sys.modules.get("torch")
-    # If "auto" found a usable GPU, the model lies in its memory.
-    if device != "cpu" and torch is not None and torch.cuda.memory_allocated():
-        free: int = torch.cuda.mem_get_info()[0]
+    if _is_on_gpu(device):
+        free: int = sys.modules["torch"].cuda.mem_get_info()[0]
         return free * num_devices
     limits = _free_in_machine(meminfo), _free_in_container(control_group)
     return min((free for free in limits if free is not None), default=None)
+
+
+def _is_on_gpu(device: str) -> bool:
+    """Whether the model was loaded into the memory of a GPU."""
+    # A process that has not imported torch by now computes without it.
+    torch = sys.modules.get("torch")
+    # If "auto" found a usable GPU, the model lies in its memory.
+    return device != "cpu" and torch is not None and bool(torch.cuda.memory_allocated())
 
 
 def _free_in_machine(meminfo: Path) -> int | None:

@@ -18,12 +18,12 @@ from kernels.cpu.sampling import sample as sample
 from kernels.cpu.simd import PANEL
 from kernels.cpu.work_items import WorkItems
 from kernels.reference import add_rms_norm as add_rms_norm
-from kernels.reference import append_kv as append_kv
 from kernels.reference import check_pool as check_pool
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import gate as gate
 from kernels.reference import pack_kv as pack_kv
 from kernels.reference import rms_norm as rms_norm
+from kernels.reference import rotate_and_append as rotate_and_append
 from kernels.reference import route as route
 from kernels.reference import unpack_kv as unpack_kv
 

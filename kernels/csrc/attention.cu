@@ -3,20 +3,21 @@
 // The G query heads of one KV head are packed: row r of a sequence is query r / G, head r % G.  A
 // thread block attends with one tile of rows to one range of keys, given by a work item.  Few rows
 // (generation) leave few tiles, so their keys are split over several blocks; each leaves a partial
-// result with the logarithm of its sum of weights, and `merge` combines them.
+// result, and the last of a tile's blocks to arrive combines them.
 #include "prims.cuh"
 
 struct Attention {
   const void* query;  // [T, Hq, D]
   const void* pool;   // [N, L, 2, Hkv, B, D]
   void* out;          // [T, Hq, D]
-  float* parts;       // [slots, Hkv, tile rows, D]
-  float* logs;        // [slots, Hkv, tile rows], base 2
+  float* parts;       // [slots, Hkv, tile rows, D + 4]: partial results, see `combine`
+  u32* tickets;       // [slots, Hkv]: how many blocks of a tile have left theirs, by its first slot
   const int* starts;    // [S + 1]
   const int* contexts;  // [S]
   const int* tables;    // [S, M]
-  const int* work;      // [items, 5]: sequence or -1, first row, first key, end of keys, slot or -1
-  const int* merges;    // [tiles, 4]: sequence or -1, first row, first slot, number of slots
+  // [items, 7]: sequence or -1, first row, first key, end of keys; slot or -1, and of its tile the
+  // first slot and the number of slots
+  const int* work;
   const float* sinks;   // [Hq] or null: scores without a value
   int num_heads, num_kv_heads, head_dim, num_layers, layer, block_bits, num_columns, window;
   float scale, cap;  // times log2(e), so that scores are exponents of 2; a cap of 0 is none
@@ -32,6 +33,33 @@ PRIM float capped(const Attention& a, float score) {
 
 PRIM float sink_of(const Attention& a, int head) {
   return a.sinks ? a.sinks[head] * LOG2_E : MINUS_INFINITY;
+}
+
+// What some keys give a row: values times their weights, not yet divided by the sum of weights.
+// Weights are powers of 2 of scores less the highest one.  In memory: D values, `top`, `sum`.
+struct alignas(16) Four { float at[4]; };
+struct Partial {
+  Four value;
+  float top, sum;
+};
+
+// Combine the values from `d` on of `count` results that lie `stride` apart, and a sink's weight.
+template <int D>
+PRIM Partial combine(const float* first, int count, long long stride, int d, float sink) {
+  float top = sink;
+#pragma unroll 4
+  for (int i = 0; i < count; i++) top = fmaxf(top, first[i * stride + D]);
+  const float base = top == MINUS_INFINITY ? 0.f : top;  // no key seen: -inf - -inf is NaN
+  Partial all = {{0, 0, 0, 0}, top, power_of_two(sink - base)};
+#pragma unroll 4
+  for (int i = 0; i < count; i++) {
+    const float* from = first + i * stride;
+    const float weight = power_of_two(from[D] - base);
+    const Four part = *(const Four*)(from + d);
+    for (int k = 0; k < 4; k++) all.value.at[k] += weight * part.at[k];
+    all.sum += weight * from[D + 1];
+  }
+  return all;
 }
 
 // Where the K of (block, head, offset) begins; V lies Hkv * B * D further.
@@ -52,7 +80,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   T* const q_tile = (T*)shared;
   T* const ring = q_tile + BM * LD;  // [STAGES][K, V][BN][LD]
 
-  const int* item = a.work + 5 * blockIdx.x;
+  const int* item = a.work + 7 * blockIdx.x;
   const int sequence = item[0], first_row = item[1], key_begin = item[2], key_end = item[3];
   if (sequence < 0) return;
   const int kv_head = blockIdx.y, group = a.num_heads / a.num_kv_heads;
@@ -173,7 +201,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   }
 
   // Every warp leaves its rows in shared memory, which the tiles no longer need.
-  constexpr int LDO = D + 4;  // D values, the maximum, the sum
+  constexpr int LDO = D + 4;
   float* const rows = (float*)shared;
   copies_wait<0>();
   __syncthreads();
@@ -191,61 +219,43 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   }
   __syncthreads();
 
-  const int slot = item[4];
-  for (int i = thread; i < BM * D; i += THREADS) {
-    int row = i / D, d = i % D;
+  const int slot = item[4], first_slot = item[5], num_slots = item[6];
+  auto in_slot = [&](int slot, int row) {
+    return a.parts + (((long long)slot * a.num_kv_heads + kv_head) * BM + row) * LDO;
+  };
+  auto write = [&](int row, int d, const float* first, int count, long long stride) {
+    // Of keys that are split, every part would count the sink: it counts here, once.
+    const float sink = sink_of(a, kv_head * group + (first_row + row) % group);
+    const Partial all = combine<D>(first, count, stride, d, sink);
+    const float* value = all.value.at;
+    struct alignas(8) Out { u32 low, high; };
+    *(Out*)((T*)a.out + row_offset(first_row + row) + d) = {
+        pair<T>(value[0] / all.sum, value[1] / all.sum),
+        pair<T>(value[2] / all.sum, value[3] / all.sum)};
+  };
+  const int num_fours = (num_rows - first_row < BM ? num_rows - first_row : BM) * (D / 4);
+  for (int i = thread; i < num_fours; i += THREADS) {
+    const int row = i / (D / 4), d = i % (D / 4) * 4;
     const float* first = rows + (row / 16 * KEYS_W * 16 + row % 16) * LDO;
-    // Of keys that are split, every part would count the sink: `merge` does, once.
-    const float sink = slot < 0 ? sink_of(a, kv_head * group + (first_row + row) % group)
-                                : MINUS_INFINITY;
-    float highest = sink, value = 0;
-    for (int w = 0; w < KEYS_W; w++) highest = fmaxf(highest, first[w * 16 * LDO + D]);
-    if (highest == MINUS_INFINITY) highest = 0;
-    float total = power_of_two(sink - highest);
-    for (int w = 0; w < KEYS_W; w++) {
-      const float* from = first + w * 16 * LDO;
-      float weight = power_of_two(from[D] - highest);
-      value += weight * from[d];
-      total += weight * from[D + 1];
+    if (slot < 0) {
+      write(row, d, first, KEYS_W, 16 * LDO);
+      continue;
     }
-    value = total == 0 ? 0 : value / total;  // NaN stays NaN
-    if (slot >= 0) {
-      long long place = ((long long)slot * a.num_kv_heads + kv_head) * BM + row;
-      a.parts[place * D + d] = value;
-      if (d == 0) a.logs[place] = total == 0 ? MINUS_INFINITY : highest + log2f(total);
-    } else if (first_row + row < num_rows) {
-      ((T*)a.out)[row_offset(first_row + row) + d] = narrow<T>(value);
-    }
+    const Partial mine = combine<D>(first, KEYS_W, 16 * LDO, d, MINUS_INFINITY);
+    publish((Four*)(in_slot(slot, row) + d), mine.value);
+    if (d == 0) publish((Four*)(in_slot(slot, row) + D), Four{mine.top, mine.sum});
   }
-}
-
-// Combine the partial results of a tile of BM rows, weighted by their sums.
-template <typename T, int BM>
-__global__ void __launch_bounds__(128) merge(const Attention a) {
-  const int* item = a.merges + 4 * blockIdx.x;
-  const int sequence = item[0], first_row = item[1], first_slot = item[2], num_slots = item[3];
-  if (sequence < 0) return;
-  const int kv_head = blockIdx.y, group = a.num_heads / a.num_kv_heads;
-  const int first_token = a.starts[sequence];
-  const int num_rows = (a.starts[sequence + 1] - first_token) * group;
-  for (int i = threadIdx.x; i < BM * a.head_dim; i += 128) {
-    int row = i / a.head_dim, d = i % a.head_dim;
-    if (first_row + row >= num_rows) break;
-    const int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group;
-    const float sink = sink_of(a, head);
-    float highest = sink, value = 0;
-    auto place = [&](int part) {
-      return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * BM + row;
-    };
-    for (int part = 0; part < num_slots; part++) highest = fmaxf(highest, a.logs[place(part)]);
-    float total = power_of_two(sink - highest);
-    for (int part = 0; part < num_slots; part++) {
-      float weight = power_of_two(a.logs[place(part)] - highest);
-      value += weight * a.parts[place(part) * a.head_dim + d];
-      total += weight;
-    }
-    ((T*)a.out)[((long long)(first_token + query) * a.num_heads + head) * a.head_dim + d] =
-        narrow<T>(value / total);
+  if (slot < 0) return;
+  __threadfence();  // what this thread published, others see before the ticket
+  __syncthreads();
+  u32* ticket = a.tickets + (long long)first_slot * a.num_kv_heads + kv_head;
+  // The last one's makes it 0 again, for the next launch.
+  if (!__syncthreads_or(thread == 0 && atomicInc(ticket, num_slots - 1) == num_slots - 1)) return;
+  __threadfence();
+  const long long stride = in_slot(1, 0) - in_slot(0, 0);
+  for (int i = thread; i < num_fours; i += THREADS) {
+    const int row = i / (D / 4), d = i % (D / 4) * 4;
+    write(row, d, in_slot(first_slot, row), num_slots, stride);
   }
 }
 

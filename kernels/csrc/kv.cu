@@ -1,36 +1,89 @@
-// KV between the model, the paged pool and the wire.
+// Heads between the model, the paged pool and the wire.
 #include "prims.cuh"
 
-struct Append {
-  const void* key_value;  // [T, 2, Hkv, D]
+struct Heads {
+  const void* heads;      // [T, Hq + 2 Hkv, D]: a token's queries, keys and values in one run
+  void* query;            // [T, Hq, D]
   void* pool;             // [N, L, 2, Hkv, B, D]
   const int* slots;       // [T]
-  const float* rotation;  // [T, 2, D / 2] cosines and sines, or null: keys come rotated
-  int num_kv_heads, head_dim, num_layers, layer, block_bits;
+  const float* rotation;  // [T, 2, D / 2] cosines and sines
+  const float* norm;      // [Hq + Hkv, D] weights of an RMS norm of each head, or null
+  int num_tokens, num_heads, num_kv_heads, head_dim, num_layers, layer, block_bits;
+  int stride;  // values from one token's heads to the next one's
+  int lanes;   // threads for each head, a power of two up to a warp
+  float eps;
 };
 
-// Write one step's K and V of one layer into their slots; a thread block for each token.  The
-// rotation pairs dimension d with d + D / 2.
-template <typename T>
-__global__ void __launch_bounds__(128) append(const Append a) {
-  const int token = blockIdx.x, half = a.head_dim / 2, slot = a.slots[token];
-  const long long block = slot >> a.block_bits;
-  const int offset = slot & ((1 << a.block_bits) - 1);
-  const T* from = (const T*)a.key_value + (long long)token * 2 * a.num_kv_heads * a.head_dim;
-  for (int i = threadIdx.x; i < 2 * a.num_kv_heads * half; i += 128) {
-    int row = i / half, d = i % half;  // row: K of each head, then V of each head
-    T low = from[row * a.head_dim + d], high = from[row * a.head_dim + half + d];
-    if (a.rotation && row < a.num_kv_heads) {
-      const float* cosines = a.rotation + (long long)token * 2 * half;
-      float c = cosines[d], s = cosines[half + d], x = widen(low), y = widen(high);
-      low = narrow<T>(x * c - y * s);
-      high = narrow<T>(y * c + x * s);
+// Norm and rotate one step's heads of one layer, which the projection left in a row for each token.
+// Queries go to `query`, keys and values to their slots in the pool.
+//   norm, over the D dimensions of a query or key: x / sqrt(mean(x^2) + eps) * weight
+//   rotation, x of dimension d and y of d + D / 2: (x, y) -> (x cos - y sin, y cos + x sin)
+// Both are computed in float32, and the result is rounded once.  Values are copied.
+//
+// `lanes` neighbouring threads share one head of one token and sum its squares by shuffles.  Each has
+// WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the half
+// is no multiple of that.  If D / 2 / WIDE is no power of two, the last of the lanes have none.  Heads
+// follow one another over warps and thread blocks, token by token.
+template <typename T, int WIDE>
+__global__ void __launch_bounds__(128) rotate_and_append(const Heads a) {
+  typedef Wide<T, WIDE> Unit;
+  typedef Wide<float, WIDE> Floats;
+  const int num_rows = a.num_heads + 2 * a.num_kv_heads, units = a.head_dim / 2 / WIDE;
+  const int thread = blockIdx.x * 128 + threadIdx.x, i = thread % a.lanes;
+  const int token = thread / a.lanes / num_rows, row = thread / a.lanes % num_rows;
+  const bool is_mine = token < a.num_tokens && i < units;
+  const bool is_value = row >= a.num_heads + a.num_kv_heads;
+  Unit low, high;
+  Floats x = {}, y = {};
+  if (is_mine) {
+    const T* const from = (const T*)a.heads + (long long)token * a.stride + row * a.head_dim;
+    low = ((const Unit*)from)[i];
+    high = ((const Unit*)from)[units + i];
+#pragma unroll
+    for (int k = 0; k < WIDE; k++) {
+      x.values[k] = widen(low.values[k]);
+      y.values[k] = widen(high.values[k]);
     }
-    long long to = (block * a.num_layers + a.layer) * 2 * a.num_kv_heads + row;
-    T* slot_row = (T*)a.pool + ((to << a.block_bits) + offset) * a.head_dim;
-    slot_row[d] = low;
-    slot_row[half + d] = high;
   }
+  float scale = 1;
+  if (a.norm) {
+    float squares = 0;
+#pragma unroll
+    for (int k = 0; k < WIDE; k++)
+      squares += x.values[k] * x.values[k] + y.values[k] * y.values[k];
+    for (int mask = a.lanes / 2; mask; mask /= 2) squares += from_lane_xor(squares, mask);
+    scale = 1.f / sqrtf(squares / a.head_dim + a.eps);
+  }
+  if (!is_mine) return;
+  if (!is_value) {
+    if (a.norm) {
+      const Floats* const weights = (const Floats*)(a.norm + row * a.head_dim);
+      const Floats to_x = weights[i], to_y = weights[units + i];
+#pragma unroll
+      for (int k = 0; k < WIDE; k++) {
+        x.values[k] *= scale * to_x.values[k];
+        y.values[k] *= scale * to_y.values[k];
+      }
+    }
+    const Floats* const turn = (const Floats*)(a.rotation + (long long)token * a.head_dim);
+    const Floats cosine = turn[i], sine = turn[units + i];
+#pragma unroll
+    for (int k = 0; k < WIDE; k++) {
+      low.values[k] = narrow<T>(x.values[k] * cosine.values[k] - y.values[k] * sine.values[k]);
+      high.values[k] = narrow<T>(y.values[k] * cosine.values[k] + x.values[k] * sine.values[k]);
+    }
+  }
+  T* to;
+  if (row < a.num_heads) {
+    to = (T*)a.query + ((long long)token * a.num_heads + row) * a.head_dim;
+  } else {
+    const int slot = a.slots[token], offset = slot & ((1 << a.block_bits) - 1);
+    const long long layer = (long long)(slot >> a.block_bits) * a.num_layers + a.layer;
+    const long long block = layer * 2 * a.num_kv_heads + row - a.num_heads;  // of the head's K or V
+    to = (T*)a.pool + ((block << a.block_bits) + offset) * a.head_dim;
+  }
+  ((Unit*)to)[i] = low;
+  ((Unit*)to)[units + i] = high;
 }
 
 struct Move {
@@ -39,11 +92,6 @@ struct Move {
   const int* table;  // blocks of the sequence
   int num_kv_heads, head_dim, num_layers, first_layer, block_bits, first_token, num_tokens;
   int first_head, num_moved_heads;
-};
-
-template <typename T>
-struct alignas(sizeof(T) == 1 ? 8 : 16) Eight {
-  T values[8];
 };
 
 // Copy a rectangle of one sequence's KV out of its blocks or into them, eight values a thread.
@@ -58,17 +106,17 @@ __global__ void __launch_bounds__(128) move(const Move a) {
   const long long block = a.table[token >> a.block_bits];
   const long long row = ((block * a.num_layers + a.first_layer) * 2 + half) * a.num_kv_heads + head;
   const int offset = token & ((1 << a.block_bits) - 1);
-  Eight<POOL>* held = (Eight<POOL>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights;
-  Eight<WIRE>* sent = (Eight<WIRE>*)a.segment + (long long)blockIdx.y * a.num_tokens * eights + i;
+  Wide<POOL, 8>* held = (Wide<POOL, 8>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights;
+  Wide<WIRE, 8>* sent = (Wide<WIRE, 8>*)a.segment + (long long)blockIdx.y * a.num_tokens * eights + i;
   if (INTO_POOL) {
-    Eight<WIRE> from = *sent;
-    Eight<POOL> to;
+    Wide<WIRE, 8> from = *sent;
+    Wide<POOL, 8> to;
 #pragma unroll
     for (int k = 0; k < 8; k++) to.values[k] = narrow<POOL>(widen(from.values[k]));
     *held = to;
   } else {
-    Eight<POOL> from = *held;
-    Eight<WIRE> to;
+    Wide<POOL, 8> from = *held;
+    Wide<WIRE, 8> to;
 #pragma unroll
     for (int k = 0; k < 8; k++) to.values[k] = narrow<WIRE>(widen(from.values[k]));
     *sent = to;

@@ -58,7 +58,17 @@ PRIM float power_of_two(float x) {
   return y;
 }
 PRIM float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
+// Write what other thread blocks will read in this launch, after a `__threadfence`.
+template <typename T>
+PRIM void publish(T* to, T value) { *to = value; }
 #endif
+
+// Values that a thread reads or writes at once, up to 16 bytes an instruction.
+template <typename T, int WIDE>
+struct alignas(WIDE * sizeof(T) < 16 ? WIDE * sizeof(T) : 16) Wide {
+  T values[WIDE];
+};
 
 PRIM float widen(float x) { return x; }
 PRIM float widen(bf16 x) { return __bfloat162float(x); }

@@ -3,11 +3,6 @@
 // rows do not begin at multiples of 16 bytes.
 #include "prims.cuh"
 
-template <typename T, int WIDE>
-struct alignas(WIDE * sizeof(T) < 16 ? WIDE * sizeof(T) : 16) Wide {
-  T values[WIDE];
-};
-
 struct Norm {
   void* x;             // [T, K]; with y, becomes x + y
   const void* y;       // [T, K], or null

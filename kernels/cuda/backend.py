@@ -1,16 +1,18 @@
 """The operators on an NVIDIA GPU: csrc/*.cu compiled by NVRTC through CuPy.  The only cupy here.
 
-Kernels are started on torch's current stream with raw pointers.  CuPy is imported when the first
-kernel is needed, so this module can be imported anywhere; `require_device` says what is missing.
+CuPy compiles and loads a kernel when it is first needed, and its binding of the driver starts it on
+torch's current stream.  CuPy is imported no sooner, so this module can be imported anywhere;
+`require_device` says what is missing.
 What the tiles do not cover (a pool that `launch.check_pool` refuses) is a KernelError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof, c_void_p
 from functools import cache
 from importlib import import_module, resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -54,14 +56,22 @@ def require_device(index: int = 0) -> None:
     _cupy()
 
 
-def append_kv(
+def rotate_and_append(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: torch.Tensor | None = None,
-) -> None:
-    start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    num_tokens, num_rows, head_dim = heads.shape
+    query = heads.new_empty(num_tokens, num_rows - 2 * pool.shape[3], head_dim)
+    start(
+        pool.device,
+        launch.rotate_and_append(heads, rotation, pool, layer, batch, query, norm, eps),
+    )
+    return query
 
 
 def paged_attention(
@@ -74,7 +84,8 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
+    query = query.contiguous()
+    out = torch.empty_like(query)
     launches = launch.attention(
         query,
         pool,
@@ -145,17 +156,27 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def start(place: torch.device, launches: list[Launch]) -> None:
     """Start launches on torch's current stream of a device."""
     device = place.index or 0
-    # Asked anew each time: a stream that is being captured is another one.
-    stream = torch.cuda.current_stream(device)
-    with _cupy().cuda.Device(device):
-        queue = _cupy().cuda.Stream.from_external(ExternalStream(stream.cuda_stream))
+    driver = _cupy().cuda.driver
+    # Asked anew each time: a stream that is being captured is another one.  Its handle alone, for
+    # an object of torch's would take longer than the launch.
+    stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
+    # Another device may be current on this thread; on a thread that is new to CUDA none is.
+    context, before = _context(device), driver.ctxGetCurrent()
+    if before != context:
+        driver.ctxSetCurrent(context)
+    try:
         for it in launches:
             note_started(device, it.kernel)
             function = _function(it.source, it.kernel, it.shared_bytes, device)
-            function(
-                it.grid, (it.threads,), (it.arguments,), shared_mem=it.shared_bytes, stream=queue
-            )
-    # torch's allocator reuses memory in stream order, so `keep` may go out of scope now.
+            # The driver takes a list of addresses and copies what lies there before it returns.
+            # A kernel has one argument, so this pointer is the list.
+            listed = c_void_p(addressof(it.arguments))
+            sizes = (*it.grid, 1, it.threads, 1, 1, it.shared_bytes)
+            driver.launchKernel(function.ptr, *sizes, stream, addressof(listed), 0)
+    finally:
+        if before != context:
+            driver.ctxSetCurrent(before)
+    # torch's allocator reuses memory in stream order, so the tensors may go out of scope now.
 
 
 def note_started(device: int, name: str) -> None:
@@ -166,15 +187,6 @@ def note_started(device: int, name: str) -> None:
 def last_started(device: int) -> str | None:
     """Return what was noted last; None if nothing was."""
     return _started.get(device)
-
-
-class ExternalStream(NamedTuple):
-    """A stream for another library; torch's own speaks this protocol in recent releases only."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
 
 
 @cache
@@ -200,15 +212,28 @@ def multiprocessors(device: int) -> int:
 
 
 @cache
+def _context(device: int) -> int:
+    """Return the driver's context of a device, the one that torch and CuPy share."""
+    cuda = _cupy().cuda
+    with cuda.Device(device):
+        cuda.runtime.free(0)  # makes the context current if nothing has asked for it yet
+        return int(cuda.driver.ctxGetCurrent())
+
+
+@cache
 def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
-    """Compile one instantiation; CuPy keeps the binary on disk under a hash of the text."""
+    """Compile and load one instantiation, and keep it; `ptr` is what the driver calls it.
+
+    CuPy keeps the binary on disk under a hash of the text.
+    """
     module = _cupy().RawModule(
         code=source_text(source), options=("-std=c++17",), name_expressions=(kernel,)
     )
-    function = module.get_function(kernel)
-    if shared_bytes > DEFAULT_SHARED_BYTES:
-        function.max_dynamic_shared_size_bytes = shared_bytes
-    return function
+    with _cupy().cuda.Device(device):
+        function = module.get_function(kernel)
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        return function.kernel
 
 
 @cache

@@ -1,17 +1,19 @@
 """Which kernel, on how many thread blocks, with which arguments: all that is decided on the host.
 
 An operator becomes a list of `Launch`; `backend.py` gives them to the device, the tests to the
-same kernels compiled for the CPU.  Pointers are integers: the caller keeps the tensors alive.
+same kernels compiled for the CPU.  Outside of CUDA graphs every launch pays for what is done here,
+so what the layers of a step have in common is worked out once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int, c_void_p
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.contract import Activation, KernelError, PagedBatch
@@ -31,23 +33,30 @@ MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
 
 
-def struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
-    """Return the layout of a kernel's argument: its fields by kind, in the order of the source."""
-    fields: list[tuple[str, type[np.generic]]] = [(name, np.uint64) for name in pointers.split()]
-    fields += [(name, np.int32) for name in ints.split()]
-    fields += [(name, np.float32) for name in floats.split()]
-    return np.dtype(fields, align=True)
+def struct(pointers: str, ints: str, floats: str = "") -> type[Structure]:
+    """Return the type of a kernel's argument: its fields by kind, in the order of the source."""
+
+    class Arguments(Structure):
+        __slots__ = ()  # a misspelt field is an error, and no attribute that the kernel never sees
+        _fields_ = [
+            (name, kind)
+            for names, kind in ((pointers, c_void_p), (ints, c_int), (floats, c_float))
+            for name in names.split()
+        ]
+
+    return Arguments
 
 
 # The structs of attention.cu and kv.cu, field by field.
 ATTENTION = struct(
-    "query pool out parts logs starts contexts tables work merges sinks",
+    "query pool out parts tickets starts contexts tables work sinks",
     "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
     "scale cap",
 )
-APPEND = struct(
-    "key_value pool slots rotation",
-    "num_kv_heads head_dim num_layers layer block_bits",
+HEADS = struct(
+    "heads query pool slots rotation norm",
+    "num_tokens num_heads num_kv_heads head_dim num_layers layer block_bits stride lanes",
+    "eps",
 )
 MOVE = struct(
     "pool segment table",
@@ -57,7 +66,8 @@ MOVE = struct(
 # The structs of rowwise.cu, field by field.
 NORM = struct("x y weight out", "size", "eps")
 GATE = struct("gate_up out", "rows size", "linear cubic limit shift")
-# The launch bounds of rowwise.cu.
+# The launch bounds of kv.cu and rowwise.cu.
+HEADS_THREADS = 128
 MAX_NORM_THREADS = 512
 MAX_GATE_THREADS = 256
 WIDE_BYTES = 16
@@ -70,8 +80,8 @@ class Launch(NamedTuple):
     Attributes:
         source: "attention", "kv" or "rowwise", a file of csrc/.
         kernel: the instantiation, as C++ names it.
-        arguments: [1] of the kernel's struct.
-        keep: tensors that must live until the kernel has run.
+        arguments: the struct that the kernel is given.
+        keep: the tensors it points to, which must live until the kernel has run.
     """
 
     source: str
@@ -79,7 +89,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int]
     threads: int
     shared_bytes: int
-    arguments: npt.NDArray[np.void]
+    arguments: Structure
     keep: tuple[torch.Tensor, ...] = ()
 
 
@@ -87,61 +97,97 @@ class Planned(NamedTuple):
     """One tile's part of a step: what its thread blocks do, and where that lies on the device.
 
     Attributes:
-        items: `work.items` there; `merges` likewise.
-        parts: [slots * D] float32, room for partial results; `logs` [slots].
+        items: `work.items` there.
+        parts: float32, room for partial results.
+        tickets: int32, counts of those that are there; every launch leaves them at 0.
     """
 
     tile: tiling.Tile
     work: tiling.Work
     items: torch.Tensor
-    merges: torch.Tensor
     parts: torch.Tensor
-    logs: torch.Tensor
+    tickets: torch.Tensor
 
 
 @dataclass(slots=True)
 class OnDevice:
-    """What of a batch lies on the device: its tensors by name, work by window and query heads."""
+    """What of a batch lies on the device.
+
+    Attributes:
+        tensors: by name.
+        works: by window and query heads.
+        attending: the launches of attention, without what each layer has of its own.
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     works: dict[tuple[int | None, int], list[Planned]] = field(default_factory=dict)
+    attending: dict[tuple[object, ...], list[Launch]] = field(default_factory=dict)
 
 
 def check_pool(pool: torch.Tensor) -> None:
     """Raise KernelError unless the CUDA kernels can serve such a pool."""
-    block_size, head_dim = pool.shape[4:]
-    if pool.dtype not in POOL_DTYPES:
-        raise KernelError(f"the pool is {pool.dtype}, not float32, bfloat16 or float16")
-    if block_size < 8 or block_size & (block_size - 1):
-        raise KernelError(f"block_size is {block_size}, not a power of two from 8")
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        raise KernelError(f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}")
+    _check_shape(pool.shape, pool.dtype)
     if not pool.is_contiguous():
         raise KernelError("the pool is not contiguous")
 
 
-def append(
+@cache
+def _check_shape(shape: torch.Size, dtype: torch.dtype) -> None:
+    block_size, head_dim = shape[4:]
+    if dtype not in POOL_DTYPES:
+        raise KernelError(f"the pool is {dtype}, not float32, bfloat16 or float16")
+    if block_size < 8 or block_size & (block_size - 1):
+        raise KernelError(f"block_size is {block_size}, not a power of two from 8")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise KernelError(f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}")
+
+
+def rotate_and_append(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: torch.Tensor | None = None,
+    query: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> list[Launch]:
-    """Write a step's K and V, K rotated by [T, 2, D / 2] cosines and sines if they are given."""
+    """Norm and rotate a step's heads: queries into `query`, keys and values into their slots.
+
+    Args:
+        heads: [T, Hq + 2 Hkv, D], a token's in one run, which begins at a multiple of 16 bytes.
+        rotation: [T, 2, D / 2] float32; `norm` [Hq + Hkv, D] float32.
+        query: [T, Hq, D].
+
+    Raises:
+        KernelError: A tensor is not of that dtype, or does not lie so.
+    """
     check_pool(pool)
-    key_value = key_value.to(pool.dtype).contiguous()
-    arguments = _arguments(APPEND, pool)
-    slots = _on_device(batch, pool, "slots", batch.slots)
-    arguments["layer"] = layer
-    keep = [key_value, slots]
-    point(arguments, key_value=key_value, pool=pool, slots=slots)
-    if rotation is not None:
-        rotation = rotation.contiguous()
-        point(arguments, rotation=rotation)
-        keep.append(rotation)
-    kernel = f"append<{DTYPE_NAMES[pool.dtype]}>"
-    grid = (key_value.shape[0], 1)
-    return [Launch("kv", kernel, grid, 128, 0, arguments, tuple(keep))] if grid[0] else []
+    num_tokens, num_rows, head_dim = heads.shape
+    stride, *inner = heads.stride()
+    if heads.dtype != pool.dtype or inner != [head_dim, 1]:
+        found = f"{heads.dtype} with strides {heads.stride()}"
+        raise KernelError(f"heads are {found}, not {pool.dtype} as the pool, a token's in one run")
+    if (heads.data_ptr() | stride * heads.itemsize) % WIDE_BYTES:
+        raise KernelError(f"heads of a token do not begin at a multiple of {WIDE_BYTES} bytes")
+    floats = {"rotation": rotation} | ({} if norm is None else {"norm": norm})
+    for name, it in floats.items():
+        _check_rows(torch.float32, it.shape, {name: it})
+    if not num_tokens:
+        return []
+    tensors = floats | {"heads": heads, "query": query, "pool": pool}
+    tensors["slots"] = _on_device(batch, pool, "slots", batch.slots)
+    half = head_dim // 2
+    width = min(WIDE_BYTES // heads.itemsize, half & -half)
+    lanes = 1 << (half // width - 1).bit_length()
+    arguments = _arguments(HEADS, pool)
+    arguments.num_tokens, arguments.num_heads = num_tokens, query.shape[1]
+    arguments.layer, arguments.stride = layer, stride
+    arguments.lanes, arguments.eps = lanes, eps
+    point(arguments, **tensors)
+    kernel = f"rotate_and_append<{DTYPE_NAMES[pool.dtype]},{width}>"
+    grid = (-(-num_tokens * num_rows * lanes // HEADS_THREADS), 1)
+    return [Launch("kv", kernel, grid, HEADS_THREADS, 0, arguments, tuple(tensors.values()))]
 
 
 def move(
@@ -166,14 +212,14 @@ def move(
     if not isinstance(table, torch.Tensor):
         table = torch.tensor(table, dtype=torch.int32, device=pool.device)
     arguments = _arguments(MOVE, pool)
-    arguments["first_layer"] = layers.start
-    arguments["first_head"], arguments["num_moved_heads"] = heads.start, len(heads)
-    arguments["first_token"], arguments["num_tokens"] = tokens.start, len(tokens)
+    arguments.first_layer = layers.start
+    arguments.first_head, arguments.num_moved_heads = heads.start, len(heads)
+    arguments.first_token, arguments.num_tokens = tokens.start, len(tokens)
     point(arguments, pool=pool, segment=segment, table=table)
     names = f"{DTYPE_NAMES[pool.dtype]},{DTYPE_NAMES[segment.dtype]}"
     kernel = f"move<{names},{str(into_pool).lower()}>"
     grid = (-(-len(tokens) * (pool.shape[5] // 8) // 128), len(layers) * 2 * len(heads))
-    return [Launch("kv", kernel, grid, 128, 0, arguments, (segment, table))]
+    return [Launch("kv", kernel, grid, 128, 0, arguments, (pool, segment, table))]
 
 
 def attention(
@@ -189,41 +235,24 @@ def attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Attend with few and with many rows, and merge what was split."""
-    check_pool(pool)
+    """Attend with few and with many rows."""
     if query.dtype != pool.dtype or not query.is_contiguous():
         raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
-    arguments = _arguments(ATTENTION, pool)
-    starts = _on_device(batch, pool, "starts", batch.query_starts)
-    contexts = _on_device(batch, pool, "contexts", batch.context_lens)
-    tables = _on_device(batch, pool, "tables", batch.block_tables.contiguous())
-    arguments["num_heads"], arguments["num_columns"] = query.shape[1], tables.shape[1]
-    arguments["layer"], arguments["window"] = layer, window or 0
-    arguments["scale"], arguments["cap"] = scale * LOG2_E, (cap or 0.0) * LOG2_E
-    point(arguments, query=query, pool=pool, out=out)
-    own = [query, out]
+    attending = batch.scratch.of(OnDevice).attending
+    key = pool.shape, pool.dtype, query.shape[1], scale, window, cap
+    if (common := attending.get(key)) is None:
+        common = _attending(pool, batch, query.shape, scale, window, cap, wanted_blocks)
+        attending[key] = common
+    own = {"query": query, "pool": pool, "out": out}
     if sinks is not None:
-        point(arguments, sinks=sinks)
-        own.append(sinks)
-    point(arguments, starts=starts, contexts=contexts, tables=tables)
-    name, head_dim = DTYPE_NAMES[query.dtype], query.shape[2]
-    if not is_tiled(query.dtype, head_dim):
-        grid = (query.shape[0], query.shape[1])
-        return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, tuple(own))]
-    works, key = batch.scratch.of(OnDevice).works, (window, query.shape[1])
-    if key not in works:
-        works[key] = _works(query, pool, batch, window, wanted_blocks)
+        own["sinks"] = sinks
     launches = []
-    for tile, work, items, merges, parts, logs in works[key]:
-        mine = arguments.copy()
-        point(mine, work=items, merges=merges, parts=parts, logs=logs)
-        num_kv_heads, keep = pool.shape[3], (*own, items, merges, parts, logs)
-        kernel, shared = attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
-        grid = (len(work.items), num_kv_heads)
-        launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
-        if len(work.merges):
-            kernel, grid = f"merge<{name},{tile.rows}>", (len(work.merges), num_kv_heads)
-            launches.append(Launch("attention", kernel, grid, 128, 0, mine, keep))
+    for source, kernel, grid, threads, shared, fields, keep in common:
+        arguments = _copy(fields)
+        arguments.layer = layer
+        point(arguments, **own)
+        keep = (*keep, *own.values())
+        launches.append(Launch(source, kernel, grid, threads, shared, arguments, keep))
     return launches
 
 
@@ -243,18 +272,17 @@ def norm(
         KernelError: A tensor is not of that shape and dtype, or is not contiguous.
     """
     rows = {"x": x, "out": out} | ({} if y is None else {"y": y})
-    tensors, size = rows | {"weight": weight}, x.shape[-1]
-    _check_rows(x.dtype, rows, dict.fromkeys(rows, x.shape))
-    _check_rows(torch.float32, {"weight": weight}, {"weight": x.shape[-1:]})
-    if not x.numel():
+    dtype, shape = x.dtype, x.shape
+    _check_rows(dtype, shape, rows)
+    _check_rows(torch.float32, shape[-1:], {"weight": weight})
+    if not shape.numel():
         return []
-    width = _width(size, *tensors.values())
-    arguments = np.zeros(1, NORM)
-    arguments["size"], arguments["eps"] = size, eps
-    point(arguments, **tensors)
+    tensors, size = rows | {"weight": weight}, shape[-1]
+    arguments = NORM(size=size, eps=eps)
+    width = _width(size, dtype, point(arguments, **tensors))
     threads = _threads(size // width, MAX_NORM_THREADS)
-    kernel, grid = f"rms_norm<{DTYPE_NAMES[x.dtype]},{width}>", (x.numel() // size, 1)
-    shared = threads // _WARP * np.dtype(np.float32).itemsize
+    kernel, grid = f"rms_norm<{DTYPE_NAMES[dtype]},{width}>", (shape.numel() // size, 1)
+    shared = threads // _WARP * weight.itemsize
     return [Launch("rowwise", kernel, grid, threads, shared, arguments, tuple(tensors.values()))]
 
 
@@ -270,31 +298,65 @@ def gate(
     Raises:
         KernelError: A tensor is not of that shape and dtype, or is not contiguous.
     """
-    shape = torch.Size((*out.shape[:-1], 2 * out.shape[-1]))
-    _check_rows(out.dtype, {"out": out, "gate_up": gate_up}, {"out": out.shape, "gate_up": shape})
-    if not out.numel():
+    dtype, shape = out.dtype, out.shape
+    *outer, size = shape
+    _check_rows(dtype, shape, {"out": out})
+    _check_rows(dtype, torch.Size((*outer, 2 * size)), {"gate_up": gate_up})
+    if not shape.numel():
         return []
-    size = out.shape[-1]
-    rows, width = out.numel() // size, _width(size, gate_up, out)
-    arguments = np.zeros(1, GATE)
-    arguments["rows"], arguments["size"] = rows, size
-    for name, value in activation._asdict().items():
-        arguments[name] = value
-    point(arguments, gate_up=gate_up, out=out)
+    rows = shape.numel() // size
+    arguments = GATE(rows=rows, size=size, **activation._asdict())
+    width = _width(size, dtype, point(arguments, gate_up=gate_up, out=out))
     threads = _threads(size // width, MAX_GATE_THREADS)
     across = -(-(size // width) // threads)
     grid = (across, min(rows, -(-wanted_blocks // across)))
-    kernel = f"gate<{DTYPE_NAMES[out.dtype]},{width}>"
+    kernel = f"gate<{DTYPE_NAMES[dtype]},{width}>"
     return [Launch("rowwise", kernel, grid, threads, 0, arguments, (gate_up, out))]
 
 
+def _attending(
+    pool: torch.Tensor,
+    batch: PagedBatch,
+    query: torch.Size,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    wanted_blocks: int,
+) -> list[Launch]:
+    """Return a step's launches of attention without the fields in which its layers differ."""
+    check_pool(pool)
+    arguments, (num_tokens, num_heads, head_dim) = _arguments(ATTENTION, pool), query
+    starts = _on_device(batch, pool, "starts", batch.query_starts)
+    contexts = _on_device(batch, pool, "contexts", batch.context_lens)
+    tables = _on_device(batch, pool, "tables", batch.block_tables.contiguous())
+    arguments.num_heads, arguments.num_columns = num_heads, tables.shape[1]
+    arguments.window = window or 0
+    arguments.scale, arguments.cap = scale * LOG2_E, (cap or 0.0) * LOG2_E
+    point(arguments, starts=starts, contexts=contexts, tables=tables)
+    name, of_batch = DTYPE_NAMES[pool.dtype], (starts, contexts, tables)
+    if not is_tiled(pool.dtype, head_dim):
+        kernel, grid = f"attend_plain<{name}>", (num_tokens, num_heads)
+        return [Launch("attention", kernel, grid, 32, 0, arguments, of_batch)]
+    works, key = batch.scratch.of(OnDevice).works, (window, num_heads)
+    if key not in works:
+        works[key] = _works(num_heads, pool, batch, window, wanted_blocks)
+    launches = []
+    for tile, work, items, parts, tickets in works[key]:
+        mine = _copy(arguments)
+        point(mine, work=items, parts=parts, tickets=tickets)
+        kernel, shared = attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
+        grid, keep = (len(work.items), pool.shape[3]), (*of_batch, items, parts, tickets)
+        launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
+    return launches
+
+
 def _works(
-    query: torch.Tensor, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
+    num_heads: int, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
 ) -> list[Planned]:
     """Plan the step, for sequences of few rows and for those of many."""
     starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
-    group = query.shape[1] // num_kv_heads
+    group = num_heads // num_kv_heads
     few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
     is_few = np.diff(starts) * group <= few.rows
     planned = []
@@ -317,15 +379,14 @@ def _works(
 def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Planned:
     """Upload work, and make room for its partial results."""
     num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
-    slots = work.num_slots * num_kv_heads * tile.rows
-    items, merges = upload([work.items, work.merges], device)
+    tickets = torch.zeros(work.num_slots * num_kv_heads, dtype=torch.int32, device=device)
+    (items,) = upload([work.items], device)
     return Planned(
         tile,
         work,
         items,
-        merges,
-        torch.empty(slots * head_dim, dtype=torch.float32, device=device),
-        torch.empty(slots, dtype=torch.float32, device=device),
+        torch.empty((len(tickets), tile.rows, head_dim + 4), dtype=torch.float32, device=device),
+        tickets,
     )
 
 
@@ -339,18 +400,31 @@ def attend_name(dtype: str, head_dim: int, tile: tiling.Tile) -> str:
     return f"attend<{dtype},{head_dim},{','.join(map(str, tile))}>"
 
 
-def _arguments(struct: np.dtype[np.void], pool: torch.Tensor) -> npt.NDArray[np.void]:
-    arguments = np.zeros(1, struct)
-    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    arguments["num_layers"], arguments["num_kv_heads"] = num_layers, num_kv_heads
-    arguments["head_dim"], arguments["block_bits"] = head_dim, block_size.bit_length() - 1
+def _arguments(layout: type[Structure], pool: torch.Tensor) -> Structure:
+    """Return a kernel's argument with the sizes of a pool."""
+    return _copy(_with_sizes(layout, pool.shape))
+
+
+@cache
+def _with_sizes(layout: type[Structure], pool: torch.Size) -> Structure:
+    arguments = layout()
+    _, arguments.num_layers, _, arguments.num_kv_heads, block_size, arguments.head_dim = pool
+    arguments.block_bits = block_size.bit_length() - 1
     return arguments
 
 
-def point(arguments: npt.NDArray[np.void], **tensors: torch.Tensor) -> None:
-    """Write where tensors lie into the fields of their names."""
+def _copy(arguments: Structure) -> Structure:
+    return type(arguments).from_buffer_copy(arguments)
+
+
+def point(arguments: Structure, **tensors: torch.Tensor) -> int:
+    """Write where tensors lie into the fields of their names; return the bits of all addresses."""
+    bits = 0
     for name, tensor in tensors.items():
-        arguments[name] = tensor.data_ptr()
+        at = tensor.data_ptr()
+        setattr(arguments, name, at)
+        bits |= at
+    return bits
 
 
 def _on_device(
@@ -363,26 +437,27 @@ def _on_device(
     return tensors[name]
 
 
-def _width(size: int, *tensors: torch.Tensor) -> int:
-    """Return how many values every row of every tensor lets a thread load at once."""
-    width = WIDE_BYTES // tensors[0].itemsize
-    aligned = all(tensor.data_ptr() % WIDE_BYTES == 0 for tensor in tensors)
-    return width if aligned and size % width == 0 else 1
+def _width(size: int, dtype: torch.dtype, bits: int) -> int:
+    """Return how many values every row of every tensor lets a thread load at once.
+
+    Args:
+        bits: of all tensors' addresses.
+    """
+    width = WIDE_BYTES // dtype.itemsize
+    return 1 if bits % WIDE_BYTES or size % width else width
 
 
 def _threads(num_wide: int, most: int) -> int:
     return min(most, -(-num_wide // _WARP) * _WARP)
 
 
-def _check_rows(
-    dtype: torch.dtype, tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]
-) -> None:
+def _check_rows(dtype: torch.dtype, shape: torch.Size, tensors: dict[str, torch.Tensor]) -> None:
     if dtype not in POOL_DTYPES:
         raise KernelError(f"the rows are {dtype}, not float32, bfloat16 or float16")
     for name, tensor in tensors.items():
-        if tensor.dtype != dtype or tensor.shape != shapes[name]:
+        if tensor.dtype != dtype or tensor.shape != shape:
             raise KernelError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shapes[name])}"
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}"
             )
         if not tensor.is_contiguous():
             raise KernelError(f"{name} is not contiguous: give it as one run of rows")

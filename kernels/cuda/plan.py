@@ -76,9 +76,8 @@ class FixedPlan:
         num_kv_heads = self._pool.shape[3]
         most_tiles = num_sequences * -(-self._group // self._tile.rows)
         most_items = max(most_tiles, self._wanted_blocks // num_kv_heads)
-        items = np.full((most_items, 5), NOTHING, np.int32)
-        merges = np.full((most_tiles, 4), NOTHING, np.int32)
-        return on_device(self._tile, tiling.Work(items, merges, most_items), self._pool)
+        items = np.full((most_items, tiling.ITEM), NOTHING, np.int32)
+        return on_device(self._tile, tiling.Work(items, most_items), self._pool)
 
     def tables(self, batch: PagedBatch) -> list[tuple[torch.Tensor, tiling.Ints]]:
         """Plan a step of no more sequences than there is room for, one token each.
@@ -109,12 +108,7 @@ class FixedPlan:
                 window=window,
                 wanted_blocks=self._wanted_blocks,
             )
-            tables.append((room.items, _filled(room.work.items, work.items)))
-            tables.append((room.merges, _filled(room.work.merges, work.merges)))
+            items, count = room.work.items, len(work.items)
+            items[:count], items[count:] = work.items, NOTHING
+            tables.append((room.items, items))
         return tables
-
-
-def _filled(room: tiling.Ints, table: tiling.Ints) -> tiling.Ints:
-    """Return the room with a table's rows, and the rest of it marked."""
-    room[: len(table)], room[len(table) :] = table, NOTHING
-    return room

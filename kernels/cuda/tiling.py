@@ -6,7 +6,6 @@ rows use a tile of 16, whose keys are split until there are enough items to fill
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,8 @@ Ints = npt.NDArray[np.int32]
 
 # A split shorter than this costs more to merge than it gains.
 MIN_SPLIT_KEYS = 256
+# Numbers of an item, see attention.cu.
+ITEM = 7
 
 
 class Tile(NamedTuple):
@@ -44,13 +45,11 @@ class Work(NamedTuple):
     """What the thread blocks of one launch do; see attention.cu for the columns.
 
     Attributes:
-        items: [I, 5].
-        merges: [R, 4].
+        items: [I, ITEM].
         num_slots: partial results.
     """
 
     items: Ints
-    merges: Ints
     num_slots: int
 
 
@@ -92,19 +91,18 @@ def work(
     tiles.sort(key=lambda tile: tile[2] - tile[3])
     split = _split_keys([end - begin for _, _, begin, end in tiles], num_kv_heads, wanted_blocks)
     split = -(-split // tile.keys) * tile.keys
-    items: list[tuple[int, int, int, int, int]] = []
-    merges: list[tuple[int, int, int, int]] = []
+    items: list[tuple[int, ...]] = []
     num_slots = 0
     for sequence, row, begin, end in tiles:
-        if end - begin <= split:
-            items.append((sequence, row, begin, end, -1))
+        keys = range(begin, end, split)
+        if len(keys) == 1:
+            items.append((sequence, row, begin, end, -1, -1, 0))
             continue
-        first_slot = num_slots
-        for key in range(begin, end, split):
-            items.append((sequence, row, key, min(key + split, end), num_slots))
-            num_slots += 1
-        merges.append((sequence, row, first_slot, num_slots - first_slot))
-    return Work(_table(items, 5), _table(merges, 4), num_slots)
+        for slot, key in enumerate(keys, num_slots):
+            part = key, min(key + split, end)
+            items.append((sequence, row, *part, slot, num_slots, len(keys)))
+        num_slots += len(keys)
+    return Work(np.array(items, np.int32).reshape(-1, ITEM), num_slots)
 
 
 def _keys(
@@ -134,7 +132,3 @@ def _split_keys(lengths: list[int], num_kv_heads: int, wanted_blocks: int) -> in
         else:
             high = middle
     return low
-
-
-def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Ints:
-    return np.array(rows, np.int32).reshape(-1, columns)

@@ -219,7 +219,7 @@ class Processes:
             self._ended_counters = summed([self._ended_counters, process.forget()])
             if self._is_stopping or not process.has_listened:
                 return status
-        return 1  # not reached: there is always a next life
+        raise AssertionError("there is always a next life")
 
     async def _run(self, process: Process) -> int:
         if self._is_stopping:  # while it waited to be started again

@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from kernels.contract import Backend
+from kernels.contract import SILU, Backend
+from kernels.cuda import backend as cuda
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
-from tests.gpu.flights import step_parts
 from tests.gpu.inputs import Paged, batch_of
-from tests.gpu.settings import Part, Settings, kernels_of, lane_of, start
+from tests.gpu.settings import Part, Settings, kernels_of, lane_of, launching, start
 from tests.gpu.timing import device_s, launch_s, replay_s, wall_s
 from tests.gpu.trail import Figures
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
@@ -55,13 +55,18 @@ def limit_parts(settings: Settings) -> dict[str, Part]:
     return {name: partial(part, settings) for name, part in parts.items()}
 
 
+def limit_rates(settings: Settings) -> dict[str, float]:
+    """Return the read rate and the matrix rate, for a floor in another stage."""
+    return {name: float(rate) for name, rate in (_memory(settings) | _matmul(settings)).items()}
+
+
 def kernel_parts(settings: Settings) -> dict[str, Part]:
     """Each row of the table that one kernel makes."""
     parts: dict[str, Part] = {
         f"decode {name}": partial(_decode, settings, name) for name in decode_lens(settings)
     }
     parts |= {f"prefill {k}k": partial(_prefill, settings, k) for k in (8, 16)}
-    return parts | {"pack and unpack": partial(_pack, settings)}
+    return parts | {"heads": partial(_heads, settings), "pack and unpack": partial(_pack, settings)}
 
 
 def staging_parts(settings: Settings) -> dict[str, Part]:
@@ -74,9 +79,12 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
-    """What a launch costs Python, and what is left of it in a graph; and what a step does."""
-    names = ("attend", "append", "move", "rms_norm")
-    return {name: partial(_launch, settings, name) for name in names} | step_parts(settings)
+    """What a launch costs Python, and what is left of it in a graph.
+
+    Without a GPU nothing is started: the first figure is then what Python does on this CPU.
+    """
+    names = ("attend", "heads", "move", "rms_norm", "gate")
+    return {name: partial(_launch, settings, name) for name in names}
 
 
 def backend_of(settings: Settings, heads: tuple[int, int, int]) -> Backend:
@@ -154,6 +162,26 @@ def _prefill(settings: Settings, kilo: int) -> Figures:
     return {f"prefill_{kilo}k_tflops": flops(settings, length) / seconds / 1e12}
 
 
+def _heads(settings: Settings) -> Figures:
+    """Read every head once and write it once, with the norm; angles and weights beside them."""
+    heads, length = prompt_heads(settings), prompt_length(settings, 16)
+    it, kernels = pages(settings, [(length, length)], heads), backend_of(settings, heads)
+    moved = 2 * (it.query.nbytes + it.pool.nbytes)
+    return {"heads_gbs": moved / device_s(_rotate_and_append(kernels, it)) / 1e9}
+
+
+def _rotate_and_append(kernels: Backend, it: Paged) -> Call:
+    """Return the step of those queries, with keys and values of ones."""
+    (num_tokens, num_heads, head_dim), device = it.query.shape, it.pool.device
+    num_kv_heads = it.pool.shape[3]
+    key_value = it.query.new_ones(num_tokens, 2 * num_kv_heads, head_dim)
+    heads = torch.cat((it.query, key_value), dim=1)
+    rotation = torch.ones(num_tokens, 2, head_dim // 2, device=device)
+    norm = torch.ones(num_heads + num_kv_heads, head_dim, device=device)
+    arguments = heads, rotation, it.pool, 0, it.batch, norm, 1e-6
+    return lambda: kernels.rotate_and_append(*arguments)
+
+
 def _pack(settings: Settings) -> Figures:
     num_tokens, num_layers = settings.size(16_384, 64), settings.size(16, 2)
     it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
@@ -209,17 +237,21 @@ def _ways(settings: Settings, direction: str) -> Figures:
 
 def _launch(settings: Settings, name: str) -> Figures:
     heads, device = decode_heads(settings), settings.device
-    it, kernels = pages(settings, [(64, 1)] * 4, heads), backend_of(settings, heads)
-    values = torch.randn(4, 2, *heads[1:], dtype=BF16, device=device)
+    it = pages(settings, [(64, 1)] * 4, heads)
     rows, weight = torch.zeros(4, 4096, dtype=BF16, device=device), torch.ones(4096, device=device)
+    segment = torch.zeros(1, 2, heads[1], 64, heads[2], dtype=BF16, device=device)
+    table = torch.tensor(it.tables[0], dtype=torch.int32, device=device)
+    rectangle = table, range(1), range(heads[1]), range(64), segment
     calls: dict[str, Call] = {
-        "attend": lambda: _attend(kernels, it),
-        "append": lambda: kernels.append_kv(it.pool, 0, values, it.batch),
-        "move": _moves(settings, it, range(1), range(heads[1]), range(64))[0],
-        "rms_norm": lambda: kernels.add_rms_norm(rows, rows, weight, 1e-5),
+        "attend": lambda: _attend(cuda, it),
+        "heads": _rotate_and_append(cuda, it),
+        "move": lambda: cuda.start(device, launch.move(it.pool, *rectangle, into_pool=False)),
+        "rms_norm": lambda: cuda.add_rms_norm(rows, rows, weight, 1e-5),
+        "gate": lambda: cuda.gate(rows, SILU),
     }
-    call = calls[name]
-    return {f"launch_{name}_us": launch_s(call) * 1e6, f"graph_{name}_us": replay_s(call) * 1e6}
+    with launching(settings):
+        launch_us, graph_us = launch_s(calls[name]) * 1e6, replay_s(calls[name]) * 1e6
+    return {f"launch_{name}_us": launch_us, f"graph_{name}_us": graph_us}
 
 
 def _attend(kernels: Backend, it: Paged) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tests.kernels.shim.recording import DeviceMemory, Recorder
 from worker.compute.graphs import DecodeGraphs, graphs_of
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model, load_model
+from worker.compute.transformer import Transformer
 from worker.executor.torch import layout_of, make_cache
 
 BLOCK_SIZE = 16
@@ -92,6 +93,7 @@ def _record(shim: Shim | None, model: Model, cache: TorchKVCache, max_len: int) 
         graphs = graphs_of(model, cache, max_len)
         assert graphs is not None
         return graphs
+    assert isinstance(model, Transformer)
     sizes = {"max_model_len": max_len, "wanted_blocks": WANTED_BLOCKS}
     return DecodeGraphs(model, cache, **sizes, record=Recorder(shim))
 

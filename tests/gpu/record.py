@@ -27,9 +27,9 @@ KERNEL: Final = re.compile(r"__global__\s+void\s*(?:__launch_bounds__\(.*?\))?\s
 END: Final = "<!-- end of kernels on a GPU -->"
 # The first word of a part to the kernels that it runs.
 COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
-    "tiled": ("attend", "merge"),
+    "tiled": ("attend",),
     "plain": ("attend_plain",),
-    "append": ("append",),
+    "heads": ("rotate_and_append",),
     "move": ("move",),
     "rows": ("rms_norm", "gate"),
 }

@@ -36,19 +36,21 @@ class Stage(NamedTuple):
 # All limits together are less than nine minutes.
 STAGES: Final = (
     Stage("machine", "stages:machine_parts", 20),
-    Stage("verify kv", "verify:kv_parts", 55),
+    Stage("verify kv", "verify:kv_parts", 40),
     Stage("verify rows", "verify:row_parts", 25),
-    Stage("verify attention", "verify:attention_parts", 60),
-    Stage("verify staging", "verify:staging_parts", 25),
-    Stage("verify graphs", "graphs:graph_parts", 40),
+    Stage("verify attention", "verify:attention_parts", 40),
+    Stage("verify staging", "verify:staging_parts", 20),
+    Stage("verify graphs", "graphs:graph_parts", 30),
     Stage("logits", "logits:logit_parts", 25),
-    Stage("bench limits", "bench:limit_parts", 25),
-    Stage("bench kernels", "bench:kernel_parts", 40),
-    Stage("bench peers", "peers:peer_parts", 30),
-    Stage("bench staging", "bench:staging_parts", 30),
-    Stage("bench launch", "bench:launch_parts", 25),
-    Stage("system", "system:system_parts", 95),
-    Stage("sanitizer", "sanitizer:sanitizer_parts", 40),
+    Stage("bench limits", "bench:limit_parts", 15),
+    Stage("bench kernels", "bench:kernel_parts", 20),
+    Stage("bench peers", "peers:peer_parts", 20),
+    Stage("bench staging", "bench:staging_parts", 20),
+    Stage("bench launch", "bench:launch_parts", 20),
+    Stage("bench engine", "engine:engine_parts", 70),
+    Stage("system", "system:system_parts", 40),
+    Stage("system serve", "serve:serve_parts", 100),
+    Stage("sanitizer", "sanitizer:sanitizer_parts", 30),
 )
 
 

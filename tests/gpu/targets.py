@@ -54,13 +54,56 @@ TARGETS = (
     Target(
         "prefill 16k / SDPA cuDNN", "attend", "prefill_16k_tflops", "cudnn_16k_tflops", None, 0.90
     ),
+    Target("heads of 16k tokens / copy", "rotate_and_append", "heads_gbs", "copy_gbs", 0.80, 0.90),
     Target("pack on the device / copy", "move", "pack_gbs", "copy_gbs", 0.85, 0.95),
     Target("unpack on the device / copy", "move", "unpack_gbs", "copy_gbs", 0.85, 0.95),
-    *(
-        Target(f"{n} streams, graph / step", "attend", f"graph_{n}_ms", f"step_{n}_ms", 0.91, None)
-        for n in (1, 8, 32, 128)
-    ),
     Target("pack to pinned, staged / DMA", "move", "pack_pinned_gbs", "d2h_gbs", 0.93, 0.97),
+    *(
+        Target(
+            f"graph, {name}, {number} / read",
+            "step",
+            f"graph_{name}_{number}_gbs",
+            "read_gbs",
+            0.74,
+            0.9,
+        )
+        for name in ("1b", "7b")
+        for number in (1, 8, 32)
+    ),
+    *(
+        Target(
+            f"graph / step, {name}, {number}",
+            "step",
+            f"graph_{name}_{number}_ms",
+            f"step_{name}_{number}_ms",
+            0.91,
+            None,
+        )
+        for name in ("1b", "7b")
+        for number in (1, 8, 32, 128)
+    ),
+    *(
+        Target(
+            f"greedy + 0.15 ms / drawn, {name}",
+            "step",
+            f"drawn_{name}_allowed_ms",
+            f"drawn_{name}_ms",
+            1.0,
+            None,
+        )
+        for name in ("1b", "7b")
+    ),
+    *(
+        Target(
+            f"busy / prompt of 2048, {name}",
+            "step",
+            f"prompt_{name}_busy_ms",
+            f"prompt_{name}_ms",
+            0.91,
+            None,
+        )
+        for name in ("1b", "7b")
+    ),
 )
 
 

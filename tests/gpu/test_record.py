@@ -35,8 +35,8 @@ def parts(state: State = State.OK, **other: State) -> list[Finding]:
 
 def test_every_kernel_is_found_in_its_file() -> None:
     found = record.sources()
-    assert found["append"] == found["move"] == "kv"
-    assert found["attend"] == found["merge"] == found["attend_plain"] == "attention"
+    assert found["rotate_and_append"] == found["move"] == "kv"
+    assert found["attend"] == found["attend_plain"] == "attention"
 
 
 def test_every_kernel_is_covered_by_a_part() -> None:
@@ -56,22 +56,24 @@ def test_one_bad_part_is_enough_to_be_wrong(state: State) -> None:
     index = next(n for n, it in enumerate(found) if it.part == "tiled 80 float16")
     found[index] = replace(found[index], state=state)
     results = record.results(found)
-    assert results == {**record.results(parts()), "attend": False, "merge": False}
+    assert results == {**record.results(parts()), "attend": False}
 
 
 @pytest.mark.parametrize("state", [State.SKIPPED, State.BEGUN])
 def test_what_was_not_tried_to_the_end_leaves_a_kernel_open(state: State) -> None:
     results = record.results(parts(move=state))
-    assert "move" not in results and results["append"]
+    assert "move" not in results and results["rotate_and_append"]
 
 
 def test_a_run_is_merged_over_what_was_known() -> None:
-    old = Record({"move": replace(MOVE, hash="0" * 16), "append": MOVE}, {"copy_gbs": 1.0})
-    found = [*parts(append=State.FAILED, tiled=State.SKIPPED), Finding("bench", "m", State.OK)]
+    old = Record(
+        {"move": replace(MOVE, hash="0" * 16), "rotate_and_append": MOVE}, {"copy_gbs": 1.0}
+    )
+    found = [*parts(heads=State.FAILED, tiled=State.SKIPPED), Finding("bench", "m", State.OK)]
     found += [replace(found[-1], part="n", figures={"copy_gbs": 4300.0})]
     new = record.merged(old, found, device="H200", day="2026-11-22", seed=9)
     assert new.kernels["move"] == Verified("kv", MOVE.hash, True, "H200", "2026-11-22", 9)
-    assert not new.kernels["append"].passed and "attend" not in new.kernels
+    assert not new.kernels["rotate_and_append"].passed and "attend" not in new.kernels
     assert new.figures == {"device": "H200", "date": "2026-11-22", "copy_gbs": 4300.0}
 
 

@@ -68,7 +68,8 @@ def test_the_reference_in_a_kernel_s_place_passes_the_full_check(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("append float32", "low = narrow<T>(x * c - y * s);", "low = narrow<T>(x * c + y * s);"),
+        ("heads float32", "cosine.values[k] + x.values[k] *", "cosine.values[k] - x.values[k] *"),
+        ("heads bfloat16", "a.norm + row * a.head_dim", "a.norm"),
         (
             "move float32",
             "const int token = a.first_token + i / eights;",

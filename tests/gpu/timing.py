@@ -1,6 +1,7 @@
 """Seconds on the GPU, between events, with a cold cache; and of the host for what it starts.
 
-Without a GPU each call is made once, and its time says nothing.
+Without a GPU each call is made once, and its time says nothing; but that of launches, see
+`launch_s`, is what the host does for them.
 """
 
 from __future__ import annotations
@@ -55,19 +56,19 @@ def wall_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> fl
     return median(durations)
 
 
-def launch_s(call: Callable[[], object], count: int = 500) -> float:
+def launch_s(call: Callable[[], object], batches: int = 20, count: int = 25) -> float:
     """Return the host's time for starting `call`, which must be quick on the device."""
-    if not torch.cuda.is_available():
-        return wall_s(call)
     for _ in range(20):
         call()
-    torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    for _ in range(count):
-        call()
-    duration_s = time.perf_counter() - start_s
-    torch.cuda.synchronize()
-    return duration_s / count
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    durations = []
+    for _ in range(batches):
+        start_s = time.perf_counter()
+        for _ in range(count):
+            call()
+        durations.append((time.perf_counter() - start_s) / count)
+    return median(durations)
 
 
 def replay_s(call: Callable[[], object], count: int = 50) -> float:

@@ -25,6 +25,7 @@ from tests.gpu.settings import (
 from tests.gpu.timing import spend
 from tests.gpu.trail import Figures
 from tests.kernels.instances import attention_kernels, rowwise_kernels
+from tests.kernels.scenes import heads_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TILED = [(head_dim, dtype) for head_dim in launch.TILED_HEAD_DIMS for dtype in (BF16, FP16)]
@@ -38,10 +39,10 @@ class Wrong(Exception):
 
 
 def kv_parts(settings: Settings) -> dict[str, Part]:
-    """`append` and `move`: every pool dtype; see `_append` and `_move`."""
+    """`rotate_and_append` and `move`: every pool dtype; see `_heads` and `_move`."""
     parts: dict[str, Part] = {}
     for dtype in launch.POOL_DTYPES:
-        parts[f"append {_name(dtype)}"] = partial(_append, settings, dtype)
+        parts[f"heads {_name(dtype)}"] = partial(_heads, settings, dtype)
         parts[f"move {_name(dtype)}"] = partial(_move, settings, dtype)
     return parts
 
@@ -52,8 +53,8 @@ def row_parts(settings: Settings) -> dict[str, Part]:
 
 
 def attention_parts(settings: Settings) -> dict[str, Part]:
-    """Attention with tiles (`attend`, `merge`) and without (`attend_plain`), on random batches."""
-    # The longest is split: `merge` is needed too.  The plain kernel goes key by key, and the shim
+    """Attention with tiles (`attend`) and without (`attend_plain`), on random batches."""
+    # The longest is split.  The plain kernel goes key by key, and the shim
     # would take a minute for long ones, and the formula on a CPU several for all of 3000 tokens.
     full = 3000 if settings.backend == "cuda" else 800
     tiled, longest = ([(64, BF16)], 560) if settings.is_small else (TILED, full)
@@ -96,42 +97,20 @@ def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: i
     return {"cases": num_cases, "worst share of the tolerance": round(worst, 3)}
 
 
-def _append(settings: Settings, dtype: torch.dtype) -> Figures:
-    """Bit for bit; then with the rotation of keys, which may be rounded."""
-    draw = settings.random(f"append {dtype}")
+def _heads(settings: Settings, dtype: torch.dtype) -> Figures:
+    """Queries and keys, with and without a norm; values bit for bit."""
+    draw = settings.random(f"heads {dtype}")
     it = kernels_of(settings, all_moves())
-    for head_dim, block_size in ((64, 16), (80, 8), (256, 32), (24, 64)):
-        shape = Shape(4, draw.choice([1, 2, 8]), head_dim, block_size, dtype)
-        case = paged(lengths(draw, 300), shape, settings.device, draw)
-        num_tokens = len(case.batch.slots)
-        values = _random((num_tokens, 2, shape.num_kv_heads, head_dim), settings, draw).to(dtype)
-        slots = case.batch.slots.to(settings.device).long()
-        where = (slots // block_size, 1, slice(None), slice(None), slots % block_size)
-        want, got = case.pool.clone(), case.pool.clone()
-        want[where] = values
-        it.append_kv(got, 1, values, case.batch)
-        _same(got, want, f"append {shape}")
-        rotation, turned = _rotated(values, settings, draw)
-        want[where] = turned
-        it.append_kv(got, 1, values, case.batch, rotation)
-        _near(got[where], want[where].double(), dtype, f"rotated keys of {shape}")
-    return {"cases": 8}
-
-
-def _rotated(
-    values: torch.Tensor, settings: Settings, draw: random.Random
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [T, 2, D / 2] cosines and sines, and K and V with the keys turned by the formula."""
-    num_tokens, half = values.shape[0], values.shape[3] // 2
-    rates = 10000.0 ** (-torch.arange(half, device=settings.device).double() / half)
-    positions = [draw.randrange(4096) for _ in range(num_tokens)]
-    angles = torch.tensor(positions, device=settings.device).double()[:, None] * rates
-    low, high = values[:, 0, :, :half].double(), values[:, 0, :, half:].double()
-    cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
-    turned = values.clone()
-    key = torch.cat([low * cosine - high * sine, high * cosine + low * sine], -1)
-    turned[:, 0] = key.to(values.dtype)
-    return torch.stack((angles.cos(), angles.sin()), dim=1).float(), turned
+    cases = [(d, is_normed) for d in (64, 80, 128, 256, 24, 8) for is_normed in (False, True)]
+    worst, longest = 0.0, 40 if settings.is_small else 900
+    for head_dim, is_normed in cases:
+        sizes = dtype, head_dim, draw.randint(1, longest), draw.choice(HEADS)
+        seed, device = draw.getrandbits(60), settings.device
+        share = heads_error(it, *sizes, is_normed=is_normed, device=device, seed=seed)
+        if not share <= 1:
+            raise Wrong(f"{share:.3g} of what is tolerated: {sizes=}, {is_normed=}, {seed=}")
+        worst = max(worst, share)
+    return {"cases": len(cases), "worst share of the tolerance": round(worst, 3)}
 
 
 def _rows(settings: Settings, dtype: torch.dtype) -> Figures:

@@ -13,16 +13,16 @@ def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
     name = DTYPE_NAMES[dtype]
     if not is_tiled(dtype, head_dim):
         return [f"attend_plain<{name}>"]
-    found = []
-    for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)):
-        found += [attend_name(name, head_dim, tile), f"merge<{name},{tile.rows}>"]
-    return found
+    tiles = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
+    return [attend_name(name, head_dim, tile) for tile in tiles]
 
 
 def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
     """Return those that keep a pool of one dtype and a wire of another."""
     held, sent = DTYPE_NAMES[pool], DTYPE_NAMES[wire]
-    return [f"append<{held}>", f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
+    widths = dict.fromkeys((WIDE_BYTES // pool.itemsize, 4))
+    found = [f"rotate_and_append<{held},{width}>" for width in widths]
+    return [*found, f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
 
 
 def rowwise_kernels(dtype: torch.dtype) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from kernels import GELU_TANH, SILU, Activation
+from tests.kernels.scenes import ROUNDING
 
 # As gpt-oss has it.
 CLAMPED = Activation(1.702, 0.0, limit=7.0, shift=1.0)
@@ -16,8 +17,6 @@ EPS = 1e-5
 SIZES = [1, 7, 64, 576, 2056, 4097, 4104]
 # 29 are more than the blocks that the shim's device wants.
 ROWS = [1, 29]
-# Half a unit in the last place, and a little of what float32 adds to it.
-TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 0.51 * 2**-7, torch.float16: 0.51 * 2**-10}
 # Half the smallest float16 above zero.
 SMALLEST = 2.0**-25
 MARGIN = 16
@@ -92,5 +91,5 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> None:
-    tolerance = TOLERANCES[got.dtype]
+    tolerance = ROUNDING[got.dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=SMALLEST)

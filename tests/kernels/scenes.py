@@ -23,10 +23,12 @@ MAP_NORESERVE = 0x4000
 # A score of the loud head below is up to about 100 and float32 keeps 1e-5 of that, which its
 # exponential turns into as large a share of a weight.  A wrong key or mask is an error of about 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# Half a unit in the last place, and a little of what float32 adds to it.
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 0.51 * 2**-7, torch.float16: 0.51 * 2**-10}
 
 
 class Scene(NamedTuple):
-    """A pool filled by append_kv, the batch of its last step, and the same KV as dense arrays."""
+    """A pool filled by `append`, the batch of its last step, and the same KV as dense arrays."""
 
     pool: torch.Tensor
     batch: PagedBatch
@@ -100,13 +102,30 @@ def scene(
                 kv[layer][:, :, part.start : part.stop].permute(2, 0, 1, 3)
                 for kv, part in zip(dense, ranges, strict=True)
             ]
-            backend.append_kv(pool, layer, torch.cat(values), last)
+            append(backend, pool, layer, torch.cat(values), last)
     assert last is not None
     num_tokens = sum(queries for _, queries in lens)
     query = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
     # One head far from the others: a softmax that forgets to subtract its maximum overflows.
     query[:, 0] *= 30
     return Scene(pool, last, query, dense, first_block)
+
+
+def append(
+    backend: Backend,
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> None:
+    """Write [T, 2, Hkv, D] keys and values of the pool's dtype, as they are without a rotation."""
+    num_tokens, _, _, head_dim = key_value.shape
+    if rotation is None:
+        still = torch.tensor([1.0, 0.0], device=pool.device)[None, :, None]
+        rotation = still.repeat(num_tokens, 1, head_dim // 2)
+    heads = torch.cat((key_value[:, 0], key_value.flatten(1, 2)), dim=1)  # any queries
+    backend.rotate_and_append(heads, rotation, pool, layer, batch)
 
 
 def sparse_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -221,8 +240,8 @@ def check_moves(
     quarter_turn = torch.tensor([0.0, 1.0])[None, :, None].expand(len(values), 2, 32).contiguous()
     for layer, rotation in ((1, None), (2, quarter_turn)):
         turned = None if rotation is None else rotation.to(device)
-        reference.append_kv(wanted, layer, values, fresh(it.batch), rotation)
-        backend.append_kv(got, layer, values.to(device), fresh(it.batch), turned)
+        append(reference, wanted, layer, values, fresh(it.batch), rotation)
+        append(backend, got, layer, values.to(device), fresh(it.batch), turned)
         compare()
     table, layers, tokens = it.batch.block_tables[0].tolist()[:3], range(1, 3), range(5, 36)
     for number, heads in enumerate((range(2), range(1), range(1, 2))):
@@ -233,6 +252,66 @@ def check_moves(
             ones = torch.full_like(sent, number + 1.0).to(pool.device)
             by.unpack_kv(pool, table, layers, tokens, ones, heads)
         compare()
+
+
+def heads_error(
+    backend: Backend,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_tokens: int,
+    heads: tuple[int, int],
+    *,
+    is_normed: bool,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> float:
+    """Norm, rotate and append heads beside which there is NaN; compare with the formula in float64.
+
+    Returns:
+        The largest error of a query or key as a share of what rounding may do; infinite if a value
+        is not where it belongs, or if anything else in the pool has changed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    (num_heads, num_kv_heads), block_size = heads, 8
+    num_rows, num_turned = num_heads + 2 * num_kv_heads, num_heads + num_kv_heads
+    # Before the first token's heads, and behind each one's, lies what is not to be read.
+    run = torch.full((num_tokens + 1, num_rows + num_heads, head_dim), math.nan, dtype=dtype)
+    given = run.to(device)[1:, :num_rows]
+    wide = torch.randn(given.shape, generator=generator, dtype=torch.float64)
+    # Heads of very different length: another's mean would show, and eps is most of the last one's.
+    wide *= torch.logspace(1, -3, num_rows, dtype=torch.float64)[:, None]
+    given.copy_(wide)
+    wide, weights = given.double().cpu(), torch.randn(num_turned, head_dim, generator=generator)
+    positions = torch.randint(0, 9000, (num_tokens, 1), generator=generator)
+    angles = positions / 10000 ** (torch.arange(head_dim // 2).double() / (head_dim // 2))
+    rotation = torch.stack((angles.cos(), angles.sin()), dim=1).float()
+    num_blocks = -(-num_tokens // block_size) + 2
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
+    pool = torch.randn(num_blocks, 3, 2, num_kv_heads, block_size, head_dim, generator=generator)
+    pool = pool.to(dtype)
+    want, eps = pool.clone(), 1e-5
+    none = torch.zeros(0, dtype=torch.int32)
+    batch, there = PagedBatch(slots.int(), none, none, none), pool.to(device)
+    rest = (given, rotation.to(device), there, 1, batch, weights.to(device) if is_normed else None)
+    contract.check_heads(*rest)
+    query = backend.rotate_and_append(*rest, eps)
+    assert query.dtype == dtype and query.shape == (num_tokens, num_heads, head_dim)
+    turned = wide[:, :num_turned]
+    if is_normed:
+        means = turned.square().mean(-1, keepdim=True)
+        turned = turned / (means + eps).sqrt() * weights.double()
+    x, y = turned.chunk(2, dim=-1)
+    cosine, sine = rotation.double()[:, None].unbind(2)
+    turned = torch.cat((x * cosine - y * sine, y * cosine + x * sine), dim=-1)
+    where = slots // block_size, 1, slice(None), slice(None), slots % block_size
+    got = torch.cat((query.cpu(), there.cpu()[where][:, 0]), dim=1)
+    # What a difference of two products loses is a share of them; half the least float16 above 0.
+    lost = 4e-7 * (x.abs() + y.abs()).repeat(1, 1, 2) + 2.0**-25
+    shares = (got.double() - turned).abs() / (ROUNDING[dtype] * turned.abs() + lost)
+    want[where] = torch.stack((got[:, num_heads:], given[:, num_turned:].cpu()), dim=1)
+    if not torch.equal(want, there.cpu()):
+        return math.inf
+    return max(shares.nan_to_num(nan=math.inf).flatten().tolist(), default=0.0)
 
 
 def fresh(batch: PagedBatch) -> PagedBatch:

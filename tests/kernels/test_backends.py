@@ -15,7 +15,7 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.rowwise_scenes import CLAMPED, clamped
-from tests.kernels.scenes import Scene, check, check_moves, fresh, scene, sinks_of
+from tests.kernels.scenes import Scene, check, check_moves, fresh, heads_error, scene, sinks_of
 from tests.kernels.shim.backend import Shim, why_not
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -170,7 +170,7 @@ def test_conversions_are_those_of_torch(name: str, held: torch.dtype, sent: torc
     if name == "shim":
         if reason := why_not():
             pytest.skip(reason)
-        serving: Backend = _converting()
+        serving: Backend = every_move()
     else:
         serving = backend(name, 64, held)
     device = "cuda" if name == "cuda" else "cpu"
@@ -190,7 +190,8 @@ def test_conversions_are_those_of_torch(name: str, held: torch.dtype, sent: torc
 
 
 @cache
-def _converting() -> Shim:
+def every_move() -> Shim:
+    """Return all of kv.cu."""
     names = [
         name
         for held in launch.POOL_DTYPES
@@ -201,23 +202,19 @@ def _converting() -> Shim:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_the_rotation_of_keys_is_that_of_the_formula(name: str, dtype: torch.dtype) -> None:
-    serving = backend(name, 64, dtype)
+@pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 96, 128, 200, 256])
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+def test_heads_are_normed_rotated_and_appended(
+    name: str, dtype: torch.dtype, head_dim: int, is_normed: bool
+) -> None:
+    if name == "shim" and (reason := why_not()):
+        pytest.skip(reason)
+    serving = every_move() if name == "shim" else backend(name, head_dim, dtype)
     device = "cuda" if name == "cuda" else "cpu"
-    it = scene([(20, 20)], head_dim=64, dtype=dtype)
-    values = torch.randn(20, 2, 2, 64).to(dtype)
-    angles = torch.arange(20)[:, None] / 10000 ** (torch.arange(32) / 32)
-    pool, wanted = torch.zeros_like(it.pool, device=device), torch.zeros_like(it.pool)
-    rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
-    serving.append_kv(pool, 0, values.to(device), fresh(it.batch), rotation.to(device))
-    turned = values.clone()
-    key = torch.complex(values[:, 0, :, :32].double(), values[:, 0, :, 32:].double())
-    key = key * torch.polar(torch.ones(20, 1, 32).double(), angles[:, None].double())
-    turned[:, 0] = torch.cat([key.real, key.imag], -1).to(dtype)
-    reference.append_kv(wanted, 0, turned, fresh(it.batch))
-    limit = 1e-5 if dtype is FP32 else 1e-2
-    torch.testing.assert_close(pool.cpu(), wanted, rtol=limit, atol=limit)
+    for num_tokens, heads in ((0, (4, 2)), (1, (7, 1)), (3, (9, 3)), (21, (4, 4)), (70, (6, 2))):
+        sizes = dtype, head_dim, num_tokens, heads
+        assert heads_error(serving, *sizes, is_normed=is_normed, device=device) <= 1, sizes
 
 
 @pytest.mark.parametrize("name", BACKENDS)

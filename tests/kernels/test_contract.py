@@ -46,32 +46,44 @@ def test_an_unknown_device_is_refused_by_name() -> None:
         kernels.backend_of("tpu")
 
 
+def rotate_and_append(
+    target: torch.Tensor,
+    layer: int = 0,
+    heads: tuple[int, ...] = (3, 8, 6),
+    rotation: tuple[int, ...] = (3, 2, 3),
+    norm: tuple[int, ...] = (6, 6),
+) -> torch.Tensor:
+    """Give heads of ones: four of queries, two of keys and two of values fit."""
+    tensors = torch.ones(heads), torch.ones(rotation)
+    return kernels.rotate_and_append(*tensors, target, layer, batch(), torch.ones(norm), 1e-6)
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype", "words"),
+    ("shapes", "words"),
     [
-        ((3, 2, 2, 5), torch.float32, "key_value"),
-        ((2, 2, 2, 6), torch.float32, "key_value"),
-        ((3, 2, 1, 6), torch.float32, "key_value"),
+        ({"heads": (3, 8, 5)}, r"heads are \(3, 8, 5\), not .* = \[3, Hq \+ 4, 6\]"),
+        ({"heads": (2, 8, 6)}, "heads are"),
+        ({"heads": (3, 48)}, "heads are"),
+        ({"heads": (3, 4, 6)}, "0 query heads do not share 2 KV heads"),
+        ({"heads": (3, 2, 6)}, "-2 query heads"),
+        ({"heads": (3, 7, 6)}, "3 query heads do not share 2 KV heads"),
+        ({"rotation": (3, 2, 2)}, r"rotation is \(3, 2, 2\)"),
+        ({"norm": (8, 6)}, r"norm is \(8, 6\), not \[Hq \+ Hkv, D\] = \(6, 6\)"),
     ],
 )
-def test_append_refuses_what_does_not_fit(
-    shape: tuple[int, ...], dtype: torch.dtype, words: str
-) -> None:
+def test_heads_that_do_not_fit_are_refused(shapes: dict[str, Any], words: str) -> None:
     target = pool()
+    assert rotate_and_append(target).shape == (3, 4, 6)
+    target.zero_()
     with pytest.raises(ShapeError, match=words):
-        kernels.append_kv(target, 0, torch.ones(shape, dtype=dtype), batch())
+        rotate_and_append(target, **shapes)
     assert not target.any()
-
-
-def test_append_refuses_angles_that_do_not_fit() -> None:
-    with pytest.raises(ShapeError, match=r"rotation is \(3, 2, 2\)"):
-        kernels.append_kv(pool(), 0, torch.ones(3, 2, 2, 6), batch(), torch.ones(3, 2, 2))
 
 
 @pytest.mark.parametrize("layer", [-1, NUM_LAYERS])
 def test_a_layer_outside_the_pool_is_refused(layer: int) -> None:
     with pytest.raises(ShapeError, match="layer"):
-        kernels.append_kv(pool(), layer, torch.ones(3, 2, 2, 6), batch())
+        rotate_and_append(pool(), layer)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +130,7 @@ def test_attention_refuses_caps_and_sinks_that_are_none(
 
 def test_a_tensor_that_is_no_pool_is_refused() -> None:
     with pytest.raises(ShapeError, match="pool"):
-        kernels.append_kv(torch.zeros(4, 2, 3, 2, 8, 6), 0, torch.ones(3, 2, 2, 6), batch())
+        rotate_and_append(torch.zeros(4, 2, 3, 2, 8, 6))
 
 
 @pytest.mark.parametrize(

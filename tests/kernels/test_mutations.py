@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+from itertools import product
 
 import pytest
 import torch
 
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.rowwise_scenes import check_all
-from tests.kernels.scenes import check, check_moves, scene, sinks_of
+from tests.kernels.scenes import check, check_moves, heads_error, scene, sinks_of
 from tests.kernels.shim.backend import CSRC, Shim, why_not
 
 ATTENTION = {
@@ -23,53 +24,48 @@ ATTENTION = {
     "the sum is not rescaled": ("sum[h] * shrink + added", "sum[h] + added"),
     "the ring is one short": ("load(tile + STAGES - 1);\n    c", "load(tile + STAGES);\n    c"),
     "half a row is summed": ("    sum[h] += from_lane_xor(sum[h], 2);\n", ""),
-    "parts are not weighted": ("a.logs[place(part)] - highest)", "0.f)"),
+    "parts are not weighted": ("power_of_two(from[D] - base)", "1"),
     "values for keys": ("T* values = keys + BN * LD", "T* values = keys"),
     "a ragged tail of keys is left out": (
         "(key_end - key_begin + BN - 1) / BN",
         "(key_end - key_begin) / BN",
     ),
-    "merge forgets which tile it is": (
-        "int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group",
-        "int query = row / group, head = kv_head * group + row % group",
+    "rows past the last are written": (
+        "(num_rows - first_row < BM ? num_rows - first_row : BM)",
+        "BM",
     ),
-    "merge goes past the last row": (
-        "if (first_row + row >= num_rows) break",
-        "if (row >= num_rows) break",
+    "rows are those of the first tile": (
+        "row_offset(first_row + row) + d) =",
+        "row_offset(row) + d) =",
     ),
-    "rows past the first tile are unguarded": (
-        "else if (first_row + row < num_rows)",
-        "else if (row < num_rows)",
+    "parts of many rows overlap": ("kv_head) * BM + row) * LDO;", "kv_head) * 16 + row) * LDO;"),
+    "the first part is left out": (
+        "write(row, d, in_slot(first_slot, row), num_slots,",
+        "write(row, d, in_slot(first_slot + 1, row), num_slots - 1,",
     ),
-    "parts of many rows overlap": (
-        "long long place = ((long long)slot * a.num_kv_heads + kv_head) * BM + row;",
-        "long long place = ((long long)slot * a.num_kv_heads + kv_head) * 16 + row;",
-    ),
-    "parts are read as if of few rows": (
-        "return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * BM + row;",
-        "return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * 16 + row;",
-    ),
-    "merge leaves out the first part": (
-        "for (int part = 0; part < num_slots; part++) {",
-        "for (int part = 1; part < num_slots; part++) {",
-    ),
+    "the last part is left out": ("row), num_slots, stride", "row), num_slots - 1, stride"),
     "the highest is not of the first part": (
-        "for (int part = 0; part < num_slots; part++) highest",
-        "for (int part = 1; part < num_slots; part++) highest",
+        "i = 0; i < count; i++) top",
+        "i = 1; i < count; i++) top",
     ),
-    "merge leaves out the last part": (
-        "for (int part = 0; part < num_slots; part++) {",
-        "for (int part = 0; part < num_slots - 1; part++) {",
+    "no fence before a ticket": ("  __threadfence();  // what this", "  // what this"),
+    "the first to arrive combines": (
+        "atomicInc(ticket, num_slots - 1) == num_slots - 1",
+        "atomicInc(ticket, num_slots - 1) == 0",
     ),
+    "tickets are not reset": ("atomicInc(ticket, num_slots - 1)", "atomicInc(ticket, 1u << 31)"),
+    "heads share a ticket": ("first_slot * a.num_kv_heads + kv_head;", "first_slot;"),
     "every head has the first sink": ("a.sinks[head] * LOG2_E", "a.sinks[0] * LOG2_E"),
     "sinks are exponents of e": ("a.sinks[head] * LOG2_E", "a.sinks[head]"),
     "the sink is of another row": (
         "sink_of(a, kv_head * group + (first_row + row) % group)",
         "sink_of(a, kv_head * group + row % group)",
     ),
-    "every part counts the sink": ("sink = slot < 0 ? sink_of", "sink = true ? sink_of"),
-    "whole rows have no sink": ("sink = slot < 0 ? sink_of", "sink = false ? sink_of"),
-    "split rows have no sink": ("sink = sink_of(a, head);", "sink = MINUS_INFINITY;"),
+    "every part counts the sink": (
+        "KEYS_W, 16 * LDO, d, MINUS_INFINITY)",
+        "KEYS_W, 16 * LDO, d, sink_of(a, kv_head * group + (first_row + row) % group))",
+    ),
+    "no sink": ("power_of_two(sink - base)}", "0}"),
     "scores are capped before they are scaled": (
         "seen ? capped(a, x * a.scale)",
         "seen ? a.scale * capped(a, x)",
@@ -86,16 +82,34 @@ ATTENTION = {
     ),
 }
 KV = {
-    "append: offsets into the pool have 32 bits": (
-        "(T*)a.pool + ((to << a.block_bits) + offset) * a.head_dim",
-        "(T*)a.pool + (u32)(((to << a.block_bits) + offset) * a.head_dim)",
+    "heads: offsets into the pool have 32 bits": (
+        "(T*)a.pool + ((block << a.block_bits) + offset) * a.head_dim",
+        "(T*)a.pool + (u32)(((block << a.block_bits) + offset) * a.head_dim)",
     ),
-    "append: every layer is the first": ("a.num_layers + a.layer)", "a.num_layers)"),
-    "append: values are rotated too": ("&& row < a.num_kv_heads", ""),
-    "append: half a row": ("    slot_row[half + d] = high;\n", ""),
+    "heads: every layer is the first": ("a.num_layers + a.layer;", "a.num_layers;"),
+    "heads: values are rotated too": ("row >= a.num_heads + a.num_kv_heads;", "false;"),
+    "heads: keys are not rotated": ("row >= a.num_heads + a.num_kv_heads;", "row >= a.num_heads;"),
+    "heads: turned the other way": (
+        "cosine.values[k] - y.values[k] * sine.values[k]",
+        "cosine.values[k] + y.values[k] * sine.values[k]",
+    ),
+    "heads: half a row": ("  ((Unit*)to)[units + i] = high;\n", ""),
+    "heads: the first token's angles": ("a.rotation + (long long)token * a.head_dim", "a.rotation"),
+    "heads: tokens lie closely": ("token * a.stride", "token * num_rows * a.head_dim"),
+    "heads: one thread too many of a head": ("&& i < units;", "&& i <= units;"),
+    "heads: a token too many": ("token < a.num_tokens &&", "token <= a.num_tokens &&"),
+    "heads: one weight for all": ("a.norm + row * a.head_dim", "a.norm"),
+    "heads: half the threads of a head are summed": ("mask = a.lanes / 2;", "mask = a.lanes / 4;"),
+    "heads: squares of a warp are summed": ("mask = a.lanes / 2;", "mask = 16;"),
+    "heads: half the squares": (" + y.values[k] * y.values[k];", ";"),
+    "heads: no eps": ("squares / a.head_dim + a.eps", "squares / a.head_dim"),
+    "heads: rounded before they are rotated": (
+        "x.values[k] *= scale * to_x.values[k];",
+        "x.values[k] = widen(narrow<T>(x.values[k] * scale * to_x.values[k]));",
+    ),
     "move: offsets into the pool have 32 bits": (
-        "(Eight<POOL>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights",
-        "(Eight<POOL>*)a.pool + (int)(((row << a.block_bits) + offset) * eights + i % eights)",
+        "(Wide<POOL, 8>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights",
+        "(Wide<POOL, 8>*)a.pool + (int)(((row << a.block_bits) + offset) * eights + i % eights)",
     ),
     "move: past the last token": (
         "if (i >= a.num_tokens * eights)",
@@ -175,6 +189,8 @@ def check_kv(text: str) -> None:
     it = Shim({"kv": names}, texts={"kv": text})
     for is_far in (False, True):
         check_moves(it, torch.bfloat16, is_far=is_far)
+    for is_normed, head_dim in product((False, True), (24, 64, 80)):
+        assert heads_error(it, torch.bfloat16, head_dim, 21, (6, 2), is_normed=is_normed) <= 1
 
 
 def check_rowwise(text: str) -> None:

@@ -94,6 +94,22 @@ def test_the_rest_compiles(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
+def test_heads_are_read_and_written_sixteen_bytes_at_once(
+    architecture: str, dtype: torch.dtype
+) -> None:
+    kernel = next(it for it in kv_kernels(dtype, dtype) if it.startswith("rotate_and_append"))
+    ptx, log = compile_for(architecture, "kv", [kernel])
+    check_resources(log, 1)
+    # Ten thread blocks of 128, at least, on the 65536 registers of a multiprocessor.
+    assert max(int(count) for count in re.findall(r"Used (\d+) registers", log)) <= 48
+    # Two loads of the head; of float32 weights, cosines and sines as many as that takes.
+    floats = 4 // dtype.itemsize
+    assert len(re.findall(rb"ld\.global(?:\.nc)?\.v4\.", ptx)) == 2 + 4 * floats
+    assert len(re.findall(rb"st\.global\.v4\.", ptx)) == 2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
 def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
     kernels = rowwise_kernels(dtype)
     ptx, log = compile_for(architecture, "rowwise", kernels)

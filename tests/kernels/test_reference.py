@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import reference
+from kernels import SAMPLING, reference
+from kernels.cpu import backend as cpu
 from tests.kernels.scenes import check, scene
 
 
@@ -50,3 +52,18 @@ def test_fp8_saturates_whatever_torch_makes_of_it(held: torch.dtype) -> None:
         )
     want = torch.tensor([1.0, 448, 448, 448, 448, -448, 448, math.nan])
     torch.testing.assert_close(sent[0, 0, 0, 0].float(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("vocab", [50, reference.LARGE_VOCABULARY + 1])
+def test_tokens_are_sampled_as_on_the_cpu(vocab: int) -> None:
+    draw = np.random.default_rng(7)
+    rows = np.zeros(64, SAMPLING)
+    rows["temperature"] = draw.choice([0.0, 0.7, 2.0], len(rows))
+    rows["top_k"] = draw.choice([0, 1, 5, vocab, vocab + 1], len(rows))
+    rows["top_p"] = draw.choice([0.3, 0.9, 1.0], len(rows))
+    rows["min_p"] = draw.choice([0.0, 0.2], len(rows))
+    rows["uniform"] = draw.random(len(rows))
+    logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(7))
+    allowed = draw.integers(-(2**31), 2**31, (len(rows), vocab // 32)).astype(np.int32)
+    for words in (None, allowed):
+        assert reference.sample(logits, rows, words) == cpu.sample(logits, rows, words)

@@ -71,6 +71,13 @@ def test_a_local_worker_is_told_the_routers_settings() -> None:
     assert settings.max_kv_transfer_bytes == config.max_kv_transfer_bytes
 
 
+@pytest.mark.parametrize(("local", "share"), [((1, 0), 0.8), ((1, 1), 0.4), ((1, 3), 0.2)])
+def test_local_workers_divide_the_gpu(local: tuple[int, int], share: float) -> None:
+    config = Config(local=local, memory_share=0.8)
+    settings = parse(WorkerConfig, command(config, "tcp://127.0.0.1:9", "prefill", 0)[3:])
+    assert settings.memory_share == pytest.approx(share)
+
+
 def test_a_local_worker_does_not_inherit_the_routers_own_settings() -> None:
     ours = {"BATON_HTTP": "x", "BATON_MODEL": "y", "BATON_BLOCK_SIZE": "32"}
     assert environment(ours) == {"BATON_BLOCK_SIZE": "32"}
@@ -184,10 +191,10 @@ async def test_a_worker_that_ran_before_is_tried_until_its_model_is_back(
     model.unlink()
     with capture_logs() as logs:
         os.kill(workers.pids["decode", 0], signal.SIGKILL)
-        await until(lambda: [line.get("status") for line in logs].count(78) == 3)
+        await until(lambda: [line.get("status") for line in logs].count(78) >= 3)
         workers.check([NOBODY])  # it is not given up
     said = [line for line in logs if line["log_level"] == "error"]
-    assert len(said) == 3 and {line["worker"] for line in said} == {"decode-0"}
+    assert len(said) >= 3 and {line["worker"] for line in said} == {"decode-0"}
     assert "tried again" in said[0]["event"]
     pauses = [line["restart_in_s"] for line in logs if "restart_in_s" in line]
     assert pauses == sorted(set(pauses)), "each is longer than the one before"

@@ -18,6 +18,7 @@ from wire.layout import KVLayout
 from worker.compute.graphs import DecodeGraphs
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model, load_model
+from worker.compute.transformer import Transformer
 from worker.executor import gpu
 from worker.executor import torch as torch_executor
 from worker.executor.gpu import GpuExecutor
@@ -48,7 +49,7 @@ def gpu_on_cpu(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> Iterat
     needed = {"kv": kv_kernels(dtype, dtype), "rowwise": rowwise_kernels(dtype)}
     shim = Shim({"attention": attention_kernels(dtype, head_dim)} | needed)
 
-    def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs:
+    def graphs_of(model: Transformer, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs:
         sizes: dict[str, Any] = {"max_model_len": max_model_len, "wanted_blocks": WANTED_BLOCKS}
         return DecodeGraphs(model, cache, **sizes, record=Recorder(shim))
 

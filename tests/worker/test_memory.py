@@ -2,16 +2,24 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
 from wire.layout import KVGroup, KVLayout
 from worker.executor.contract import MemoryRequirements, blocks_of_window
-from worker.memory import count_blocks, free_bytes
+from worker.memory import (
+    BESIDE_TENSORS_BYTES,
+    HOST_KV_CACHE_BYTES,
+    count_blocks,
+    default_kv_cache_bytes,
+    free_bytes,
+)
 
 MODEL = MemoryRequirements(
     parameter_bytes=5000, activation_bytes_per_token=10, kv_bytes_per_token=3
@@ -105,6 +113,53 @@ def test_a_container_may_allow_less_than_the_machine_has(
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 600\nactive_file 100\ninactive_file 200\n")
     assert free_bytes("cpu", tmp_path / "meminfo", tmp_path) == expected
+
+
+class Card:
+    """A GPU, as torch tells of it, with the memory that workers on it have taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+        self.total, self.taken = total, 0
+        self._patch = partial(monkeypatch.setattr, torch.cuda)
+
+    def kv_cache_bytes(self, share: float, weights: int, device: str = "auto") -> int:
+        """Load weights in a process of its own, and take what is the default for KV."""
+        self.taken += weights + BESIDE_TENSORS_BYTES
+        self._patch("memory_allocated", lambda: weights)
+        self._patch("memory_reserved", lambda: weights)
+        self._patch("mem_get_info", lambda: (self.total - self.taken, self.total))
+        kv_bytes = default_kv_cache_bytes(
+            MODEL, device, memory_share=share, block_size=16, max_ubatch_tokens=20
+        )
+        self.taken += 200 + kv_bytes
+        return kv_bytes
+
+
+def test_kv_takes_what_is_left_of_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 80 << 30)
+    kept = card.kv_cache_bytes(0.9, 16 << 30)
+    assert kept == int(0.9 * (80 << 30)) - (16 << 30) - BESIDE_TENSORS_BYTES - 200
+
+
+def test_workers_of_one_gpu_take_no_more_than_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 80 << 30)
+    first, second = (card.kv_cache_bytes(0.45, 16 << 30) for _ in range(2))
+    assert first == second > 18 << 30, "the first leaves the second as much"
+    assert card.taken <= 0.9 * card.total
+
+
+def test_what_others_take_of_the_gpu_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 80 << 30)
+    card.taken = 60 << 30  # by a program that is none of ours
+    assert card.kv_cache_bytes(0.9, 16 << 30) == (80 - 60 - 16 << 30) - BESIDE_TENSORS_BYTES - 200
+    with pytest.raises(ValueError, match=r"--memory-share is 0\.2, .* leaves 0 for KV.*raise it"):
+        Card(monkeypatch, 80 << 30).kv_cache_bytes(0.2, 16 << 30)
+
+
+def test_a_host_s_memory_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 80 << 30)
+    assert card.kv_cache_bytes(0.9, 0) == HOST_KV_CACHE_BYTES, "no model lies on the GPU"
+    assert card.kv_cache_bytes(0.9, 16 << 30, "cpu") == HOST_KV_CACHE_BYTES
 
 
 def test_where_nobody_says_it_is_unknown(tmp_path: Path) -> None:

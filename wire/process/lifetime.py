@@ -92,7 +92,6 @@ class _Force:
         self.status = status
         if self._timer is None:
             self._timer = threading.Timer(FORCE_S, os._exit, (status,))
-            self._timer.daemon = True
             self._timer.start()
 
     def disarm(self) -> None:

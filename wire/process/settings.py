@@ -83,6 +83,13 @@ class SharedSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where a worker computes"
     )
+    memory_share: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that a worker takes, its model included; a router "
+        "divides it among its local workers",
+    )
     max_kv_transfer_bytes: int = Field(
         default=4 << 30,
         ge=1,

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from wire.options import Structure
+from wire.process.background import in_background
 from wire.process.lark import COMMENT, PATTERN, TEXT, TOKEN_OF_MODEL, depth, lengths
 from wire.process.schema import DECODER, ESCAPES, encoded, is_joined, objects, settle
 
@@ -86,12 +88,13 @@ class StructureError(ValueError):
 def problem_of(structure: Structure) -> str | None:
     """Say why no model could be held to a structure; None if one could.
 
-    It takes up to a third of a second, most of it without the GIL.
+    It takes up to a third of a second, most of it in the background.
     """
     from llguidance import LLMatcher
 
     try:
-        message = LLMatcher.validate_grammar(grammar_of(structure), limits=limits())
+        validate = partial(LLMatcher.validate_grammar, grammar_of(structure), limits=limits())
+        message = in_background(validate)
     except StructureError as error:
         return str(error)
     except BaseException as error:

@@ -1,6 +1,6 @@
 """Decode steps on a GPU as CUDA graphs: one launch where the host would start hundreds.
 
-A graph is recorded for each of a few batch sizes, the first time it is needed; a smaller batch is
+A graph is recorded for each of a few batch sizes, before the worker serves; a smaller batch is
 padded, a larger one is computed as any other step.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
 from kernels import PagedBatch
@@ -20,9 +21,14 @@ from kernels.cuda.pinned import put
 from kernels.cuda.plan import FixedPlan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
+from worker.compute.transformer import Transformer
+
+log = structlog.get_logger("worker")
 
 # Batch sizes that are recorded: no batch is padded to more than twice its size.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+# After so many of them a line is logged.
+_PROGRESS = 5
 
 
 class DecodeStep:
@@ -35,7 +41,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        model: Model,
+        model: Transformer,
         cache: TorchKVCache,
         size: int,
         *,
@@ -45,7 +51,6 @@ class DecodeStep:
         """Allocate on the cache's device, for `size` sequences; see `FixedPlan`."""
         self._model, self._pool, device = model, cache.pool, cache.pool.device
         self._token_ids, self._positions = torch.zeros(2, size, dtype=torch.int32, device=device)
-        self._rows = torch.arange(size, device=device)
         plan = partial(
             FixedPlan,
             num_sequences=size,
@@ -83,8 +88,9 @@ class DecodeStep:
 
     def __call__(self) -> torch.Tensor:
         """Compute the step, or have it recorded; return the logits of all its rows."""
-        arguments = self._token_ids, self._positions, self._pool, self._batch, self._rows
-        return self._model.forward(*arguments)
+        return self._model.forward(
+            self._token_ids, self._positions, self._pool, self._batch, rows=None
+        )
 
 
 # Takes a step; returns what repeats it, and the tensor that then has the result.  The step has to
@@ -103,7 +109,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Model,
+        model: Transformer,
         cache: TorchKVCache,
         *,
         max_model_len: int,
@@ -124,6 +130,14 @@ class DecodeGraphs:
         self._device = cache.pool.device.index or 0
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
+
+    def prepare(self) -> None:
+        """Record the steps of all sizes, which takes seconds; log how far it is."""
+        # The largest first: the others find room in what it has allocated.
+        for number, size in enumerate(reversed(SIZES), 1):
+            self._of(size)
+            if number % _PROGRESS == 0 or number == len(SIZES):
+                log.info("recorded decode steps", done=number, of=len(SIZES))
 
     @staticmethod
     def can_replay(num_rows: int, batch: PagedBatch) -> bool:
@@ -149,14 +163,17 @@ class DecodeGraphs:
         """
         count = len(token_ids)
         size = next(size for size in SIZES if size >= count)
-        if size not in self._recorded:
-            step = self._make_step(size)
-            self._recorded[size] = _Recorded(step, *self._record(step))
-        it = self._recorded[size]
+        it = self._of(size)
         it.step.set(token_ids, positions, batch, drawn)
         cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
         return it.logits[:count]
+
+    def _of(self, size: int) -> _Recorded:
+        if size not in self._recorded:
+            step = self._make_step(size)
+            self._recorded[size] = _Recorded(step, *self._record(step))
+        return self._recorded[size]
 
 
 def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
@@ -167,6 +184,8 @@ def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
 
 def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:
     """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
+    if not isinstance(model, Transformer):
+        return None
     if any(layer.experts or layer.delta for layer in model.config.layers):
         return None  # how many rows each expert has, the host waits for; states change their slots
     return DecodeGraphs(

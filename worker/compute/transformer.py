@@ -16,7 +16,6 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 import kernels
 from kernels import PagedBatch
 from kernels.delta_rule import convolve, delta_rule
-from kernels.reference import rotated
 from worker.compute.device import arithmetic_of
 from worker.compute.pool_shape import places
 from worker.model.config import LayerConfig
@@ -42,9 +41,9 @@ class Transformer:
         self.parameter_bytes = weights.parameter_bytes
         # Rounded as models were trained with it.
         self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
-        self._frequencies = {
-            layer.rope: inverse_frequencies(layer.rope, self.device) for layer in self.config.layers
-        }
+        self._ropes = list(dict.fromkeys(layer.rope for layer in self.config.layers))
+        frequencies = [inverse_frequencies(rope, self.device) for rope in self._ropes]
+        self._frequencies = torch.stack(frequencies)
         # Where in its pool of KV each layer lies that has attention, the others in that of states.
         in_pool, in_states = iter(places(self.config.windows)), count()
         self._places = [
@@ -58,7 +57,7 @@ class Transformer:
         positions: torch.Tensor,
         pool: torch.Tensor,
         batch: PagedBatch,
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute one step and write its KV into the pool.
 
@@ -66,14 +65,14 @@ class Transformer:
             token_ids: [T] on the device; `positions` likewise.
             pool: [N, L, 2, Hkv, B, D] of the layers that see every position, in the order of
                 `worker.compute.pool_shape`; that of the others is `batch.windowed`'s.
-            rows: [R] tokens whose logits are wanted.
+            rows: [R] tokens whose logits are wanted; None for all of them.
 
         Returns:
             [R, vocab] float32 logits, valid until the next step.
         """
         weights, eps = self._weights, self.config.norm_eps
         hidden = self._embed(token_ids)
-        rotations = {rope: rotation_of(positions, it) for rope, it in self._frequencies.items()}
+        rotations = dict(zip(self._ropes, rotation_of(positions, self._frequencies), strict=True))
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         normed = kernels.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
@@ -93,7 +92,7 @@ class Transformer:
             if layer.mlp_post_norm is not None:
                 added = kernels.rms_norm(added, layer.mlp_post_norm, eps)
             normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
-        return self._logits(hidden, normed[rows])
+        return self._logits(hidden, normed if rows is None else normed[rows])
 
     # What a process that has a part of the model does with others: `worker.compute.sharded`.
 
@@ -126,19 +125,12 @@ class Transformer:
         if window is not None:
             assert batch.windowed is not None, "layers with a window are given their pool"
             pool, batch = batch.windowed
-        num_rotated = config.num_heads + config.num_kv_heads
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
-        query_key = heads[:, :num_rotated]
-        if layer.qk_norm is not None:
-            query_key.copy_(
-                torch_rms_norm(query_key, (config.head_dim,), None, config.norm_eps) * layer.qk_norm
-            )
-        query = rotated(heads[:, : config.num_heads], rotation)
-        gates_from = num_rotated + config.num_kv_heads
-        key_value, gate = heads[:, config.num_heads : gates_from], heads[:, gates_from:]
-        # Keys lie before values in a row of the projection, as the pool has them.
-        key_value = torch.unflatten(key_value, 1, (2, config.num_kv_heads))
-        kernels.append_kv(pool, place, key_value, batch, rotation)
+        gates_from = config.num_heads + 2 * config.num_kv_heads
+        heads, gate = heads[:, :gates_from], heads[:, gates_from:]
+        query = kernels.rotate_and_append(
+            heads, rotation, pool, place, batch, layer.qk_norm, config.norm_eps
+        )
         scale = config.attention_scale * own.rope.score_factor
         attended = kernels.paged_attention(
             query, pool, place, batch, scale=scale, window=window, sinks=layer.sinks

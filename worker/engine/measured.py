@@ -36,6 +36,7 @@ from worker.executor.contract import (
     Drawer,
     Drawn,
     Executor,
+    Preparer,
     SampledToken,
     Scorer,
     SequenceFailed,
@@ -125,9 +126,10 @@ class MeasuredExecutor:
         assert self._cache is not None, "allocate comes first"
         room = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
         direct = Direct(self._executor, self._cache)
+        num_tokens = self._executor.prepare() if isinstance(self._executor, Preparer) else 2
         # With a temperature: drawing a token needs more to be compiled than taking the likeliest.
-        sequence = direct.prefill([0] * min(2, room), Options(temperature=1.0))
-        if room > 2:
+        sequence = direct.prefill([0] * min(num_tokens, room), Options(temperature=1.0))
+        if room > num_tokens:
             direct.decode(sequence)
         direct.release_cache(sequence)
 

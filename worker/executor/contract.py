@@ -326,6 +326,20 @@ class Structurer(Protocol):
         """
 
 
+@runtime_checkable
+class Preparer(Protocol):
+    """What an executor can do besides if its device compiles kernels or records steps."""
+
+    def prepare(self) -> int:
+        """Compile and record what steps need, so that no request waits for it.
+
+        Called once, after `allocate` and before the first step.
+
+        Returns:
+            How many tokens a prompt must have that needs all that prompts need.
+        """
+
+
 class Drawn(Protocol):
     """Tokens that a device draws, and may not have drawn yet."""
 

@@ -64,6 +64,12 @@ class GpuExecutor(TorchExecutor):
         self._graphs = graphs_of(self._model, self._cache, self.info.max_model_len)
         return cache
 
+    def prepare(self) -> int:
+        """Record the decode steps; see `worker.executor.contract.Preparer`."""
+        if self._graphs is not None:
+            self._graphs.prepare()
+        return super().prepare()
+
     def _compute(self, step: Step) -> torch.Tensor:
         """Ask for the logits of a step's rows."""
         assert self._model is not None and self._cache is not None

@@ -2,12 +2,12 @@
 
 `start` is called before a forward pass and `take` after it, so that masks cost no time where the
 forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads, at
-which tenants take turns; llguidance does that without the GIL too.
+which tenants take turns; llguidance does that without the GIL too, and in the background.
 
 An ambiguous grammar may need 10 ms for each mask, and one request has up to 128 answers.  A step
 that would take twice as long for its masks does not wait for the slowest of them again: they are
-made one after another by a thread of their own, tenants in turn, and a sequence takes part in a
-step when its mask is ready (`Structured.is_slow`).
+made one after another in the background, tenants in turn, and a sequence takes part in a step when
+its mask is ready (`Structured.is_slow`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from wire.errors import WireError
 from wire.options import Structure
+from wire.process.background import in_background
 from wire.process.fair_cache import FairCache
 from wire.process.fair_threads import FairThreads
 from wire.process.structure import StructureError, grammar_of, limits
@@ -128,7 +129,9 @@ class Grammars:
 
     def _compile(self, structure: Structure) -> Compiled:
         tokenizer = self._tokenizer.result()
-        matcher = LLMatcher(tokenizer, grammar_of(structure), log_level=0, limits=limits())
+        grammar = grammar_of(structure)
+        compile_ = partial(LLMatcher, tokenizer, grammar, log_level=0, limits=limits())
+        matcher = in_background(compile_)
         # What every text begins with is computed here, once, and so is what takes longest.
         if not matcher.is_error():
             matcher.compute_bitmask()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from wire.process.background import in_background
 from wire.process.structure import StructureError
 
 if TYPE_CHECKING:  # executors without structures need not have it
@@ -150,5 +151,5 @@ class Structured:
 
     def _make_mask(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
         bits = np.empty_like(self.eos)
-        self._follow(token_ids, (), bits.ctypes.data, bits.nbytes)
+        in_background(partial(self._follow, token_ids, (), bits.ctypes.data, bits.nbytes))
         return bits

@@ -44,6 +44,9 @@ from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
 # A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
 _ENOUGH_ON_CPU = 256
 
+# More rows than a tile of generation has, whatever the number of heads.
+_PROMPT_ON_GPU = 64
+
 
 class Step(NamedTuple):
     """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
@@ -144,6 +147,11 @@ class TorchExecutor:
         sizes = num_blocks, block_size, num_states, num_window_blocks
         self._cache = make_cache(model, self.info.layout, *sizes)
         return self._cache
+
+    def prepare(self) -> int:
+        """See `worker.executor.contract.Preparer`."""
+        assert self._model is not None, "prepare after shutdown"
+        return 2 if self._model.device.type == "cpu" else _PROMPT_ON_GPU
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run the batch and write its KV.

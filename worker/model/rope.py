@@ -123,9 +123,16 @@ def _frequencies(rope: Rope) -> torch.Tensor:
 
 
 def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return [T, 2, D / 2] float32 cosines and sines of [T] positions, as the kernels take them."""
-    angles = positions.float()[:, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin()), dim=1)
+    """Return [..., T, 2, D / 2] float32 cosines and sines of [T] positions, as kernels take them.
+
+    Args:
+        frequencies: [..., D / 2] float32: of all ropes at once a GPU starts three kernels.
+    """
+    angles = positions[:, None] * frequencies[..., None, :]
+    rotation = angles.new_empty(*angles.shape[:-1], 2, angles.shape[-1])
+    torch.cos(angles, out=rotation[..., 0, :])
+    torch.sin(angles, out=rotation[..., 1, :])
+    return rotation
 
 
 def _kept_by_yarn(rope: Rope, scaling: YarnScaling) -> torch.Tensor:

@@ -138,4 +138,4 @@ def _value(scan: Scan, give: Callable[[str], None], breaks: str) -> Steps[None]:
         if depth == 0 and not is_quoted:
             yield None
             return
-        yield None if is_escaped else _QUOTED if is_quoted else _UNQUOTED
+        yield _QUOTED if is_quoted else _UNQUOTED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,12 +11,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from kernels.cpu.experts import Routes
-from kernels.cpu.groups import Groups, first_weights
+from kernels.cpu.groups import Groups, coming_weights, first_weights, in_stack, next_units
 from kernels.cpu.linear import PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Operation, Program
 from kernels.cpu.rows_int8 import to_planes
+from kernels.cpu.tasks import record_of
 from kernels.cpu.threads import next_chunk
 from kernels.cpu.ways import Way
 from tests.kernels.cpu.paired import WAYS
@@ -171,3 +174,31 @@ def test_a_chunk_lies_within_one_matrix(
 
 def test_two_threads_begin_at_both_ends_of_a_matrix() -> None:
     assert first_weights(1000, 40, 2, 10) == (1000, 1000 + 32 * 10)
+
+
+class Product(NamedTuple):
+    """The arguments of a product that decide which weights a thread reads."""
+
+    groups: int
+    is_by_token: bool
+    num_units: int = 40
+    num_threads: int = 2
+    weight: int = 1 << 20
+    next_even: int = 1
+    next_odd: int = 2
+    taken: int = 0
+
+
+@pytest.mark.parametrize("is_by_token", [False, True])
+@pytest.mark.parametrize("thread", [0, 1])
+def test_a_thread_asks_memory_for_the_weights_that_it_takes_next(
+    thread: int, is_by_token: bool
+) -> None:
+    routes = routes_of(COUNTS)
+    [product] = record_of(Product(routes.groups.address, is_by_token))
+    group, unit, count = next_units(product, thread, 0, 0, 0)
+    while count:
+        coming = coming_weights(product, thread, group, unit, 64)
+        group, unit, count = next_units(product, thread, group, unit, count)
+        following = product["weight"] + in_stack(product, group, unit) * 64 if count else 1 + thread
+        assert coming == following

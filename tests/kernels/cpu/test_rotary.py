@@ -43,10 +43,10 @@ def test_heads_end_up_where_they_belong(
         rotated = rms_norm(rotated, (head_dim,), None, 1e-6) * weight
     want = torch.cat((turned(rotated, angles), before[:, num_rotated:]), dim=1)
     torch.testing.assert_close(heads, want, rtol=1e-5, atol=1e-5)
-    key_value = heads[:, NUM_HEADS:].view(rows, 2, NUM_KV_HEADS, head_dim).to(dtype)
     nothing = torch.zeros(0, dtype=torch.int32)
     batch = PagedBatch(slots, nothing, nothing, nothing)
-    reference.append_kv(expected, 1, key_value, batch)
+    still = torch.tensor([1.0, 0.0])[None, :, None].expand_as(rotation)
+    reference.rotate_and_append(heads, still, expected, 1, batch)
     # What is stored is what torch rounds to, to the bit; other layers and slots are not touched.
     assert torch.equal(pool, expected)
 

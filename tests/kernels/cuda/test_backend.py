@@ -1,20 +1,20 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
+import inspect
+import re
 import sys
-from types import SimpleNamespace
-from unittest.mock import MagicMock
+from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
 from kernels import KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
-from kernels.cuda.launch import MOVE, Launch
+from kernels.cuda.launch import Launch
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
-from tests.kernels.shim.cupy import MULTIPROCESSORS, STREAMS, Cupy
+from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy
 from tests.kernels.shim.cupy import cupy as cupy
 
 
@@ -40,10 +40,14 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda.require_device()
 
 
-def test_torch_s_stream_becomes_cupy_s_without_a_warning() -> None:
-    """Warnings are errors in our tests, and CuPy 14.2 warns of the older way."""
+def test_what_is_called_of_cupy_is_there() -> None:
+    """As the stand-in has it, which the other tests run."""
     cupy = pytest.importorskip("cupy", reason="needs cupy: pip install 'baton-serve[cuda]'")
-    assert cupy.cuda.Stream.from_external(cuda.ExternalStream(12345)).ptr == 12345
+    documented = re.findall(r"(\w+)[,)]", cupy.cuda.driver.launchKernel.__doc__)
+    assert documented == list(inspect.signature(Cupy().launchKernel).parameters)
+    called = (cupy.cuda.Device, cupy.cuda.runtime.free, cupy.cuda.driver.ctxGetCurrent)
+    assert all(map(callable, (*called, cupy.cuda.driver.ctxSetCurrent, cupy.RawModule)))
+    assert cupy.RawKernel.kernel and cupy.cuda.Function.ptr
 
 
 def test_a_source_holds_its_header_once() -> None:
@@ -56,17 +60,43 @@ def test_operators_start_their_kernels(cupy: Cupy) -> None:
     """On the current stream, whose work comes in the order of the calls."""
     check_moves(cuda, torch.float32)
     check_all(cuda, torch.float32, 576)
-    for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split, and merged
+    for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), None, cuda)
     assert {(device, stream) for device, stream, _ in cupy.launched} == {(0, STREAMS[0])}
     names = {name.partition("<")[0] for *_, name in cupy.launched}
-    assert names == {"append", "move", "rms_norm", "gate", "attend", "merge"}
+    assert names == {"rotate_and_append", "move", "rms_norm", "gate", "attend"}
 
 
-def test_a_launch_goes_to_its_own_device(cupy: Cupy) -> None:
+def a_norm() -> list[Launch]:
     row = torch.ones(1, 8)
-    cuda.start(torch.device("cuda", 1), launch.norm(row, row[0], 0.0, torch.empty_like(row)))
-    assert [(device, stream) for device, stream, _ in cupy.launched] == [(1, STREAMS[1])]
+    return launch.norm(row, row[0], 0.0, torch.empty_like(row))
+
+
+def test_a_launch_goes_to_its_own_device_and_leaves_the_current_one(cupy: Cupy) -> None:
+    for index in (0, 1):
+        with cupy.Device(index):
+            cuda.start(torch.device("cuda", 1), a_norm())
+            assert cupy.ctxGetCurrent() == CONTEXTS[index]
+    assert [(device, stream) for device, stream, _ in cupy.launched] == [(1, STREAMS[1])] * 2
+
+
+def test_a_thread_that_is_new_to_cuda_can_start_a_kernel(cupy: Cupy) -> None:
+    cuda.start(torch.device("cuda", 0), a_norm())
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(cuda.start, torch.device("cuda", 0), a_norm()).result()
+    assert len(cupy.launched) == 2
+
+
+def test_all_but_the_first_launch_of_a_kernel_are_one_call_of_the_driver(
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.start(torch.device("cuda", 0), a_norm())
+    monkeypatch.setattr(cuda, "import_module", None)
+    monkeypatch.setattr(torch.cuda, "current_stream", None)  # makes an object
+    with cupy.Device(0):
+        cupy.calls.clear()
+        cuda.start(torch.device("cuda", 0), 2 * a_norm())
+        assert cupy.calls == ["ctxGetCurrent", "launchKernel", "launchKernel"]
 
 
 def test_as_many_thread_blocks_are_wanted_as_fill_the_device(cupy: Cupy) -> None:
@@ -74,19 +104,18 @@ def test_as_many_thread_blocks_are_wanted_as_fill_the_device(cupy: Cupy) -> None
 
 
 def test_the_kernel_that_cannot_be_started_is_the_last_one_noted(
-    monkeypatch: pytest.MonkeyPatch,
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+    first, second = a_norm()[0], a_norm()[0]._replace(shared_bytes=1 << 20)
 
-    functions = {"first": lambda *_, **__: None, "second": fail}
+    def fail(*arguments: int) -> None:
+        if second.shared_bytes in arguments:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+
     monkeypatch.setattr(cuda, "_started", {})
-    monkeypatch.setattr(cuda, "_cupy", MagicMock())
-    monkeypatch.setattr(cuda, "_function", lambda source, kernel, *_: functions[kernel])
-    stream = SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    assert cuda.last_started(3) is None
-    launches = [Launch("kv", it, (1, 1), 32, 0, np.zeros(1, MOVE)) for it in functions]
-    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
-        cuda.start(torch.device("cuda", 3), launches)
-    assert cuda.last_started(3) == "second"
+    monkeypatch.setattr(cupy, "launchKernel", fail)
+    assert cuda.last_started(1) is None
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        cuda.start(torch.device("cuda", 1), [first, second])
+    assert cuda.last_started(1) == second.kernel
+    assert cupy.ctxGetCurrent() == 0  # as before

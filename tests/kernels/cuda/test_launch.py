@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
-from kernels import GELU_TANH, SILU, KernelError
+from kernels import GELU_TANH, SILU, KernelError, PagedBatch
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
+from tests.kernels.scenes import scene
 from tests.kernels.shim.backend import Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = {"int": ctypes.c_int, "float": ctypes.c_float}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -36,27 +41,56 @@ def test_a_pool_that_no_kernel_serves(
         launch.check_pool(torch.zeros(shape, dtype=dtype))
 
 
+def test_a_field_that_a_kernel_does_not_have_cannot_be_set() -> None:
+    with pytest.raises(AttributeError, match="eps"):
+        launch.MOVE().eps = 1.0
+    with pytest.raises(AttributeError, match="eps"):
+        launch.MOVE(eps=1.0)
+
+
 @pytest.mark.parametrize(
     ("source", "name", "struct"),
     [
         ("attention", "Attention", launch.ATTENTION),
-        ("kv", "Append", launch.APPEND),
+        ("kv", "Heads", launch.HEADS),
         ("kv", "Move", launch.MOVE),
         ("rowwise", "Norm", launch.NORM),
         ("rowwise", "Gate", launch.GATE),
     ],
 )
-def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struct: object) -> None:
+def test_the_structs_are_those_of_the_source(
+    source: str, name: str, struct: type[ctypes.Structure]
+) -> None:
     found = re.search(rf"struct {name} {{(.*?)}};", cuda.source_text(source), re.S)
     assert found is not None
-    text = re.sub(r"//.*", "", found[1])
-    fields = [
-        re.sub(r".*[ *]", "", part.strip())
-        for line in text.split(";")
-        for part in line.split(",")
-        if part.strip()
-    ]
-    assert tuple(fields) == struct.names  # type: ignore[attr-defined]
+    fields = []
+    for declared in re.sub(r"//.*", "", found[1]).split(";")[:-1]:
+        kind = ctypes.c_void_p if "*" in declared else KINDS[declared.split()[0]]
+        fields += [(field, kind) for field in re.findall(r"(\w+)\s*(?:,|$)", declared)]
+    assert struct._fields_ == fields
+
+
+def fields(it: Launch) -> dict[str, float | None]:
+    return {name: getattr(it.arguments, name) for name, *_ in it.arguments._fields_}
+
+
+def test_layers_share_all_of_attention_but_what_is_their_own() -> None:
+    it = scene([(900, 40), (30, 1)], dtype=BF16, head_dim=64)
+    settings: dict[str, Any] = {"scale": 0.125, "window": None, "cap": None}
+
+    def attend(layer: int, **changes: Any) -> list[Launch]:
+        own = it.query, it.pool, layer, it.batch, torch.empty_like(it.query)
+        return launch.attention(*own, **settings | changes, wanted_blocks=8)
+
+    first, second = attend(0), attend(1, sinks=torch.zeros(4))
+    assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend"]
+    for one, other in zip(first, second, strict=True):
+        assert one[:5] == other[:5]
+        differing = {name for name, value in fields(one).items() if fields(other)[name] != value}
+        assert differing == {"layer", "out", "sinks"}
+    for name, value in (("scale", 0.5), ("window", 7), ("cap", 30.0)):
+        changed = attend(0, **{name: value})
+        assert fields(changed[0])[name] != fields(first[0])[name]
 
 
 @cache
@@ -160,8 +194,54 @@ def test_a_gate_takes_rows_in_turns(
     assert (it.kernel, it.grid, it.threads) == ("gate<bf16,8>", grid, threads)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "width", "lanes", "blocks"),
+    [
+        (BF16, 128, 8, 8, 5),
+        (FP16, 80, 8, 8, 5),
+        (FP16, 24, 4, 4, 3),
+        (BF16, 8, 4, 1, 1),
+        (FP32, 128, 4, 16, 9),
+        (FP32, 256, 4, 32, 18),
+    ],
+)
+def test_a_head_is_read_by_as_many_threads_as_it_has_whole_loads(
+    dtype: torch.dtype, head_dim: int, width: int, lanes: int, blocks: int
+) -> None:
+    (it,) = heads_launch(torch.zeros(6, 12, head_dim, dtype=dtype))
+    name = launch.DTYPE_NAMES[dtype]
+    assert (it.kernel, it.threads) == (f"rotate_and_append<{name},{width}>", 128)
+    assert (it.arguments.lanes, it.grid) == (lanes, (blocks, 1))
+
+
+def heads_launch(heads: torch.Tensor, rotation: torch.Tensor | None = None) -> list[launch.Launch]:
+    """Launch heads of which two are keys and two values."""
+    num_tokens, num_rows, head_dim = heads.shape
+    pool = torch.zeros(2, 1, 2, 2, 8, head_dim, dtype=heads.dtype)
+    none = torch.zeros(0, dtype=torch.int32)
+    batch = PagedBatch(torch.zeros(num_tokens, dtype=torch.int32), none, none, none)
+    rotation = torch.zeros(num_tokens, 2, head_dim // 2) if rotation is None else rotation
+    query = heads.new_zeros(num_tokens, num_rows - 4, head_dim)
+    return launch.rotate_and_append(heads, rotation, pool, 0, batch, query)
+
+
+def test_heads_that_no_kernel_reads() -> None:
+    heads = torch.zeros(5, 9, 16, dtype=BF16)
+    for lying, says in (
+        (heads.mT.contiguous().mT, r"heads are torch.bfloat16 with strides \(144, 1, 9\), not"),
+        (heads[:, :, ::2], "heads are torch.bfloat16 with strides"),
+        (torch.zeros(5 * 9 * 16 + 4, dtype=BF16)[4:].view(5, 9, 16), "begin at a multiple of 16"),
+        (torch.zeros(5, 9 * 16 + 4, dtype=BF16)[:, : 9 * 16].view(5, 9, 16), "multiple of 16"),
+    ):
+        with pytest.raises(KernelError, match=says):
+            heads_launch(lying)
+    with pytest.raises(KernelError, match=r"rotation is torch\.float64"):
+        heads_launch(heads, torch.zeros(5, 2, 8).double())
+
+
 def test_no_rows_launch_nothing() -> None:
     none = torch.zeros(0, 16)
+    assert heads_launch(torch.zeros(0, 8, 16)) == []
     assert launch.norm(none, torch.ones(16), 1e-6, none) == []
     assert launch.gate(none, torch.zeros(0, 8), SILU, wanted_blocks=24) == []
 

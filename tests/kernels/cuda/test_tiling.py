@@ -42,14 +42,13 @@ def test_items_cover_what_rows_see(
             keys = sorted(key for item in mine for key in range(item[2], item[3]))
             assert len(keys) == len(set(keys)) and set(range(first, position + 1)) <= set(keys)
             assert keys[-1] < context
-    slots = [slot for *_, slot in work.items.tolist() if slot >= 0]
-    assert (
-        sorted(slots)
-        == list(range(work.num_slots))
-        == sorted(
-            first + part for _, _, first, count in work.merges.tolist() for part in range(count)
-        )
-    )
+    tiles: dict[tuple[int, ...], list[int]] = {}
+    for sequence, row, _, _, slot, *of_tile in work.items.tolist():
+        if slot >= 0:
+            tiles.setdefault((sequence, row, *of_tile), []).append(slot)
+    # A tile's slots follow each other, and no other tile has them.
+    assert all(slots == list(range(t[2], t[2] + t[3])) for t, slots in tiles.items())
+    assert sorted(slot for slots in tiles.values() for slot in slots) == list(range(work.num_slots))
 
 
 def test_tiles_fit_the_smallest_shared_memory() -> None:

@@ -57,7 +57,7 @@ def why_not() -> str | None:
 def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
     text = text or (CSRC / f"{source}.cu").read_text()
-    struct = {"append": "Append", "move": "Move", "rms_norm": "Norm", "gate": "Gate"}
+    struct = {"rotate_and_append": "Heads", "move": "Move", "rms_norm": "Norm", "gate": "Gate"}
     entries = "".join(
         f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
         f"int order, int seed, int late, const void* a) {{\n"
@@ -129,15 +129,21 @@ class Shim:
     argmax, sample = staticmethod(reference.argmax), staticmethod(reference.sample)
     route, expert_mlp = staticmethod(reference.route), staticmethod(reference.expert_mlp)
 
-    def append_kv(
+    def rotate_and_append(
         self,
+        heads: torch.Tensor,
+        rotation: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        key_value: torch.Tensor,
         batch: PagedBatch,
-        rotation: torch.Tensor | None = None,
-    ) -> None:
-        self.run(launch.append(pool, layer, key_value, batch, rotation))
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        num_tokens, num_rows, head_dim = heads.shape
+        shape = (num_tokens, num_rows - 2 * pool.shape[3], head_dim)
+        whole, query = between_margins(shape, heads.dtype)
+        self.run(launch.rotate_and_append(heads, rotation, pool, layer, batch, query, norm, eps))
+        return checked(whole, query)
 
     def paged_attention(
         self,
@@ -223,5 +229,5 @@ class Shim:
                 self._order,
                 self._seed,
                 int(self._late),
-                ctypes.c_void_p(it.arguments.ctypes.data),
+                ctypes.byref(it.arguments),
             )

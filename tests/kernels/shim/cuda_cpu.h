@@ -1,8 +1,9 @@
 // CUDA kernels on a CPU, for tests: one fiber for each CUDA thread, one thread block at a time.
 //
-// What it is hard on: warps and lanes run in any order (ORDER), asynchronous copies happen as late
-// as a wait allows (LATE), shared memory is NaN at first, addresses of shared memory are checked,
-// warp operations need the whole warp, a barrier needs every thread that has not returned early.
+// What it is hard on: thread blocks, warps and lanes run in any order (ORDER), asynchronous copies
+// happen as late as a wait allows (LATE), what is published without a fence appears when the kernel
+// has ended, shared memory is NaN at first, addresses of shared memory are checked, warp operations
+// need the whole warp, a barrier needs every thread that has not returned early.
 #pragma once
 #define SHIM 1
 #undef _FORTIFY_SOURCE  // its longjmp refuses to change stacks
@@ -38,6 +39,7 @@ enum State { READY, AT_BARRIER, IN_WARP, RETURNED };
 enum Operation { EXCHANGE, MATRICES, TRANSPOSED, MULTIPLY_BF16, MULTIPLY_FP16 };
 struct Index { unsigned x, y, z; };
 struct Copy { void* to; const void* from; bool valid; int group; };
+using Stores = std::vector<std::function<void()>>;
 
 constexpr size_t STACK = 64 << 10;
 struct Thread {
@@ -47,6 +49,7 @@ struct Thread {
   State state;
   Operation operation;
   std::vector<Copy> copies;
+  Stores stores;  // published, and not fenced yet
   int group;
   float value;       // EXCHANGE
   int mask;
@@ -63,6 +66,7 @@ inline size_t shared_bytes;
 inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline bool late;
+inline int votes, voted;  // __syncthreads_or
 
 [[noreturn]] inline void fail(const char* what) {
   fprintf(stderr, "shim: %s (block %u,%u thread %u)\n", what, block.x, block.y,
@@ -90,6 +94,10 @@ inline void resume(Thread& thread) {
   beginning.uc_stack.ss_size = STACK;
   makecontext(&beginning, live, 0);
   setcontext(&beginning);
+}
+inline void make(Stores& stores) {
+  for (auto& store : stores) store();
+  stores.clear();
 }
 inline void in_warp(Operation operation) {
   current->operation = operation;
@@ -186,6 +194,7 @@ inline void run_block(std::vector<Thread>& threads, int order, std::mt19937& ran
     for (int w : warps) moved |= run_until_blocked(&threads[w * 32], lanes);
     long waiting = count(AT_BARRIER);
     if (waiting == (long)threads.size()) {
+      voted = votes, votes = 0;
       for (auto& t : threads) t.state = READY;
     } else if (!moved) {
       fail("threads wait at a barrier or in a warp for others that do not come");
@@ -208,19 +217,28 @@ void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, si
   late = late_copies;
   body = kernel;
   std::mt19937 random(seed);
-  for (unsigned y = 0; y < grid_y; y++)
-    for (unsigned x = 0; x < grid_x; x++) {
-      block = {x, y, 0};
-      memset(shared, 0xFF, bytes);  // NaN in every float format
-      for (int i = 0; i < num_threads; i++) {
-        auto& t = mine[i];
-        t.index = {(unsigned)i, 0, 0};
-        t.state = READY;
-        t.copies.clear();
-        t.group = 0;
-      }
-      run_block(mine, order, random);
+  std::vector<unsigned> blocks(grid_x * grid_y);
+  for (unsigned i = 0; i < blocks.size(); i++) blocks[i] = i;
+  if (order == 1) std::reverse(blocks.begin(), blocks.end());
+  if (order == 2) std::shuffle(blocks.begin(), blocks.end(), random);
+  Stores unfenced;
+  for (unsigned number : blocks) {
+    block = {number % grid_x, number / grid_x, 0};
+    memset(shared, 0xFF, bytes);  // NaN in every float format
+    for (int i = 0; i < num_threads; i++) {
+      auto& t = mine[i];
+      t.index = {(unsigned)i, 0, 0};
+      t.state = READY;
+      t.copies.clear();
+      t.group = 0;
     }
+    run_block(mine, order, random);
+    for (auto& t : mine) {
+      unfenced.insert(unfenced.end(), t.stores.begin(), t.stores.end());
+      t.stores.clear();
+    }
+  }
+  make(unfenced);
 }
 }  // namespace shim
 
@@ -229,6 +247,21 @@ void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, si
 #define blockDim (shim::block_size)
 #define gridDim (shim::grid)
 inline void __syncthreads() { shim::leave(shim::AT_BARRIER); }
+inline int __syncthreads_or(int vote) {
+  shim::votes |= vote != 0;
+  __syncthreads();
+  return shim::voted;
+}
+inline void __threadfence() { shim::make(shim::current->stores); }
+inline unsigned atomicInc(unsigned* at, unsigned last) {
+  unsigned before = *at;
+  *at = before >= last ? 0 : before + 1;
+  return before;
+}
+template <typename T>
+void publish(T* to, T value) {
+  shim::current->stores.push_back([=] { *to = value; });
+}
 
 static inline void copy_async(void* to, const void* from, bool valid) {
   shim::check_shared(to, 16);

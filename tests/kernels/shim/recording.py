@@ -8,6 +8,7 @@ been freed, a graph replays on whatever lies there now; the stand-in raises `Fre
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_void_p
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -17,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 from tests.kernels.shim.backend import Shim
 
@@ -69,19 +69,25 @@ class DeviceMemory(TorchFunctionMode):
 
 
 class Recorder:
-    """Stands in for `worker.compute.graphs.record_graph` where kernels run through the shim."""
+    """Stands in for `worker.compute.graphs.record_graph` where kernels run through the shim.
+
+    Attributes:
+        launched: The kernels that a replay of the last recording would start on a GPU, in order.
+    """
 
     def __init__(self, shim: Shim) -> None:
         self.num_recorded = 0
-        self._shim = shim
+        self.launched: list[str] = []
+        self.shim = shim
 
     def __call__(self, step: Step) -> tuple[Callable[[], None], torch.Tensor]:
         self.num_recorded += 1
         step()  # what only the first run makes is not of the recording
         recording = _Recording()
-        point, run = recording.watch_pointers(launch.point), recording.watch_kernels(self._shim)
-        with patch.object(launch, "point", point), patch.object(self._shim, "run", run), recording:
+        run = recording.watch_kernels(self.shim)
+        with patch.object(self.shim, "run", run), recording:
             result = step()
+        self.launched = recording.launched
         recording.forget_results()
         return recording.replay, result
 
@@ -91,29 +97,26 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.launched: list[str] = []
         self._calls: list[Callable[[], object]] = []
         self._allocated: list[torch.Tensor] = []
-        self._pointers: dict[int, Address] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        with self:  # in inference mode torch gives `linear` or `to` as they were called
+            if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                return result
         given, form = tree_flatten((args, kwargs or {}))
         addresses = [Address.of(it) if isinstance(it, torch.Tensor) else it for it in given]
         result = func(*args, **(kwargs or {}))
         made = _allocated(given, result)
         self._allocated += made
+        # An allocation starts no kernel; neither does a view, which changes and allocates nothing.
+        if func._schema.is_mutable or (made and "empty" not in str(func)):  # noqa: SLF001
+            self.launched.append(str(func))
         self._calls.append(partial(_repeat, func, addresses, form, made))
         return result
-
-    def watch_pointers(self, point: Callable[..., None]) -> Callable[..., None]:
-        """Return `launch.point` that also remembers whose memory each pointer is."""
-
-        def watched(arguments: Any, **tensors: torch.Tensor) -> None:
-            self._pointers |= {it.data_ptr(): Address.of(it) for it in tensors.values()}
-            point(arguments, **tensors)
-
-        return watched
 
     def watch_kernels(self, shim: Shim) -> Callable[[list[Launch]], None]:
         """Return `Shim.run` that also records what it starts."""
@@ -122,14 +125,15 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def watched(launches: list[Launch]) -> None:
             run(launches)
             for it in launches:
-                pointers = [
-                    int(it.arguments[name][0])
-                    for name, (kind, *_) in (it.arguments.dtype.fields or {}).items()
-                    if kind == "u8"
-                ]
-                addresses = [self._pointers[at] for at in pointers if at]
-                copied = it._replace(arguments=it.arguments.copy(), keep=())
-                self._calls.append(partial(_start, run, copied, addresses))
+                self.launched.append(it.kernel)
+                pointers = {
+                    getattr(it.arguments, name)
+                    for name, kind, *_ in it.arguments._fields_
+                    if kind is c_void_p
+                }
+                kept = {tensor.data_ptr(): Address.of(tensor) for tensor in it.keep}
+                addresses = [kept[at] for at in pointers if at]
+                self._calls.append(partial(_start, run, it._replace(keep=()), addresses))
 
         return watched
 

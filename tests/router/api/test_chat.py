@@ -16,7 +16,7 @@ from router.api.asked.conversation import ToolChoice
 from router.api.chat import ChatAnswer, ChatBody
 from router.api.errors import HttpError
 from router.api.model import ServedModel
-from router.text.parts import CallStart
+from router.text.parts import CallArguments, CallStart, Part
 from router.text.tokenizer import Tokenizer
 from tests.router.api.asking import chatting, converse, letters, refusal
 from tests.router.api.scripted import Core, Writer
@@ -106,12 +106,13 @@ def test_the_content_of_calls_alone(tmp_path: Path, wanted: Any, content: str | 
     asked = converse(model, tools=[GET], tool_choice=wanted)
     completion = Completion(Core(), asked, Writer())
     completion.submit()
-    calls = Piece("", finish_reason="tool_calls", parts=[CallStart(0, "get")])
+    parts: list[Part] = [CallStart(0, "get"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
+    calls = Piece("", finish_reason="tool_calls", parts=parts)
     [said] = json.loads(asked.answer(completion, Head("1", 7, "m")).whole([calls]))["choices"]
     assert said["message"]["content"] == content
     [call] = said["message"]["tool_calls"]
     assert call.keys() == {"id", "type", "function"}, "a place is for those that come in pieces"
-    assert call["function"]["name"] == "get"
+    assert call["function"] == {"name": "get", "arguments": '{"a": 1}'}
 
 
 def allowing(**fields: Any) -> dict[str, Any]:

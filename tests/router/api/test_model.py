@@ -251,6 +251,41 @@ def test_an_answer_goes_on_with_reasoning_that_is_not_over(tmp_path: Path, is_ec
         assert parts_of(asked, "so") == [part]
 
 
+# How a template is told how much to reason.
+SWITCH = "{% if enable_thinking %}<think>{% endif %}</think>"
+DIAL = "{{ reasoning_effort }}</think>"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        ("", None, {}),
+        ("", "none", {}),
+        ("", "medium", {}),
+        ("", "high", {}),
+        (SWITCH, "none", {"enable_thinking": False}),
+        (SWITCH, "medium", {}),
+        (SWITCH, "low", None),
+        (DIAL, "low", {"reasoning_effort": "low"}),
+        (DIAL, "medium", {"reasoning_effort": "medium"}),
+        ("</think>", "none", None),
+        ("</think>", "medium", {}),
+    ],
+)
+def test_effort_is_what_the_template_can_say(
+    tmp_path: Path, template: str, effort: str | None, variables: dict[str, Any] | None
+) -> None:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template + TEMPLATE)
+    model = ServedModel("letters", tmp_path)
+    if variables is not None:
+        assert model.variables_of_effort("reasoning_effort", effort) == variables
+        return
+    with pytest.raises(HttpError) as caught:
+        model.variables_of_effort("reasoning_effort", effort)
+    assert caught.value.param == "reasoning_effort"
+
+
 def test_one_call_where_there_is_to_be_one(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ tools | length }}" + TEMPLATE)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+import gc
+from concurrent.futures import Future
+from typing import Any, Literal
+from weakref import WeakSet
 
 import pytest
 
@@ -109,9 +112,16 @@ async def test_nobody_waits_in_the_line_of_another_client_for_the_same(
     await asyncio.gather(first, *others)
 
 
-async def test_nothing_is_checked_for_clients_that_have_left(
-    checks: Checks, asking: Asking
+async def test_nothing_is_checked_or_kept_for_clients_that_have_left(
+    checks: Checks, asking: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    futures, wrap = WeakSet[Future[Any]](), asyncio.wrap_future
+
+    def noted(future: Future[Any]) -> asyncio.Future[Any]:
+        futures.add(future)
+        return wrap(future)
+
+    monkeypatch.setattr(asyncio, "wrap_future", noted)
     first = asking.ask("anna", "slow")
     await checks.have_begun()
     has_left = asyncio.Event()
@@ -126,3 +136,6 @@ async def test_nothing_is_checked_for_clients_that_have_left(
     await asyncio.gather(first, stays)
     assert checks.checked == ["slow", "one left"]
     assert await asking.ask("anna", "left") == Structure("regex", "left")
+    del each, gone  # their errors refer to what they waited for
+    gc.collect()
+    assert not [it for it in futures if it.cancelled()]

@@ -21,7 +21,7 @@ from router.config import Config
 from router.processes.parent import PARENT_ONLY, STUCK_S, Process, serve_by_several
 from router.processes.summed import families
 from tests.scarce import no_descriptor_left
-from wire.process.children import lives
+from wire.process.children import lives, start_child
 
 pytestmark = pytest.mark.timeout(360)  # several starts each
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
@@ -115,6 +115,14 @@ async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_noti
 ) -> None:
     for name in PARENT_ONLY:
         monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("router.processes.parent.ANSWER_S", 60.0)
+    children = list[asyncio.subprocess.Process]()
+
+    async def start(*of: Any) -> asyncio.subprocess.Process:
+        children.append(child := await start_child(*of))
+        return child
+
+    monkeypatch.setattr("router.processes.parent.start_child", start)
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
         environ = environ_of(it.pids(0)[0])
@@ -124,6 +132,7 @@ async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_noti
         await until(lambda: len(it.pids(1)) == 2)
         assert len(it.pids(0)) == 1 and it.ready.read_text() == ready
     assert it.serving.result() == 0
+    assert [child.returncode for child in children[:2]] == [0, 0], "each had time to end"
     assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
 
 

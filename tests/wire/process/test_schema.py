@@ -163,8 +163,10 @@ def test_borders(text: str, answers: list[str], others: list[str]) -> None:
 
 
 IDLE = [
-    *('"uniqueItems": false', '"not": false', '"propertyNames": {}', '"dependentRequired": {}'),
-    *('"unevaluatedProperties": true', '"if": {}', '"then": false', '"maxContains": 1'),
+    *('"uniqueItems": false', '"not": false', '"propertyNames": {}', '"propertyNames": true'),
+    *('"unevaluatedItems": true', '"unevaluatedItems": {}', '"dependentRequired": {}'),
+    *('"unevaluatedProperties": true', '"unevaluatedProperties": {}', '"dependentSchemas": {}'),
+    *('"dependencies": {}', '"if": {}', '"then": false', '"else": false', '"maxContains": 1'),
     *('"minimum": 0, "exclusiveMinimum": false', '"minContains": 2', '"minProperties": 1'),
 ]
 

@@ -156,6 +156,8 @@ def test_help_tells_flags_variables_and_defaults(capsys: pytest.CaptureFixture[s
     assert "Refuse a larger KV cache, 100% of them. [default 1024; " in text
     assert "BATON_MAX_KV_BYTES]" in text
     assert "--device {auto,cpu,cuda} Where to compute. [default auto; BATON_DEVICE]" in text
+    assert "--rank N [default none; BATON_RANK]" in text
+    assert "--local N [default 0,0; BATON_LOCAL] --stop TEXT [default none; BATON_STOP]" in text
 
 
 def test_unknown_variables_are_warned_of_and_those_of_other_roles_are_not(

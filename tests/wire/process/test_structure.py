@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -105,6 +106,15 @@ def test_what_is_just_within_the_limits_is_not_refused() -> None:
     assert problem_of(schema({"$defs": {"a": {}}, "properties": many | {"a": noted}})) is None
     for step in (1, 5, 0.01, 0.25, MAX_MULTIPLE, True):
         grammar_of(schema({"type": "number", "multipleOf": step}))
+
+
+def test_a_check_is_mostly_done_in_the_background() -> None:
+    addresses = {"type": "array", "items": {"type": "string", "format": "ipv6"}}
+    properties = {f"address_{number}": addresses for number in range(200)}
+    schema = json.dumps({"properties": properties, "required": list(properties)})
+    all_s, own_s = time.process_time(), time.thread_time()
+    assert problem_of(Structure("json_schema", schema)) is None
+    assert time.thread_time() - own_s < (time.process_time() - all_s) / 2
 
 
 def test_the_json_of_a_grammar_looks_like_that_of_a_schema() -> None:

@@ -26,7 +26,8 @@ from tests.kernels.shim.recording import DeviceMemory, FreedMemory, Recorder
 from worker.compute import graphs
 from worker.compute.graphs import DecodeGraphs
 from worker.compute.kv_cache import TorchKVCache
-from worker.compute.model import Model, load_model
+from worker.compute.model import load_model
+from worker.compute.transformer import Transformer
 from worker.executor.torch import layout_of
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 150
@@ -46,7 +47,7 @@ def device_memory() -> Iterator[None]:
         yield
 
 
-def shim_of(model: Model) -> Shim:
+def shim_of(model: Transformer) -> Shim:
     """Return the kernels of a model, compiled for the CPU."""
     dtype = model.kv_dtype
     return Shim(
@@ -59,7 +60,7 @@ def shim_of(model: Model) -> Shim:
 
 
 def graphs_on_shim(
-    model: Model, cache: TorchKVCache, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, cache: TorchKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[DecodeGraphs, Recorder]:
     """Return a model's graphs, and what records them."""
     shim = shim_of(model)
@@ -84,13 +85,16 @@ def batch_of(lens: list[int], seed: int) -> PagedBatch:
     return PagedBatch(slots.int(), starts, contexts, tables)
 
 
-def model_of(tmp_path: Path, name: str) -> Model:
+def model_of(tmp_path: Path, name: str, **sizes: Any) -> Transformer:
     family, dtype = name.split("-")
-    path = make_model(tmp_path, family=family, max_position_embeddings=1024, **CASES[name])
-    return load_model(path, getattr(torch, dtype), torch.device("cpu"))
+    sizes = {"max_position_embeddings": 1024} | CASES.get(name, {}) | sizes
+    path = make_model(tmp_path, family=family, **sizes)
+    model = load_model(path, getattr(torch, dtype), torch.device("cpu"))
+    assert isinstance(model, Transformer)
+    return model
 
 
-def make_cache(model: Model) -> TorchKVCache:
+def make_cache(model: Transformer) -> TorchKVCache:
     """Return a cache of any numbers, of fewer blocks for layers with a window than for others."""
     layout = layout_of(model.config, model.kv_dtype)
     cpu, sizes = torch.device("cpu"), (NUM_BLOCKS, BLOCK_SIZE)
@@ -151,6 +155,23 @@ def test_a_padded_step_is_a_plain_one(
         assert not torch.equal(pool[-1], plain_pool[-1]), "what pads a step is written there"
 
 
+def test_steps_are_recorded_before_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(graphs, "SIZES", (1, 2, 4))
+    model = model_of(tmp_path, "llama-float32")
+    cache = make_cache(model)
+    recorded, record = graphs_on_shim(model, cache, monkeypatch)
+    recorded.prepare()
+    assert record.num_recorded == 3
+    assert "done=3 of=3" in " ".join(capsys.readouterr().out.split())
+    for lens in ([1], [5, 6], [7, 8, 9]):
+        batch = batch_of(lens, 0)
+        token_ids = torch.zeros(len(lens), dtype=torch.int32)
+        recorded.forward(token_ids, batch.context_lens - 1, batch)
+    assert record.num_recorded == 3, "no request waits for a recording"
+
+
 def replace_tensor(owner: Any, name: str) -> None:
     """Give an attribute or an item an equal tensor: nobody keeps the old one any more."""
     if isinstance(owner, dict):
@@ -165,37 +186,32 @@ def replace_inputs(step: Any) -> None:
 
 
 def replace_upload(step: Any, plan: str, name: str) -> None:
-    replace_tensor(getattr(step, plan).batch.scratch.of(OnDevice).tensors, name)
+    held = getattr(step, plan).batch.scratch.of(OnDevice)
+    held.attending.clear()  # which keep it, too
+    replace_tensor(held.tensors, name)
 
 
-def replace_room(step: Any, plan: str, names: str) -> None:
+def replace_room(step: Any, plan: str, name: str) -> None:
     """Replace what the launches of a window, or of none, hold in `keep`."""
     rooms = vars(getattr(step, plan))["_rooms"]
     for window, room in rooms.items():
-        cloned = {name: getattr(room, name).clone() for name in names.split()}
-        again = rooms[window] = room._replace(**cloned)
-        works = getattr(step, plan).batch.scratch.of(OnDevice).works
-        for key in works:
-            works[key] = [again] if key[0] == window else works[key]
-
-
-def replace_rotation(step: Any) -> None:
-    frequencies = vars(step._model)["_frequencies"]  # noqa: SLF001
-    for rope in frequencies:
-        replace_tensor(frequencies, rope)
+        again = rooms[window] = room._replace(**{name: getattr(room, name).clone()})
+        held = getattr(step, plan).batch.scratch.of(OnDevice)
+        held.attending.clear()
+        for key in held.works:
+            held.works[key] = [again] if key[0] == window else held.works[key]
 
 
 FREED: dict[str, Callable[[Any], None]] = {
-    "rows": lambda step: replace_tensor(step, "_rows"),
     "inputs": replace_inputs,
-    "rotation": replace_rotation,
+    "rotation": lambda step: replace_tensor(step._model, "_frequencies"),  # noqa: SLF001
     "weight": lambda step: replace_tensor(vars(step._model)["_weights"], "norm"),  # noqa: SLF001
 }
 for plan in ("_plan", "_window_plan"):
     for name in ("slots", "starts", "contexts", "tables"):
         FREED[f"{plan} {name}"] = partial(replace_upload, plan=plan, name=name)
-    for names in ("items merges", "parts", "logs"):  # the first two are one allocation
-        FREED[f"{plan} {names}"] = partial(replace_room, plan=plan, names=names)
+    for name in ("items", "parts", "tickets"):
+        FREED[f"{plan} {name}"] = partial(replace_room, plan=plan, name=name)
 
 
 def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
@@ -220,7 +236,7 @@ def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
 
 
 def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:
-    model = load_model(make_model(tmp_path, family="qwen3_moe"), None, torch.device("cpu"))
+    model = model_of(tmp_path, "qwen3_moe-float32")
     assert graphs.graphs_of(model, make_cache(model), 1024) is None
 
 
@@ -235,3 +251,50 @@ def test_which_steps_can_be_replayed() -> None:
     most = graphs.SIZES[-1]
     ones = torch.ones(most + 1, dtype=torch.int32)
     assert not DecodeGraphs.can_replay(most + 1, PagedBatch(ones, ones, ones, ones[:, None]))
+
+
+def launched(tmp_path: Path, name: str, sizes: dict[str, Any], monkeypatch: Any) -> list[str]:
+    """Return the kernels that one recorded step of a model starts."""
+    model = model_of(tmp_path, name, **sizes)
+    cache = make_cache(model)
+    recorded, record = graphs_on_shim(model, cache, monkeypatch)
+    # The real backend, for the shim's own looks at the margins of its results.
+    monkeypatch.setattr(kernels, "backend_of", lambda _: cuda)
+    monkeypatch.setattr(cuda, "start", lambda _, launches: record.shim.run(launches))
+    monkeypatch.setattr(cuda, "multiprocessors", lambda _: 12)
+    batch = windowed(batch_of([17, 900, 16], 0), cache)
+    recorded.forward(torch.zeros(3, dtype=torch.int32), batch.context_lens - 1, batch)
+    return record.launched
+
+
+# Nine kernels a layer: four products, two norms with the residual, the gate, rotation, attention;
+# Gemma norms what is added, too.  Seven beside them: embedding (Gemma scales it), angles,
+# cosines, sines, the first norm, the head, its logits in float32.
+@pytest.mark.parametrize(
+    ("name", "sizes", "most"),
+    [
+        ("llama-bfloat16", {}, (9, 7)),
+        ("llama-float16", {"attention_bias": True, "mlp_bias": True}, (9, 7)),
+        ("qwen2-bfloat16", {}, (9, 7)),
+        ("qwen3-bfloat16", {}, (9, 7)),
+        ("gemma3_text-bfloat16", {}, (11, 8)),
+    ],
+    ids=["llama", "llama with biases", "qwen2", "qwen3", "gemma3"],
+)
+def test_a_recorded_step_starts_few_kernels(
+    name: str,
+    sizes: dict[str, Any],
+    most: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    sizes = {"head_dim": 64, "num_key_value_heads": 2} | sizes
+    one, two = (
+        launched(tmp_path / str(layers), name, sizes | {"num_hidden_layers": layers}, monkeypatch)
+        for layers in (1, 2)
+    )
+    a_layer = len(two) - len(one)
+    print(f"{name}: {a_layer} a layer, {len(one) - a_layer} beside them: {one}")  # noqa: T201
+    assert a_layer <= most[0] and len(one) - a_layer <= most[1], one

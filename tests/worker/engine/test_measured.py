@@ -93,6 +93,31 @@ def test_it_is_the_same_executor() -> None:
     assert tokens == oracle([5, 6, 7], 9, GREEDY)
 
 
+class Compiling(HashExecutor):
+    """Prepares once, before any step, and wants prompts of nine tokens for it."""
+
+    def __init__(self) -> None:
+        super().__init__(create().info)
+        self.calls: list[str | int] = []
+
+    def prepare(self) -> int:
+        self.calls.append("prepare")
+        return 9
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.calls.append(len(batch.token_ids))
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(("num_blocks", "steps"), [(16, [9, 1]), (2, [8])])
+def test_the_warmup_prepares_what_has_to_be_compiled(num_blocks: int, steps: list[int]) -> None:
+    executor = Compiling()
+    around = measured(executor)
+    around.allocate(num_blocks, 4)
+    around.warmup()
+    assert executor.calls == ["prepare", *steps]
+
+
 def test_it_scores_prompts_exactly_if_the_executor_does() -> None:
     assert isinstance(measured(create()), Scorer)
     assert not isinstance(measured(own_model.create()), Scorer)

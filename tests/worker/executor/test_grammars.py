@@ -102,6 +102,19 @@ def test_a_tokenizer_larger_than_the_model_is_taken() -> None:
     model.shutdown()
 
 
+def test_grammars_are_compiled_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_by: list[str] = []
+
+    def compiled(*args: Any, **options: Any) -> LLMatcher:
+        compiled_by.append(threading.current_thread().name)
+        return LLMatcher(*args, **options)
+
+    monkeypatch.setattr("worker.executor.grammars.LLMatcher", compiled)
+    structured = begun(Structure("regex", "[a-z]"))
+    assert structured.problem is None
+    assert [name.rpartition("_")[0] for name in compiled_by] == ["background"]
+
+
 class Compiling:
     """Grammars that are compiled; those with "slow" in them wait until they may go on."""
 
@@ -299,12 +312,13 @@ class HeldUp(list[int]):
         self.name, self._order, self._may_go_on = name, order, may_go_on
 
     def __getitem__(self, index: Any) -> Any:
+        assert threading.current_thread().name.startswith("background")
         self._order.append(self.name)
         assert self._may_go_on.wait(60)
         return super().__getitem__(index)
 
 
-def test_a_slow_mask_waits_for_one_of_another_tenant_however_many_it_has() -> None:
+def test_slow_masks_are_made_in_the_background_tenants_in_turn() -> None:
     order, may_go_on = list[str](), threading.Event()
     model = Grammars(DEMO / "tokenizer.json", VOCAB, EOS)
     first = model.structured(STRUCTURES[0], len(PROMPT), tenant=1)

@@ -20,6 +20,7 @@ from router.api.answered.usage import usage_body
 from router.api.chat import ChatAnswer
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
+from tests.circles import circles
 from tests.router.api.scripted import Core, started
 from tests.router.ends import ended
 from tests.router.site import LETTERS, ids
@@ -515,6 +516,16 @@ def test_cancel_is_idempotent() -> None:
     subject.cancel()
     subject.cancel()
     assert core.cancelled == [1, 2]
+
+
+def test_completions_that_ended_leave_nothing_to_the_garbage_collector() -> None:
+    with circles() as found:
+        for _ in range(2):
+            subject, _ = started(Core())
+            subject.cancel()
+            subject.let_go()
+            del subject
+    assert not found
 
 
 def test_a_writer_that_lags_is_told() -> None:

@@ -22,9 +22,6 @@ ALLOWED: dict[str, Any] = {
     "mode": "required",
     "tools": [{"type": "function", "name": "clock"}],
 }
-# How a template is told how much to reason.
-SWITCH = "{% if enable_thinking %}<think>{% endif %}</think>"
-DIAL = "{{ reasoning_effort }}</think>"
 
 
 def served(path: Path, template: str = "") -> ServedModel:
@@ -144,32 +141,14 @@ def test_reasoning_is_shown_unless_it_is_declined(
     assert conversation.shows_reasoning == (include_reasoning is not False)
 
 
-@pytest.mark.parametrize(
-    ("template", "effort", "variables"),
-    [
-        ("", None, {}),
-        ("", "none", {}),
-        ("", "medium", {}),
-        ("", "high", {}),
-        (SWITCH, "none", {"enable_thinking": False}),
-        (SWITCH, "medium", {}),
-        (SWITCH, "low", None),
-        (DIAL, "low", {"reasoning_effort": "low"}),
-        (DIAL, "medium", {"reasoning_effort": "medium"}),
-        ("</think>", "none", None),
-        ("</think>", "medium", {}),
-    ],
-)
-def test_effort_is_what_the_template_can_say(
-    tmp_path: Path, template: str, effort: str | None, variables: dict[str, Any] | None
-) -> None:
-    body, model = asked(reasoning={"effort": effort}), served(tmp_path, template)
-    if variables is not None:
-        assert body.go_on(body.items, model).variables == variables
-        return
+def test_effort_is_for_templates_that_know_it(tmp_path: Path) -> None:
+    body, model = asked(reasoning={"effort": "low"}), served(tmp_path, "{{ reasoning_effort }}")
+    assert body.go_on(body.items, model).variables == {"reasoning_effort": "low"}
     with pytest.raises(HttpError) as caught:
-        body.go_on(body.items, model)
+        body.go_on(body.items, served(tmp_path, "</think>"))
     assert caught.value.param == "reasoning.effort"
+    body = asked(reasoning={"effort": None})
+    assert body.go_on(body.items, served(tmp_path, "</think>")).variables == {}
 
 
 def test_allowed_tools_are_the_only_ones_to_be_called(tmp_path: Path) -> None:
