@@ -18,6 +18,7 @@ import torch
 
 from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import tiling
+from kernels.cuda.pinned import upload
 
 DTYPE_NAMES = {
     torch.float32: "float",
@@ -379,10 +380,11 @@ def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Plann
     """Upload work, and make room for its partial results."""
     num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
     tickets = torch.zeros(work.num_slots * num_kv_heads, dtype=torch.int32, device=device)
+    (items,) = upload([work.items], device)
     return Planned(
         tile,
         work,
-        torch.from_numpy(work.items).to(device),
+        items,
         torch.empty((len(tickets), tile.rows, head_dim + 4), dtype=torch.float32, device=device),
         tickets,
     )
@@ -431,7 +433,7 @@ def _on_device(
     """Upload a tensor of the batch once for all layers."""
     tensors = batch.scratch.of(OnDevice).tensors
     if name not in tensors:
-        tensors[name] = tensor.to(pool.device)
+        (tensors[name],) = upload([tensor.numpy()], pool.device)
     return tensors[name]
 
 

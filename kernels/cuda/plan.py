@@ -21,7 +21,7 @@ NOTHING = -1
 
 
 class FixedPlan:
-    """A `PagedBatch` of `num_sequences` that each generate one token; `set` says which.
+    """A `PagedBatch` of `num_sequences` that each generate one token; `tables` says which.
 
     Attributes:
         batch: What the operators take; its scratch holds all that they would upload.
@@ -79,8 +79,12 @@ class FixedPlan:
         items = np.full((most_items, tiling.ITEM), NOTHING, np.int32)
         return on_device(self._tile, tiling.Work(items, most_items), self._pool)
 
-    def set(self, batch: PagedBatch) -> None:
-        """Plan a step of no more sequences than there is room for, one token each."""
+    def tables(self, batch: PagedBatch) -> list[tuple[torch.Tensor, tiling.Ints]]:
+        """Plan a step of no more sequences than there is room for, one token each.
+
+        Returns:
+            What is to be written where on the device, before the host calls this again.
+        """
         mine, count = self.batch, len(batch.slots)
         columns = batch.block_tables.shape[1]
         mine.slots[:count], mine.slots[count:] = batch.slots, self._spare_slot
@@ -88,9 +92,11 @@ class FixedPlan:
         mine.block_tables[:count, :columns] = batch.block_tables
         mine.block_tables[count:, 0] = self._spare_slot // self._pool.shape[4]
         tensors = mine.scratch.of(OnDevice).tensors
-        tensors["slots"].copy_(mine.slots)
-        tensors["contexts"].copy_(mine.context_lens)
-        tensors["tables"][:, :columns].copy_(mine.block_tables[:, :columns])
+        tables = [
+            (tensors["slots"], mine.slots.numpy()),
+            (tensors["contexts"], mine.context_lens.numpy()),
+            (tensors["tables"][:, :columns], mine.block_tables[:, :columns].numpy()),
+        ]
         for window, room in self._rooms.items():
             work = tiling.work(
                 self._starts,
@@ -104,4 +110,5 @@ class FixedPlan:
             )
             items, count = room.work.items, len(work.items)
             items[:count], items[count:] = work.items, NOTHING
-            room.items.copy_(torch.from_numpy(items))
+            tables.append((room.items, items))
+        return tables

@@ -25,6 +25,7 @@ from tests.gpu.trail import Figures
 from wire.options import Options
 from worker.compute.graphs import SIZES
 from worker.embedded.serving import ServingEngine
+from worker.executor.gpu import create
 from worker.executor.torch import TorchExecutor
 
 GREEDY = Options(temperature=0.0, ignore_eos=True)
@@ -85,7 +86,9 @@ def loaded(settings: Settings, shape: Shape) -> Iterator[tuple[TorchExecutor, Se
     num_blocks, step_tokens = settings.size((6144, 8192), (256, 64))
     with tempfile.TemporaryDirectory() as directory:
         path = make_model(Path(directory, "model"), seed=settings.seed, **config)
-        executor = TorchExecutor.load(path, name=shape.like, device=settings.device.type)
+        executor = create(
+            model_path=path, model_name=shape.like, fingerprint="", device=settings.device.type
+        )
         serving = ServingEngine(
             executor,
             num_blocks=num_blocks,
@@ -129,7 +132,7 @@ def _graph_s(executor: TorchExecutor, number: int, step_s: float) -> float:
 
     Without a GPU nothing is recorded: that of the whole step.
     """
-    if (graphs := executor._graphs) is None:  # noqa: SLF001
+    if (graphs := vars(executor).get("_graphs")) is None:
         return step_s
     size = next(size for size in SIZES if size >= number)
     return device_s(graphs._recorded[size].replay)  # noqa: SLF001

@@ -14,6 +14,7 @@ import torch
 import kernels
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
+from tests.gpu.flights import text_parts
 from tests.gpu.inputs import TOLERANCE
 from tests.gpu.settings import Part, Settings
 from tests.gpu.trail import Figures
@@ -32,8 +33,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def graph_parts(settings: Settings) -> dict[str, Part]:
-    """A model of each dtype; see `_replays`."""
-    return {f"graphs {dtype}": partial(_replays, settings, dtype) for dtype in DTYPES}
+    """A model of each dtype, see `_replays`; and graphs one behind the other."""
+    parts: dict[str, Part] = {f"graphs {it}": partial(_replays, settings, it) for it in DTYPES}
+    return parts | text_parts(settings)
 
 
 def _replays(settings: Settings, dtype: str) -> Figures:

@@ -159,9 +159,12 @@ class Workload:
         if self.layout.has_state:
             chosen.setdefault("num_states", draw.choice([2, 5, 9, 30]))
         self.drafter = chosen["speculate"]
-        engine = Engine(hash_executor(self.layout), clock=lambda: self.now, **chosen)
+        engine = Engine(self._executor(), clock=lambda: self.now, **chosen)
         engine.swap.costs.copy_bytes_per_s = draw.choice([1.0, 1e6, 1e12])
         return engine
+
+    def _executor(self) -> HashExecutor:
+        return hash_executor(self.layout)
 
     def _request(self, request_id: int) -> Request:
         draw = self.draw

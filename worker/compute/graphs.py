@@ -17,6 +17,7 @@ import torch
 from kernels import PagedBatch
 from kernels.contract import Windowed
 from kernels.cuda import backend as cuda
+from kernels.cuda.pinned import put
 from kernels.cuda.plan import FixedPlan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
@@ -68,14 +69,22 @@ class DecodeStep:
             windowed = Windowed(cache.window_pool, self._window_plan.batch)
             self._batch = replace(self._batch, windowed=windowed)
 
-    def set(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> None:
+    def set(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        drawn: torch.Tensor | None = None,
+    ) -> None:
         """Say which sequences the step is of, at most as many as its size; see `forward` below."""
         count = len(token_ids)
-        self._token_ids[:count].copy_(token_ids)
-        self._positions[:count].copy_(positions)
-        self._plan.set(batch)
+        tables = [(self._token_ids[:count], token_ids.numpy())]
+        tables += [(self._positions[:count], positions.numpy()), *self._plan.tables(batch)]
         if self._window_plan is not None and batch.windowed is not None:
-            self._window_plan.set(batch.windowed.batch)
+            tables += self._window_plan.tables(batch.windowed.batch)
+        put(tables)
+        if drawn is not None:
+            fill_in(self._token_ids[:count], drawn)
 
     def __call__(self) -> torch.Tensor:
         """Compute the step, or have it recorded; return the logits of all its rows."""
@@ -131,18 +140,25 @@ class DecodeGraphs:
                 log.info("recorded decode steps", done=number, of=len(SIZES))
 
     @staticmethod
-    def can_replay(num_rows: int, batch: PagedBatch) -> bool:
-        """Whether each sequence of a step has one token, whose logits are wanted."""
+    def can_replay(rows: torch.Tensor, batch: PagedBatch) -> bool:
+        """Whether each sequence of a step has one token, and `rows` are all of them in order."""
         num_sequences = len(batch.context_lens)
-        return bool(len(batch.slots) == num_rows == num_sequences <= SIZES[-1])
+        is_decode = len(batch.slots) == len(rows) == num_sequences <= SIZES[-1]
+        # Of a prompt that is scored, the rows come after those that are sampled.
+        return bool(is_decode and (rows[1:] > rows[:-1]).all())
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        drawn: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one step that `can_replay` allows.
 
         Args:
             token_ids: [T] int32; `positions` likewise, both in CPU memory.
+            drawn: int32 on the device: what `token_ids` below 0 stand for; see `fill_in`.
 
         Returns:
             [T, vocab] float32 logits, valid until the next step.
@@ -150,7 +166,7 @@ class DecodeGraphs:
         count = len(token_ids)
         size = next(size for size in SIZES if size >= count)
         it = self._of(size)
-        it.step.set(token_ids, positions, batch)
+        it.step.set(token_ids, positions, batch, drawn)
         cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
         return it.logits[:count]
@@ -160,6 +176,12 @@ class DecodeGraphs:
             step = self._make_step(size)
             self._recorded[size] = _Recorded(step, *self._record(step))
         return self._recorded[size]
+
+
+def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
+    """Put tokens that were drawn on the device in the place of ids below 0: -1 - r is drawn[r]."""
+    rows = (~token_ids).clamp_(min=0)
+    torch.where(token_ids < 0, drawn[rows], token_ids, out=token_ids)
 
 
 def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:

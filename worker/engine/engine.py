@@ -2,6 +2,8 @@
 
 Synchronous: all calls come from one thread (`worker.engine.thread`).  It serves both roles: `add`
 takes a prompt to be read here, `reserve` and `begin_decode` a prompt that another worker has read.
+Of an executor that is a `Drawer` the next step is begun before one is sampled and committed
+(`worker.engine.flight`).
 When an executor raises `SequenceFailed`, or a request cannot be served, that sequence alone ends,
 with the output `Failed`.  Any other exception of the executor leaves `step`: nobody knows then what
 state the device is in, so the process has to end.
@@ -20,6 +22,7 @@ from wire.options import Options
 from wire.payloads import Load
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
+from worker.engine.flight import Flight
 from worker.engine.outputs import Failed, Output
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Problem, Sequence, Status
@@ -30,7 +33,9 @@ from worker.engine.stats import Counters, Slots, Stats, load_of
 from worker.engine.step import commit, compute, tell
 from worker.engine.swap import SwapSpace
 from worker.engine.windows import windows_of
+from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import (
+    Drawer,
     Executor,
     SampledToken,
     Scorer,
@@ -102,6 +107,11 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._outputs: list[Output] = []
         self._compiling: list[Sequence] = []  # their grammars or masks are not ready
+        self._drawer: Drawer | None = None
+        # Drafts are of tokens that are known, and a step writes states over those before.
+        if isinstance(executor, Drawer) and not self.config.speculate and self.pool.states is None:
+            self._drawer = executor
+        self._flight: Flight | None = None
         self._is_stalled = False
 
     # What a role asks for.  The answers, refusals included, are outputs of `step`.
@@ -206,6 +216,9 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute one batch of all sequences that can go on; return what is to be said of them."""
+        was_in_flight = self._flight is not None
+        if was_in_flight and not self._can_plan_ahead():
+            self.counters.forward_s += self._land()
         start_s = self._clock()
         if self._compiling:
             self._look_at_grammars()
@@ -217,30 +230,19 @@ class Engine:
             self.pool.states.prepare(plan.arriving, plan.num_written)
         self.swap.carry_in(plan.swapped_in)
         self._tell(plan)
-        chunks = plan.chunks
-        if chunks:
-            if self.pool.windows is not None:
-                for chunk in chunks:
-                    chunk.sequence.look_ahead(chunk.num_rows, self.pool)
-            batch = build(plan.kind, chunks, self.pool.block_size)
-            forward_s = self._clock()
-            tokens = compute(self._executor, batch)
-            commit_s = self._clock()
-            if isinstance(tokens, SequenceFailed):
-                self._give_up(chunks, tokens)
-            else:
-                self._commit(chunks, tokens)
-                if plan.is_mostly_prefill(self.config.max_ubatch_tokens):
-                    self.swap.costs.observe_prefill(plan.num_prefill_tokens, commit_s - forward_s)
-            self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
+        if plan.chunks:
+            executor_s = self._compute(plan)
+            self.counters.measure(draft_s - start_s, executor_s, self._clock() - draft_s)
+        elif self._flight is not None:
+            self.counters.forward_s += self._land()
         elif self._compiling and self._compiling[0].structured is not None:
             self._compiling[0].structured.wait(_COMPILER_LOOK_S)
-        self._is_stalled = not plan.is_progress
+        self._is_stalled = not (plan.is_progress or was_in_flight)
         return self._take_outputs()
 
     def has_work(self) -> bool:
         """Whether `step` could do anything before the engine is asked for something new."""
-        if self._outputs or self.scheduler.running or self._compiling:
+        if self._outputs or self.scheduler.running or self._compiling or self._flight is not None:
             return True
         if not self._is_stalled and (self.scheduler.waiting or self.scheduler.reserving):
             return True
@@ -262,6 +264,59 @@ class Engine:
         if self.announce is not None and self._outputs:
             self.announce(self._take_outputs())
 
+    def _compute(self, plan: Plan) -> float:
+        """Compute a plan, or have it begun; return how long the host was with the executor."""
+        chunks = plan.chunks
+        batch, drawer = self._lay_out(plan.kind, chunks)
+        executor_s = 0.0
+        if drawer is None and self._flight is not None:  # the host has to know the last tokens
+            executor_s = self._land()
+            chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
+            if not chunks:
+                return executor_s
+            batch, _ = self._lay_out(plan.kind, chunks)
+        start_s = self._clock()
+        outcome = compute(self._executor, batch, drawer)
+        executor_s += self._clock() - start_s
+        executor_s += self._land()
+        if isinstance(outcome, SequenceFailed):
+            self._give_up(chunks, outcome)
+            return executor_s
+        if isinstance(outcome, list):
+            self._commit(chunks, outcome)
+        else:
+            self._flight = Flight(chunks, batch.samplings, outcome)
+            if plan.prefill:  # it fills blocks that the next plan wants to share, or to send
+                executor_s += self._land()
+        if plan.is_mostly_prefill(self.config.max_ubatch_tokens):
+            self.swap.costs.observe_prefill(plan.num_prefill_tokens, executor_s)
+        return executor_s
+
+    def _lay_out(self, kind: BatchType, chunks: list[Chunk]) -> tuple[Batch, Drawer | None]:
+        """Lay out a step; return also who draws its tokens if the host need not do it."""
+        if self.pool.windows is not None:
+            for chunk in chunks:
+                chunk.sequence.look_ahead(chunk.num_rows, self.pool)
+        batch, drawer = build(kind, chunks, self.pool.block_size), self._drawer
+        return batch, drawer if drawer is not None and drawer.can_draw(batch) else None
+
+    def _land(self) -> float:
+        """Commit the step in flight, if there is one; return how long it was waited for."""
+        if self._flight is None:
+            return 0.0
+        start_s = self._clock()
+        landed, self._flight = self._flight.land(), None
+        end_s = self._clock()
+        self._commit(*landed)
+        return end_s - start_s
+
+    def _can_plan_ahead(self) -> bool:
+        """Whether a plan is the same before and after the step in flight, ended sequences apart.
+
+        Not if a deadline has passed, or if a sequence may have to give way to another.
+        """
+        return self.scheduler.has_block_for_each() and self.idle_s() != 0.0
+
     def _commit(self, chunks: list[Chunk], sampled: list[SampledToken]) -> None:
         outputs, ended = commit(chunks, sampled, self.pool, self.counters)
         self._outputs += outputs
@@ -282,6 +337,8 @@ class Engine:
         """
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
+            if sequence.status is not Status.RUNNING:
+                continue  # it ended with the step before
             sequence.undo(self.pool)
             if index == failure.index:
                 self._fail(sequence.request_id, failure.code, failure.message)

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -32,6 +33,8 @@ from worker.engine.states import states_of
 from worker.engine.windows import windows_of
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import (
+    Drawer,
+    Drawn,
     Executor,
     Preparer,
     SampledToken,
@@ -89,6 +92,7 @@ class MeasuredExecutor:
         self._cache: KVCache | None = None
         self._state = State.INITIALIZING
         self._batch_sequences = 0
+        self._batch: Batch | None = None  # the last one that was begun
         self._started_s = 0.0
         self._last_step_s: float | None = None
         self._prefill, self._decode = Stopwatch(), Stopwatch()
@@ -101,6 +105,8 @@ class MeasuredExecutor:
             self.score = executor.score
         if isinstance(executor, Structurer):
             self.structured = executor.structured
+        if isinstance(executor, Drawer):
+            self.can_draw, self.draw = executor.can_draw, self._draw
 
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
@@ -129,16 +135,29 @@ class MeasuredExecutor:
 
     def forward(self, batch: Batch) -> Any:
         self._state, self._batch_sequences = State.BUSY, len(batch.context_lens)
-        self._started_s = self._clock()
+        self._batch, self._started_s = batch, self._clock()
         self._faults.tick()
-        logits = self._watched("forward", batch)
+        logits = self._watched("forward", batch, self._executor.forward, batch)
         if not batch.samplings:
-            self._finish(batch)
+            self._finish(batch, self._started_s)
         return logits
 
     def sample(self, logits: Any, batch: Batch) -> list[SampledToken]:
-        tokens: list[SampledToken] = self._watched("sample", logits, batch)
-        self._finish(batch)
+        started_s = self._started_s
+        return self._sampled(batch, started_s, "sample", self._executor.sample, logits, batch)
+
+    def _draw(self, logits: Any, batch: Batch) -> Drawn:
+        drawer = self._executor
+        assert isinstance(drawer, Drawer)
+        drawn: Drawn = self._watched("draw", batch, drawer.draw, logits, batch)
+        return _MeasuredDrawn(partial(self._sampled, batch, self._started_s, "draw", drawn.tokens))
+
+    def _sampled(
+        self, batch: Batch, started_s: float, method: str, call: Callable[..., Any], *args: Any
+    ) -> list[SampledToken]:
+        """Return a step's tokens, which `call` returns: with them the step has ended."""
+        tokens: list[SampledToken] = self._watched(method, batch, call, *args)
+        self._finish(batch, started_s)
         if (
             not self._is_overdraw_told
             and max([it.token_id for it in tokens]) >= self.info.vocab_size
@@ -188,10 +207,10 @@ class MeasuredExecutor:
             mean_batch_sequences=self._num_sequences / num_steps if num_steps else 0.0,
         )
 
-    def _watched(self, method: str, *args: Any) -> Any:
-        """Call a method of the executor, whose last argument is the batch."""
+    def _watched(self, method: str, batch: Batch, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the executor."""
         try:
-            return getattr(self._executor, method)(*args)
+            return call(*args)
         except SequenceFailed as failure:  # only that sequence is affected
             self._state, self._batch_sequences = State.READY, 0
             if failure.code is ErrorCode.MODEL_FAILED:  # else the request is to blame
@@ -200,17 +219,24 @@ class MeasuredExecutor:
             raise
         except BaseException as error:
             self._state = State.ERROR
-            kind, size = args[-1].kind, self._batch_sequences
+            kind, size = batch.kind, len(batch.context_lens)
             error.add_note(f"in {method} of a {kind} step, batch size {size}")
             raise
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: Batch, started_s: float) -> None:
+        # A step that was asked for before the one before had ended began when that one ended.
+        started_s = max(started_s, self._last_step_s or started_s)
         self._last_step_s = self._clock()
         stopwatch = self._decode if batch.kind is BatchType.DECODE else self._prefill
-        stopwatch.add(self._last_step_s - self._started_s)
+        stopwatch.add(self._last_step_s - started_s)
         self._num_sampled += len(batch.sample_rows)
-        self._num_sequences += self._batch_sequences
-        self._state, self._batch_sequences = State.READY, 0
+        self._num_sequences += len(batch.context_lens)
+        if batch is self._batch:
+            self._state, self._batch_sequences = State.READY, 0
+
+
+class _MeasuredDrawn(NamedTuple):
+    tokens: Callable[[], list[SampledToken]]
 
 
 class Direct:

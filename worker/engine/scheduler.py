@@ -210,6 +210,12 @@ class Scheduler:
         self._last_kind = plan.kind
         return plan
 
+    def has_block_for_each(self) -> bool:
+        """Whether each running sequence can get one more block, so that none has to give way."""
+        count, windows = len(self.running), self.pool.windows
+        is_room = windows is None or windows.may_promise(0, 0, [1] * count)
+        return is_room and self.pool.can_allocate(count)
+
     def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
         plan.overdue.append(sequence)
         if sequence.status is Status.RUNNING and sequence.transfer and not sequence.is_released:

@@ -16,7 +16,14 @@ from worker.engine.sequence import Sequence, overdue
 from worker.engine.speculation import accepted
 from worker.engine.stats import Counters
 from worker.executor.batch import Batch
-from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
+from worker.executor.contract import (
+    Drawer,
+    Drawn,
+    Executor,
+    SampledToken,
+    Scorer,
+    SequenceFailed,
+)
 
 
 def tell(plan: Plan, pool: BlockPool) -> list[Output]:
@@ -29,16 +36,21 @@ def tell(plan: Plan, pool: BlockPool) -> list[Output]:
     return outputs
 
 
-def compute(executor: Executor, batch: Batch) -> list[SampledToken] | SequenceFailed:
+def compute(
+    executor: Executor, batch: Batch, drawer: Drawer | None = None
+) -> list[SampledToken] | Drawn | SequenceFailed:
     """Run, sample and score a batch; return the token of each sampled row, or whose failure it was.
 
-    Scores are kept last: a batch that fails is computed again, and must not be scored twice.
+    With a `drawer`, which is the executor, the tokens are not waited for.  Scores are kept last: a
+    batch that fails is computed again, and must not be scored twice.
 
     Raises:
         SequenceFailed: It names no sequence of the batch, which is a bug of the executor.
     """
     try:
         logits = executor.forward(batch)
+        if drawer is not None:
+            return drawer.draw(logits, batch)
         tokens = executor.sample(logits, batch) if batch.samplings else []
         if batch.scorings and isinstance(executor, Scorer):
             batch.keep_scores(executor.score(logits, batch))
@@ -79,8 +91,8 @@ def commit(
             # The KV of accepted drafts is there already: they are the tokens now.
             sequence.num_computed_tokens = len(sequence.token_ids) - 1
         sequence.register(pool)
-        if pool.windows is not None:
-            sequence.look_ahead(0, pool)
+        if pool.windows is not None and chunk.num_rows > 1:
+            sequence.look_ahead(0, pool)  # else the next step may have begun, and looks ahead more
         if drafts:
             _trim(sequence, pool)
     return outputs, ended

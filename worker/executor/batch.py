@@ -98,7 +98,8 @@ class Batch:
     """T tokens of S sequences, of which R need a next token.
 
     Attributes:
-        token_ids: [T] input token ids, sequence after sequence.
+        token_ids: [T] input token ids, sequence after sequence; -1 - r is the token that row r of
+            the step before has drawn (`worker.executor.contract.Drawer`).
         positions: [T] index of each token in its sequence.
         slots: [T] where its KV goes: block * block_size + offset.
         query_starts: [S + 1] token range of sequence s is [query_starts[s], query_starts[s + 1]).

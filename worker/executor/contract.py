@@ -338,3 +338,27 @@ class Preparer(Protocol):
         Returns:
             How many tokens a prompt must have that needs all that prompts need.
         """
+
+
+class Drawn(Protocol):
+    """Tokens that a device draws, and may not have drawn yet."""
+
+    def tokens(self) -> list[SampledToken]:
+        """Wait for them, and return one for each sampled row; to be called once."""
+
+
+@runtime_checkable
+class Drawer(Protocol):
+    """What an executor can do besides if the host need not wait for the end of a step.
+
+    Its `forward` and `draw` only ask the device for a step, and it computes steps in the order in
+    which they were asked for.  So the next one may be asked for before anybody has read the tokens
+    of this one: in its `token_ids`, -1 - r stands for what row r of the last `draw` has drawn.
+    Copies of KV that are asked for later than a step begin after it.
+    """
+
+    def can_draw(self, batch: Batch) -> bool:
+        """Whether the device alone can draw all tokens of the batch, and none can be lacking."""
+
+    def draw(self, logits: Any, batch: Batch) -> Drawn:
+        """Have the tokens drawn that `sample` would return; of batches that `can_draw` allows."""

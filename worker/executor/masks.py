@@ -30,7 +30,7 @@ def mask(
 
     `over` are the rows whose structure allows EOS only.
     """
-    limited = rows_of(samplings, _is_limited)
+    limited = rows_of(samplings, is_limited)
     if not limited:
         return logits
     masked, vocab = _copy(logits), logits.shape[1]
@@ -56,7 +56,8 @@ def mask(
     return masked
 
 
-def _is_limited(sampling: Sampling) -> bool:
+def is_limited(sampling: Sampling) -> bool:
+    """Whether some tokens may not be drawn, whatever a structure says."""
     options = sampling.options
     if sampling.position - sampling.prompt_len < options.min_tokens:
         return True  # its first rows may not stop; later ones, after drafts, perhaps

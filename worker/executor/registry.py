@@ -15,7 +15,7 @@ from worker.executor.contract import Executor
 
 # torch: real models.  hash: model-free, deterministic, for tests of everything but the model.
 FACTORIES: Final = {
-    "torch": "worker.executor.torch:create",
+    "torch": "worker.executor.gpu:create",
     "hash": "worker.executor.hash:create",
 }
 

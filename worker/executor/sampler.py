@@ -81,11 +81,7 @@ def sample(
         return []
     over, bits = (structures.over, structures.bits) if structures is not None else ((), None)
     allowed = mask(adjust(logits, samplings), samplings, eos_token_ids, over)
-    settings = None
-    if bits is not None or any(it.options.temperature != 0 for it in samplings):
-        settings = _upload(_settings(rows_of(samplings)), logits.device)
-    on_device = None if bits is None else _upload(bits, logits.device)
-    token_ids: list[int] = kernels.draw(allowed, settings, on_device).tolist()
+    token_ids: list[int] = draw(allowed, samplings, bits).tolist()
     for row in rows_of(samplings, _may_lack_all):
         token_id = token_ids[row.index]
         if token_id < 0 or allowed[row.index, token_id] == -torch.inf:
@@ -98,6 +94,22 @@ def sample(
         for place, logprobs in zip(places, _logprobs(logits[places], kept, numbers), strict=True):
             tokens[place] = SampledToken(token_ids[place], logprobs)
     return tokens
+
+
+def draw(
+    logits: torch.Tensor, samplings: Sequence[Sampling], bits: npt.NDArray[np.int32] | None = None
+) -> torch.Tensor:
+    """Return a token for each row, [R] int64 on the device, which nobody waits for.
+
+    Args:
+        logits: [R, vocab] float32, after penalties and masks.
+        bits: What structures allow, as `kernels.draw` takes it.
+    """
+    settings = None
+    if bits is not None or any(it.options.temperature != 0 for it in samplings):
+        settings = _upload(_settings(rows_of(samplings)), logits.device)
+    allowed = None if bits is None else _upload(bits, logits.device)
+    return kernels.draw(logits, settings, allowed)
 
 
 @torch.inference_mode()

@@ -23,7 +23,6 @@ from wire.layout import Group, KVGroup, KVLayout, StateGroup
 from wire.options import Structure
 from worker.compute.contract import KVCache
 from worker.compute.device import find_device
-from worker.compute.graphs import DecodeGraphs, graphs_of
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model, load_model
 from worker.compute.pool_shape import layers_by_window
@@ -47,30 +46,6 @@ _ENOUGH_ON_CPU = 256
 
 # More rows than a tile of generation has, whatever the number of heads.
 _PROMPT_ON_GPU = 64
-
-
-def create(
-    *,
-    model_path: str | Path,
-    model_name: str,
-    fingerprint: str,
-    dtype: str = "auto",
-    kv_dtype: str = "auto",
-    weights: str = "auto",
-    device: str = "auto",
-    max_model_len: int | None = None,
-) -> TorchExecutor:
-    """Load a model directory; see `TorchExecutor.load`."""
-    return TorchExecutor.load(
-        Path(model_path),
-        name=model_name,
-        fingerprint=fingerprint,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        weights=weights,
-        device=device,
-        max_model_len=max_model_len,
-    )
 
 
 class Step(NamedTuple):
@@ -99,7 +74,6 @@ class TorchExecutor:
         self.capabilities = _capabilities(model, info)
         self._model: Model | None = model
         self._cache: TorchKVCache | None = None
-        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(
@@ -172,14 +146,10 @@ class TorchExecutor:
         assert model is not None, "allocate after shutdown"
         sizes = num_blocks, block_size, num_states, num_window_blocks
         self._cache = make_cache(model, self.info.layout, *sizes)
-        if model.device.type == "cuda":
-            self._graphs = graphs_of(model, self._cache, self.info.max_model_len)
         return self._cache
 
     def prepare(self) -> int:
-        """Record the decode steps of a GPU; see `worker.executor.contract.Preparer`."""
-        if self._graphs is not None:
-            self._graphs.prepare()
+        """See `worker.executor.contract.Preparer`."""
         assert self._model is not None, "prepare after shutdown"
         return 2 if self._model.device.type == "cpu" else _PROMPT_ON_GPU
 
@@ -235,8 +205,6 @@ class TorchExecutor:
         """Return the logits of a step's rows."""
         assert self._model is not None and self._cache is not None
         batch = with_pools(self._cache, step)
-        if self._graphs is not None and self._graphs.can_replay(len(step.rows), batch):
-            return self._graphs.forward(step.token_ids, step.positions, batch)
         token_ids, positions, rows = (
             it.to(self._model.device) for it in (step.token_ids, step.positions, step.rows)
         )
@@ -275,7 +243,6 @@ class TorchExecutor:
         """Drop the weights and the cache."""
         self._model = None
         self._cache = None
-        self._graphs = None
         self._grammars.shutdown()
 
 

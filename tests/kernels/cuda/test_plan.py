@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from kernels import PagedBatch
 from kernels.cuda.launch import OnDevice
+from kernels.cuda.pinned import put
 from kernels.cuda.plan import NOTHING, FixedPlan
+from tests.kernels.shim.copies import LateCopies
 
 NUM_SEQUENCES, COLUMNS, SPARE, BLOCK_SIZE = 6, 64, 9, 16
 
@@ -39,7 +41,7 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
     held = plan.batch.scratch.of(OnDevice)
     pointers = {name: it.data_ptr() for name, it in held.tensors.items()}
     for lens in steps:
-        plan.set(batch_of(lens))
+        put(plan.tables(batch_of(lens)))
         count = len(lens)
         assert held.tensors["contexts"].tolist() == lens + [1] * (NUM_SEQUENCES - count)
         slots = held.tensors["slots"].tolist()
@@ -60,3 +62,29 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
             assert not used or (max(used) + 1) * 2 <= len(parts) == len(tickets)
             assert not tickets.any()
     assert pointers == {name: held.tensors[name].data_ptr() for name in pointers}
+
+
+def test_a_step_reads_its_own_tables_though_the_next_has_been_planned() -> None:
+    pool = torch.zeros(10, 1, 2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
+    sizes = {"spare_block": SPARE, "wanted_blocks": 40}
+    plan = FixedPlan(pool, NUM_SEQUENCES, COLUMNS, 8, (None,), **sizes)
+    held = plan.batch.scratch.of(OnDevice)
+    (room,) = held.works[None, 8]
+    there = [*held.tensors.values(), room.items]
+
+    def alone(lens: list[int]) -> list[torch.Tensor]:
+        put(plan.tables(batch_of(lens)))
+        return [tensor.clone() for tensor in there]
+
+    steps = [[5, 700, 33], [900, 2]]
+    want = [alone(lens) for lens in steps]
+    seen = [[torch.empty_like(tensor) for tensor in there] for _ in steps]
+    with LateCopies() as copies:
+        for lens, sights in zip(steps, seen, strict=True):
+            put(plan.tables(batch_of(lens)))
+            for sight, tensor in zip(sights, there, strict=True):
+                sight.copy_(tensor)
+        copies.finish()
+    for wanted, sights in zip(want, seen, strict=True):
+        for tensor, sight in zip(wanted, sights, strict=True):
+            assert torch.equal(tensor, sight)

@@ -12,6 +12,7 @@ from scripts.models.make_model import make_model
 from tests.kv import part
 from tests.oracle import oracle
 from tests.worker.executor.forward_pair import pair
+from tests.worker.late import LateExecutor
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.layout import KVLayout
 from wire.options import Options
@@ -22,7 +23,7 @@ from worker.engine.measured import Direct, MeasuredExecutor, State, measured
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence, Status
 from worker.executor.batch import Batch
-from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
+from worker.executor.contract import Drawer, Executor, SampledToken, Scorer, SequenceFailed
 from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
 from worker.executor.metrics import Latency
 from worker.executor.torch import TorchExecutor
@@ -120,6 +121,42 @@ def test_the_warmup_prepares_what_has_to_be_compiled(num_blocks: int, steps: lis
 def test_it_scores_prompts_exactly_if_the_executor_does() -> None:
     assert isinstance(measured(create()), Scorer)
     assert not isinstance(measured(own_model.create()), Scorer)
+
+
+def late(clock: Clock) -> MeasuredExecutor:
+    """A device on which a step takes two seconds, and the host one to ask for it."""
+
+    class Late(LateExecutor):
+        def forward(self, batch: Batch) -> list[int]:
+            clock.now += 1.0
+            return super().forward(batch)
+
+    executor = Late(create().info, random.Random(0))
+    device, wait = executor.device, executor.device.wait
+
+    def waited(number: int) -> None:
+        clock.now += 1.0 * (number - device.num_run > 0)
+        wait(number)
+
+    device.wait = waited  # type: ignore[method-assign]
+    return MeasuredExecutor(executor, clock=clock)
+
+
+def test_steps_of_which_one_is_begun_behind_the_other_are_measured_one_after_the_other() -> None:
+    around = late(clock := Clock())
+    engine = Engine(around, num_blocks=16, block_size=4)
+    assert isinstance(around, Drawer) and not isinstance(measured(create()), Drawer)
+    engine.add(Sequence(1, [5, 6, 7], GREEDY, 5))
+    states, began, tokens = [], clock.now, []
+    while engine.has_work():
+        tokens += [it.token_id for it in engine.step() if isinstance(it, Token)]
+        states.append(around.status().state)
+    assert tokens == oracle([5, 6, 7], 5, GREEDY)
+    # The prompt is read at once; then each call begins a step and reads the one before.
+    assert states == [State.READY, *[State.BUSY] * 4, State.READY]
+    metrics = around.metrics()
+    assert (metrics.prefill.num_steps, metrics.decode.num_steps) == (1, 4)
+    assert metrics.tokens_per_second == pytest.approx(5 / (clock.now - began))
 
 
 def test_a_token_outside_the_vocabulary_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

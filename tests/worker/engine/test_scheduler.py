@@ -754,3 +754,25 @@ def test_the_lowest_free_slot_number_is_taken() -> None:
     numbers.give_back(2)
     numbers.give_back(0)
     assert [numbers.take() for _ in range(3)] == [0, 2, 4]
+
+
+def test_there_is_a_block_for_each_that_runs() -> None:
+    queue = Queue(num_blocks=4, block_size=4)
+    assert queue.scheduler.has_block_for_each()
+    queue.add(1, 4)
+    queue.add(2, 4)
+    queue.step()
+    assert queue.scheduler.has_block_for_each(), "two blocks are left for two"
+    queue.add(3, 4)
+    queue.step()
+    assert not queue.scheduler.has_block_for_each()
+
+
+def test_there_is_a_block_of_layers_with_a_window_for_each_that_runs() -> None:
+    queue = Queue(block_size=4, windows=windows_over(64, 4, [9], num_window_blocks=7))
+    queue.add(1, 12)
+    queue.step()
+    assert queue.scheduler.has_block_for_each()
+    queue.add(2, 12)
+    queue.step()
+    assert queue.sequences[2].block_table and not queue.scheduler.has_block_for_each()

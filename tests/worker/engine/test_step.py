@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.oracle import oracle
+from tests.worker.late import LateDrawn, LateExecutor
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.errors import ErrorCode
 from wire.options import Options
@@ -17,6 +20,7 @@ from worker.engine.stats import Counters
 from worker.engine.step import commit, compute, tell
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import SampledToken, SequenceFailed
+from worker.executor.hash import create
 
 GREEDY = Options(ignore_eos=True, prompt_logprobs=1)
 
@@ -143,3 +147,15 @@ def test_nothing_follows_the_last_token_though_drafts_were_right() -> None:
     assert isinstance(last, Token) and last.finish_reason == "length"
     assert step.ended == [sequence] and sequence.num_computed_tokens == 8
     assert sequence.num_registered_blocks == 2, "the next request finds the drafts' KV as well"
+
+
+def test_what_a_device_draws_is_not_waited_for() -> None:
+    executor = LateExecutor(create().info, random.Random(0))
+    executor.allocate(4, 4)
+    sequence = Sequence(0, [5, 6], Options(ignore_eos=True))
+    sequence.block_table.append(0)
+    batch = build(BatchType.DECODE, [Chunk(sequence, 2)], 4)
+    drawn = compute(executor, batch, executor)
+    assert executor.device.num_run == 0
+    assert isinstance(drawn, LateDrawn)
+    assert [it.token_id for it in drawn.tokens()] == oracle([5, 6], 1, Options(ignore_eos=True))

@@ -19,6 +19,7 @@ from kernels.cuda.device_memory import DeviceMemory
 from tests.kernels.shim import driver
 from tests.kernels.shim.lane import CpuLane
 from worker.compute.kv_cache import TorchKVCache
+from worker.executor import gpu
 from worker.executor import torch as executor
 from worker.executor.torch import TorchExecutor
 
@@ -35,7 +36,7 @@ def create(**settings: Any) -> TorchExecutor:
     executor.TorchKVCache = make_cache  # type: ignore[assignment, attr-defined]
     if STUCK in os.environ:
         DeviceMemory.copy = _stuck  # type: ignore[assignment, method-assign]
-    return executor.create(**settings | {"dtype": "float32", "device": "cpu"})
+    return gpu.create(**settings | {"dtype": "float32", "device": "cpu"})
 
 
 def _stuck(*_: object) -> int:

@@ -1,0 +1,130 @@
+"""The torch executor on a GPU: decode steps are graphs, and the host need not wait for their end.
+
+What a step needs is uploaded in one copy that nobody waits for.  The tokens that it draws stay on
+the GPU, where the next step reads them, and are copied to the host beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kernels.cuda.pinned import Download, upload
+from worker.compute.contract import KVCache
+from worker.compute.device import find_device
+from worker.compute.graphs import DecodeGraphs, fill_in, graphs_of
+from worker.compute.model import Model
+from worker.executor import sampler
+from worker.executor.batch import Batch, Sampling
+from worker.executor.contract import ModelInfo, SampledToken
+from worker.executor.masks import is_limited
+from worker.executor.torch import Step, TorchExecutor, with_pools
+
+
+def create(
+    *,
+    model_path: str | Path,
+    model_name: str,
+    fingerprint: str,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    weights: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+) -> TorchExecutor:
+    """Load a model directory for this device, of any kind; see `TorchExecutor.load`."""
+    kind = GpuExecutor if find_device(device).type == "cuda" else TorchExecutor
+    return kind.load(
+        Path(model_path),
+        name=model_name,
+        fingerprint=fingerprint,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        weights=weights,
+        device=device,
+        max_model_len=max_model_len,
+    )
+
+
+class GpuExecutor(TorchExecutor):
+    """Implements `worker.executor.contract.Drawer` besides what the other does."""
+
+    def __init__(self, model: Model, info: ModelInfo, path: Path) -> None:
+        super().__init__(model, info, path)
+        self._graphs: DecodeGraphs | None = None
+        self._drawn: torch.Tensor | None = None  # [R] int32, by the last `draw`
+
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> KVCache:
+        """Make the paged KV cache that later batches address; see `TorchExecutor.allocate`."""
+        cache = super().allocate(num_blocks, block_size, num_states, num_window_blocks)
+        assert self._model is not None and self._cache is not None
+        self._graphs = graphs_of(self._model, self._cache, self.info.max_model_len)
+        return cache
+
+    def prepare(self) -> int:
+        """Record the decode steps; see `worker.executor.contract.Preparer`."""
+        if self._graphs is not None:
+            self._graphs.prepare()
+        return super().prepare()
+
+    def _compute(self, step: Step) -> torch.Tensor:
+        """Ask for the logits of a step's rows."""
+        assert self._model is not None and self._cache is not None
+        batch, drawn = with_pools(self._cache, step), None
+        if bool((step.token_ids < 0).any()):
+            drawn = self._drawn
+            assert drawn is not None, "a token of the step before, which drew none"
+        if self._graphs is not None and self._graphs.can_replay(step.rows, batch):
+            return self._graphs.forward(step.token_ids, step.positions, batch, drawn)
+        tables = [it.numpy() for it in (step.token_ids, step.positions, step.rows)]
+        token_ids, positions, rows = upload(tables, self._model.device)
+        if drawn is not None:
+            fill_in(token_ids, drawn)
+        return self._model.forward(token_ids, positions, self._cache.pool, batch, rows)
+
+    def can_draw(self, batch: Batch) -> bool:
+        """See `worker.executor.contract.Drawer`."""
+        samplings = batch.samplings
+        return bool(samplings) and not batch.scorings and all(map(_is_plain, samplings))
+
+    @torch.inference_mode()
+    def draw(self, logits: torch.Tensor, batch: Batch) -> GpuDrawn:
+        """See `worker.executor.contract.Drawer`."""
+        try:
+            self._drawn = sampler.draw(logits[: len(batch.sample_rows)], batch.samplings).int()
+            return GpuDrawn(Download(self._drawn), self._note_started)
+        except RuntimeError as error:
+            self._note_started(error)
+            raise
+
+    def shutdown(self) -> None:
+        """Drop the weights and the cache, and the graphs that read both."""
+        super().shutdown()
+        self._graphs = self._drawn = None
+
+
+class GpuDrawn:
+    """Tokens that a GPU draws; implements `worker.executor.contract.Drawn`."""
+
+    def __init__(self, token_ids: Download, note: Callable[[RuntimeError], None]) -> None:
+        self._token_ids, self._note = token_ids, note
+
+    def tokens(self) -> list[SampledToken]:
+        """Wait for the end of the step."""
+        try:
+            return [SampledToken(token_id) for token_id in self._token_ids.read()]
+        except RuntimeError as error:
+            self._note(error)
+            raise
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    """Whether nothing but the logits and the position decides the next token."""
+    options = sampling.options
+    is_asked = options.has_penalties or options.logit_bias or options.logprobs is not None
+    is_held = sampling.structured is not None or is_limited(sampling)
+    return not (is_asked or is_held or sampling.drafts)
