@@ -18,6 +18,7 @@ from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 from kernels.cuda.launch import check_pool as check_pool
+from kernels.cuda.tiling import Gpu
 from kernels.reference import argmax as argmax
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route
@@ -25,8 +26,6 @@ from kernels.reference import sample as sample
 
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
-# Thread blocks to aim for on each multiprocessor when keys are split.
-BLOCKS_PER_MULTIPROCESSOR = 2
 # As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
@@ -85,7 +84,7 @@ def paged_attention(
         window=window,
         cap=cap,
         sinks=sinks,
-        wanted_blocks=wanted_blocks(pool.device.index or 0),
+        gpu=gpu(pool.device.index or 0),
     )
     start(pool.device, launches)
     return out
@@ -188,9 +187,11 @@ def _cupy() -> Any:
         ) from error
 
 
-def wanted_blocks(device: int) -> int:
-    """Return how many thread blocks fill the device when keys are split."""
-    return multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR
+@cache
+def gpu(device: int) -> Gpu:
+    """Return what a device has for attention's tiles."""
+    it = torch.cuda.get_device_properties(device)
+    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor))
 
 
 @cache

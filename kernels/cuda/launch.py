@@ -184,12 +184,18 @@ def attention(
     *,
     scale: float,
     window: int | None,
-    wanted_blocks: int,
+    gpu: tiling.Gpu,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Attend with few and with many rows."""
+    """Attend with few and with many rows.
+
+    Raises:
+        KernelError: No kernel serves such a pool or query, or `scale` is not above 0.
+    """
     check_pool(pool)
+    if not scale > 0:
+        raise KernelError(f"scale is {scale}, not above 0")
     if query.dtype != pool.dtype or not query.is_contiguous():
         raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
     arguments = _arguments(ATTENTION, pool)
@@ -211,7 +217,7 @@ def attention(
         return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, tuple(own))]
     works, key = batch.scratch.of(OnDevice).works, (window, query.shape[1])
     if key not in works:
-        works[key] = _works(query, pool, batch, window, wanted_blocks)
+        works[key] = _works(query, pool, batch, window, gpu)
     launches = []
     for tile, work, items, parts, tickets in works[key]:
         mine = arguments.copy()
@@ -285,13 +291,17 @@ def gate(
 
 
 def _works(
-    query: torch.Tensor, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    batch: PagedBatch,
+    window: int | None,
+    gpu: tiling.Gpu,
 ) -> list[Planned]:
     """Plan the step, for sequences of few rows and for those of many."""
     starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = query.shape[1] // num_kv_heads
-    few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
+    few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim, gpu)
     is_few = np.diff(starts) * group <= few.rows
     planned = []
     for tile, chosen in ((few, is_few), (many, ~is_few)):
@@ -303,7 +313,7 @@ def _works(
             num_kv_heads=num_kv_heads,
             tile=tile,
             window=window,
-            wanted_blocks=wanted,
+            wanted_blocks=gpu.wanted_blocks(tile, head_dim),
         )
         if len(work.items):
             planned.append(on_device(tile, work, pool))

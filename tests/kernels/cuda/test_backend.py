@@ -14,6 +14,7 @@ from kernels.cuda import launch
 from kernels.cuda.launch import MOVE, Launch
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
+from tests.kernels.shim.backend import GPU
 from tests.kernels.shim.cupy import MULTIPROCESSORS, STREAMS, Cupy
 from tests.kernels.shim.cupy import cupy as cupy
 
@@ -69,8 +70,10 @@ def test_a_launch_goes_to_its_own_device(cupy: Cupy) -> None:
     assert [(device, stream) for device, stream, _ in cupy.launched] == [(1, STREAMS[1])]
 
 
-def test_as_many_thread_blocks_are_wanted_as_fill_the_device(cupy: Cupy) -> None:
-    assert [cuda.wanted_blocks(index) for index in (0, 1)] == [2 * num for num in MULTIPROCESSORS]
+def test_what_a_device_has_for_tiles(cupy: Cupy) -> None:
+    assert [cuda.gpu(index) for index in (0, 1)] == [
+        GPU._replace(multiprocessors=n) for n in MULTIPROCESSORS
+    ]
 
 
 def test_the_kernel_that_cannot_be_started_is_the_last_one_noted(

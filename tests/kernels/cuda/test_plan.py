@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kernels import PagedBatch
 from kernels.cuda.launch import OnDevice
 from kernels.cuda.plan import NOTHING, FixedPlan
+from kernels.cuda.tiling import Gpu
 
 NUM_SEQUENCES, COLUMNS, SPARE, BLOCK_SIZE = 6, 64, 9, 16
 
@@ -34,7 +35,13 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
     pool = torch.zeros(10, 1, 2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
     windows = (None, 100)
     plan = FixedPlan(
-        pool, NUM_SEQUENCES, COLUMNS, 2 * group, windows, spare_block=SPARE, wanted_blocks=wanted
+        pool,
+        NUM_SEQUENCES,
+        COLUMNS,
+        2 * group,
+        windows,
+        spare_block=SPARE,
+        gpu=Gpu(wanted, 100 << 10),
     )
     held = plan.batch.scratch.of(OnDevice)
     pointers = {name: it.data_ptr() for name, it in held.tensors.items()}

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kernels.cuda import backend
-from tests.kernels.shim.backend import compile_kernels, why_not
+from tests.kernels.shim.backend import GPU, compile_kernels, why_not
 
 # Of two devices: what fills them, and their current streams.
 MULTIPROCESSORS = [12, 13]
@@ -93,9 +93,14 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     monkeypatch.setitem(sys.modules, "cupy", made)
     streams = [SimpleNamespace(cuda_stream=handle) for handle in STREAMS]
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
-    devices = [SimpleNamespace(multi_processor_count=count) for count in MULTIPROCESSORS]
+    devices = [
+        SimpleNamespace(
+            multi_processor_count=count, shared_memory_per_multiprocessor=GPU.shared_bytes
+        )
+        for count in MULTIPROCESSORS
+    ]
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
-    caches = (backend._cupy, backend._function, backend.multiprocessors)  # noqa: SLF001
+    caches = (backend._cupy, backend._function, backend.gpu, backend.multiprocessors)  # noqa: SLF001
     for each in caches:
         each.cache_clear()
     yield made
