@@ -8,14 +8,14 @@ What the tiles do not cover (a pool that `launch.check_pool` refuses) is a Kerne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, resources
 from typing import Any, NamedTuple
 
 import torch
 
 from kernels.contract import Activation, KernelError, PagedBatch
-from kernels.cuda import launch
+from kernels.cuda import launch, prompts
 from kernels.cuda.launch import Launch
 from kernels.cuda.launch import check_pool as check_pool
 from kernels.cuda.tiling import Gpu
@@ -32,6 +32,8 @@ GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 DEFAULT_SHARED_BYTES = 48 << 10
 
 _started: dict[int, str] = {}
+# What `measure_prompts` found.
+_prompts: dict[tuple[object, ...], prompts.Table] = {}
 
 
 def require_device(index: int = 0) -> None:
@@ -73,6 +75,10 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if window is None and cap is None and sinks is None:
+        table = _prompts.get(prompts.kind(pool, query.shape[1]), ())
+        if table and prompts.choose(table, batch) is prompts.Way.FLASH:
+            return prompts.flash(query, pool[:, layer], batch, scale)
     query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
     launches = launch.attention(
         query,
@@ -88,6 +94,19 @@ def paged_attention(
     )
     start(pool.device, launches)
     return out
+
+
+def measure_prompts(
+    pool: torch.Tensor, num_heads: int, seconds: prompts.Seconds | None = None
+) -> prompts.Table:
+    """Time whole prompts both ways; from now on they go the quicker one, on such pools.
+
+    Args:
+        seconds: What measures; by default, runs on the pool's device.
+    """
+    seconds = seconds or partial(prompts.seconds, paged_attention, pool, num_heads)
+    table = _prompts[prompts.kind(pool, num_heads)] = prompts.measure(seconds)
+    return table
 
 
 def pack_kv(

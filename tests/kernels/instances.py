@@ -8,6 +8,9 @@ from kernels.cuda import tiling
 from kernels.cuda.launch import DTYPE_NAMES, WIDE_BYTES, attend_name, is_tiled
 from tests.kernels.shim.backend import GPU, LARGE_GPU
 
+# Shared memory of a multiprocessor by architecture.
+SHARED_BYTES = {"sm_80": 164 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
+
 
 def attention_kernels(dtype: torch.dtype, head_dim: int, *gpus: tiling.Gpu) -> list[str]:
     """Return those of attention of this dtype and head size, on the shim's GPUs by default."""

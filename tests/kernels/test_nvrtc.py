@@ -16,8 +16,7 @@ import torch
 
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch, tiling
-from tests.kernels.cuda.test_tiling import SHARED_BYTES
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.instances import SHARED_BYTES, attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import cuda_headers
 
 ARCHITECTURES = tuple(SHARED_BYTES)

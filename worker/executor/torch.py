@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
+import structlog
 import torch
 
 from kernels import KernelError, PagedBatch, check_pool
@@ -42,6 +43,7 @@ from worker.executor.grammars import Grammars
 from worker.executor.structure import Structured
 from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
 
+log = structlog.get_logger("worker")
 # A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
 _ENOUGH_ON_CPU = 256
 
@@ -171,6 +173,8 @@ class TorchExecutor:
         self._cache = make_cache(model, self.info.layout, *sizes)
         if model.device.type == "cuda":
             self._graphs = graphs_of(model, self._cache, self.info.max_model_len)
+            table = cuda.measure_prompts(self._cache.pool, model.config.num_heads)
+            log.info("prompts are attended to", ways={n: way.value for n, way in table})
         return self._cache
 
     def forward(self, batch: Batch) -> torch.Tensor:

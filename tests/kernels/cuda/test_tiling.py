@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cuda import tiling
+from tests.kernels.instances import SHARED_BYTES
 
 LENS = st.lists(
     st.tuples(st.integers(1, 900), st.integers(1, 70)).map(lambda n: (max(n), n[1])),
@@ -52,8 +53,6 @@ def test_items_cover_what_rows_see(
     assert sorted(slot for slots in tiles.values() for slot in slots) == list(range(work.num_slots))
 
 
-# Shared memory of a multiprocessor by architecture.
-SHARED_BYTES = {"sm_80": 164 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
