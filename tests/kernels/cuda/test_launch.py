@@ -18,7 +18,7 @@ from kernels.cuda.pieces import PIECES
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
 from tests.kernels.scenes import scene
-from tests.kernels.shim.backend import Shim, why_not
+from tests.kernels.shim.backend import GPU, Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {"int": ctypes.c_int, "float": ctypes.c_float, "u64": ctypes.c_void_p}
@@ -82,7 +82,7 @@ def test_layers_share_all_of_attention_but_what_is_their_own() -> None:
 
     def attend(layer: int, **changes: Any) -> list[Launch]:
         own = it.query, it.pool, layer, it.batch, torch.empty_like(it.query)
-        return launch.attention(*own, **settings | changes, wanted_blocks=8)
+        return launch.attention(*own, **settings | changes, gpu=GPU)
 
     first, second = attend(0), attend(1, sinks=torch.zeros(4))
     assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend"]
