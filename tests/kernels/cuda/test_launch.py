@@ -13,7 +13,8 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
-from tests.kernels.shim.backend import Shim, why_not
+from tests.kernels.scenes import scene
+from tests.kernels.shim.backend import GPU, Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -178,3 +179,9 @@ def test_what_is_refused() -> None:
         launch.norm(torch.zeros(6, 4).T, weight, 1e-6, x)
     with pytest.raises(KernelError, match=r"gate_up is torch\.float32 \[4, 6\], not .* \[4, 4\]"):
         launch.gate(x, torch.zeros(4, 2), SILU, wanted_blocks=24)
+
+
+def test_attention_takes_scales_above_0() -> None:
+    it = scene([(5, 5)], head_dim=64, dtype=BF16)
+    with pytest.raises(KernelError, match=r"scale is -0\.1, not above 0"):
+        launch.attention(it.query, it.pool, 0, it.batch, it.query, scale=-0.1, window=None, gpu=GPU)
