@@ -88,15 +88,16 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int warp_row = warp / KEYS_W * WM, warp_key = warp % KEYS_W * KN;
   const int table = sequence * a.num_columns, head_offset = (int)key_offset(a, 0, kv_head, 0, D);
-  const int v_offset = (a.num_kv_heads << a.block_bits) * D, block_size = 2 * a.num_layers * v_offset;
+  const int v_offset = (a.num_kv_heads << a.block_bits) * D;
+  const int block_size = 2 * a.num_layers * v_offset;
 
   // A tile's keys: in which blocks they are, then what is there.  The numbers of the blocks are in
   // the ring ahead of K, in the chunk that ends a row, so that no copy waits for the block table.
   auto slot_of = [&](int tile) { return ring + tile % STAGES * 2 * BN * LD; };
   auto find = [&](int tile) {
     for (int row = thread; row < BN; row += THREADS) {
-      const int key = key_begin + tile * BN + row;
-      copy_number_async(slot_of(tile) + row * LD + D, a.tables + table + (key >> a.block_bits), key < key_end);
+      const int key = key_begin + tile * BN + row, column = (key < key_end ? key : 0) >> a.block_bits;
+      copy_number_async(slot_of(tile) + row * LD + D, a.tables + table + column, key < key_end);
     }
   };
   auto load = [&](int tile) {
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
       scale = 1;
     }
     const int first_key = key_begin + tile * BN + warp_key;
-    // No range of keys ends within a tile but at the last row's own: the masks take care of that, too.
+    // A range of keys ends within a tile only at the last row's own key: the masks know that end.
     const bool is_whole = first_key + KN <= position_of(warp_row) + 1 &&
                           (a.window == 0 || first_key > position_of(warp_row + WM - 1) - a.window);
 #pragma unroll

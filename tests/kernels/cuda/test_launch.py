@@ -260,3 +260,9 @@ def test_what_is_refused() -> None:
         launch.norm(torch.zeros(6, 4).T, weight, 1e-6, x)
     with pytest.raises(KernelError, match=r"gate_up is torch\.float32 \[4, 6\], not .* \[4, 4\]"):
         launch.gate(x, torch.zeros(4, 2), SILU, wanted_blocks=24)
+
+
+def test_attention_takes_scales_above_0() -> None:
+    it = scene([(5, 5)], head_dim=64, dtype=BF16)
+    with pytest.raises(KernelError, match=r"scale is -0\.1, not above 0"):
+        launch.attention(it.query, it.pool, 0, it.batch, it.query, scale=-0.1, window=None, gpu=GPU)
