@@ -211,6 +211,7 @@ async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ende
         url = json.loads(it.ready.read_text())["http"]
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
             assert (await client.get("/metrics")).status_code == 200
+            assert (await client.get("/v1/responses/resp_1")).status_code == 404, "it has none yet"
         monkeypatch.setattr("router.processes.parent.STUCK_S", 600.0)
         monkeypatch.setattr("router.processes.parent.START_S", 0.0)
         await until(lambda: is_gone(hung))
