@@ -128,6 +128,7 @@ async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_noti
         environ = environ_of(it.pids(0)[0])
         assert not [name for name in PARENT_ONLY if name in environ]
         ready = it.ready.read_text()
+        assert len(set(json.loads(ready)["bus"].split(","))) == 2
         os.kill(it.pids(1)[0], signal.SIGTERM)
         await until(lambda: len(it.pids(1)) == 2)
         assert len(it.pids(0)) == 1 and it.ready.read_text() == ready
@@ -291,12 +292,16 @@ async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_ser
     assert it.serving.result() == 0
 
 
-async def test_what_cannot_begin_ends_the_whole(tmp_path: Path) -> None:
+async def test_what_cannot_begin_ends_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second bus has the port after the first one's, and here somebody has it."""
+    monkeypatch.setenv("WATCHDOG_USEC", "60000000")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bus = f"tcp://127.0.0.1:{taken.getsockname()[1] - 1}"
         async with parent(tmp_path, bus) as it:
             assert await it.serving == 1
+            assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not it.ready.exists()
     assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
 
