@@ -18,6 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
+from router.core.cluster import ProcessState
 from router.processes.parent import PARENT_ONLY, STUCK_S, Process, serve_by_several
 from router.processes.summed import families
 from tests.scarce import no_descriptor_left
@@ -87,11 +88,12 @@ def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None
     process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
     Counter("baton_requests", "Ends.", registry=registry).inc()
     process.is_listening, process.metrics = True, families(registry.collect())
-    process.is_aborted = True
+    process.is_aborted, process.state = True, ProcessState(7, 1, 0, [], [])
     assert [family.name for family in process.forget()] == ["baton_requests"]
     assert process.forget() == []
     assert not process.is_listening, "nobody is to wait for its answers"
     assert process.drained.is_set(), "nor for its clients"
+    assert process.state is None, "nor is anybody to count its requests"
     assert not process.is_aborted, "if the next one is stuck too, it shows its stacks"
 
 
