@@ -25,8 +25,6 @@ from kernels.contract import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
 __version__ = "0.1.0"
@@ -39,9 +37,9 @@ __all__ = [
     "PagedBatch",
     "ShapeError",
     "add_rms_norm",
-    "argmax",
     "backend_of",
     "check_pool",
+    "draw",
     "expert_mlp",
     "gate",
     "pack_kv",
@@ -49,7 +47,6 @@ __all__ = [
     "rms_norm",
     "rotate_and_append",
     "route",
-    "sample",
     "unpack_kv",
 ]
 
@@ -251,31 +248,31 @@ def expert_mlp(
     )
 
 
-def argmax(logits: torch.Tensor) -> list[int]:
-    """Return the first of the largest of each row, [R, V]."""
-    return backend_of(logits.device.type).argmax(logits)
-
-
-def sample(
+def draw(
     logits: torch.Tensor,
-    settings: npt.NDArray[np.void],
-    allowed: npt.NDArray[np.int32] | None = None,
-) -> list[int]:
-    """Choose a token of each row at random: weight exp((logit - largest) / temperature), filtered.
+    settings: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Choose a token for each row at random: weight exp((logit - largest) / temperature), filtered.
 
     Filters apply in this order, and ties at a border all pass: top_k keeps logits not below the
     k-th largest; top_p the likeliest tokens whose share of the weight left first reaches it; min_p
     weights not below so much of the largest.  Then the first token is chosen, in the order of ids,
     at which the cumulated weight exceeds `uniform` times the sum.  At temperature 0 it is the first
-    of the largest.
+    of the largest.  On a GPU nothing waits for the result.
 
     Args:
         logits: [R, V] of a float dtype.
-        settings: [R] of SAMPLING.
-        allowed: [R, words] the bits of the tokens to choose from, 32 in a word, the lowest first;
-            none beyond the last word.  None: all tokens.
+        settings: [R, 5] int64, rows of SAMPLING; None: temperature 0 in every row.
+        allowed: [R, words] int32, the bits of the tokens to choose from, 32 in a word, the lowest
+            first; none beyond the last word.  None: all tokens.
 
     Returns:
-        [R] token ids; -1 where none is allowed.
+        [R] int64 token ids, on the device of the logits, as the arguments are; -1 where no token is
+        allowed.
+
+    Raises:
+        ShapeError: The arguments do not fit each other.
     """
-    return backend_of(logits.device.type).sample(logits, settings, allowed)
+    contract.check_draw(logits, settings, allowed)
+    return backend_of(logits.device.type).draw(logits, settings, allowed)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -30,16 +29,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POOL_RANK = 6
-# What `kernels.sample` is told of each row.
+# What `kernels.draw` is told of each row.
+#
+# The CPU and the GPU draw the same token of the same float32 logits, for nothing in a draw depends
+# on the order in which numbers are added or compared:
+#
+#   order   Logits are ordered as int32, by their bits: -0 is 0, and NaN is the largest.
+#   x       (logit - largest) * min(log2(e) / temperature, largest float64), in float64, each
+#           operation rounded; -64 where that is less or not a number.
+#   weight  2^x in whole multiples of 2^-42, the nearest: an int64 that the GPU's and the CPU's
+#           polynomial in float64 with fused multiply-adds makes of x.  Sums of weights are exact.
+#   border  Of top_k, the largest logit such that k logits are not under it; of top_p, such that the
+#           weights not under it sum to max(1, floor(top_p * sum)) at least.  A border is found
+#           digit by digit of the order, from sums by digit.  Of min_p, the weight
+#           floor(min_p * 2^42).
+#   token   The first at which the cumulated weight exceeds floor(uniform * sum); the last allowed
+#           one where there is no weight: where the largest logit is infinite or not a number.
+#
+# Shares of a sum are products in float64.
 SAMPLING = np.dtype(
     [
-        ("temperature", np.float64),  # over 0
+        ("temperature", np.float64),  # 0: the largest logit, the first of equals
         ("top_k", np.int64),  # 0 for none
         ("top_p", np.float64),  # 1 for none
         ("min_p", np.float64),  # 0 for none
         ("uniform", np.float64),  # the number in [0, 1) that decides
     ]
 )
+# Of more tokens the sum of weights could exceed an int64.
+MAX_VOCABULARY = 1 << 21
 
 
 class Activation(NamedTuple):
@@ -225,14 +243,12 @@ class Backend(Protocol):
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor: ...
 
-    def argmax(self, logits: torch.Tensor) -> list[int]: ...
-
-    def sample(
+    def draw(
         self,
         logits: torch.Tensor,
-        settings: npt.NDArray[np.void],
-        allowed: npt.NDArray[np.int32] | None = None,
-    ) -> list[int]: ...
+        settings: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
 
 def check_heads(
@@ -314,6 +330,29 @@ def check_experts(
         shapes = [tuple(bias.shape) for bias in biases]
         if shapes != [(num_experts, 2 * size), (num_experts, width)]:
             raise ShapeError(f"biases are {shapes}, not [E, 2 N] and [E, K]")
+
+
+def check_draw(
+    logits: torch.Tensor, settings: torch.Tensor | None, allowed: torch.Tensor | None
+) -> None:
+    """Raise ShapeError unless logits are [R, V], and what is given beside them is contiguous rows
+    of int64, one for each field of SAMPLING, and of int32."""
+    num_rows, size = logits.shape
+    if not 1 <= size <= MAX_VOCABULARY:
+        raise ShapeError(f"logits are of {size} tokens, not 1 to {MAX_VOCABULARY}")
+    for name, tensor, dtype, width in (
+        ("settings", settings, "int64", SAMPLING.itemsize // 8),
+        ("allowed", allowed, "int32", None),
+    ):
+        if tensor is None:
+            continue
+        columns = tensor.shape[-1] if width is None else width
+        expected = (num_rows, columns)
+        if tuple(tensor.shape) != expected or str(tensor.dtype) != f"torch.{dtype}":
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ShapeError(f"{name} is {found}, not torch.{dtype} {list(expected)}")
+        if not tensor.is_contiguous() or tensor.device != logits.device:
+            raise ShapeError(f"{name} is not contiguous on {logits.device}, as the logits are")
 
 
 def check_rectangle(

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from kernels.contract import Activation, PagedBatch
+from kernels.contract import SAMPLING, Activation, PagedBatch
 
 Ints = npt.NDArray[np.int64]
 
@@ -185,17 +185,26 @@ def expert_mlp(
     return (by_token.view(*experts.shape, -1) * shares[:, :, None]).sum(dim=1).to(x.dtype)
 
 
-def argmax(logits: torch.Tensor) -> list[int]:
-    return logits.argmax(dim=-1).tolist()
-
-
-def sample(
+def draw(
     logits: torch.Tensor,
-    settings: npt.NDArray[np.void],
-    allowed: npt.NDArray[np.int32] | None = None,
-) -> list[int]:
-    if allowed is not None:
-        logits = logits.masked_fill(~_bits(allowed, logits), -torch.inf)
+    settings: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `kernels.draw`; in float64, not in the order of `kernels.contract.SAMPLING`."""
+    is_allowed = None if allowed is None else _bits(allowed, logits)
+    if is_allowed is not None:
+        logits = logits.masked_fill(~is_allowed, -torch.inf)
+    chosen = logits.argmax(dim=-1)
+    if settings is not None:
+        rows = settings.cpu().numpy().view(SAMPLING)[:, 0]
+        is_greedy = torch.from_numpy(rows["temperature"] == 0).to(logits.device)
+        chosen = torch.where(is_greedy, chosen, _drawn(logits, rows))
+    if is_allowed is not None:
+        chosen[~is_allowed.any(dim=1)] = -1
+    return chosen
+
+
+def _drawn(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> torch.Tensor:
     temperature, min_p, uniform = (
         torch.tensor(settings[name], device=logits.device)[:, None]
         for name in ("temperature", "min_p", "uniform")
@@ -211,18 +220,12 @@ def sample(
     cumulated = weights.cumsum(dim=-1)
     first = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)[:, 0]
     # Only a row of NaN gets past the end; an id the vocabulary lacks would fail the whole batch.
-    first = first.clamp_(max=logits.shape[1] - 1)
-    chosen = torch.where(temperature[:, 0] == 0, logits.argmax(dim=-1), first)
-    if allowed is not None:
-        chosen[~_bits(allowed, logits).any(dim=1)] = -1
-    sampled: list[int] = chosen.tolist()
-    return sampled
+    return first.clamp_(max=logits.shape[1] - 1)
 
 
-def _bits(allowed: npt.NDArray[np.int32], logits: torch.Tensor) -> torch.Tensor:
+def _bits(allowed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Return [R, V] whether each token is allowed."""
-    words = torch.from_numpy(allowed).to(logits.device)
-    bits = (words[:, :, None] >> torch.arange(32, device=logits.device)) & 1
+    bits = (allowed[:, :, None] >> torch.arange(32, device=logits.device)) & 1
     missing = max(0, logits.shape[1] - bits[0].numel())
     return torch.nn.functional.pad(bits.flatten(1), (0, missing))[:, : logits.shape[1]] != 0
 

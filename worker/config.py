@@ -149,8 +149,8 @@ class Config(SharedSettings):
         default=16 * MIB,
         ge=4 * MIB,
         description="bytes one transfer may have under way unacknowledged; if its KV is read in "
-        "shared memory up to 32 MiB, but beyond this value no more than an eighth of "
-        "--max-kv-inflight-bytes",
+        "shared memory up to 32 MiB, on a GPU up to 512 MiB, but beyond this value no more than an "
+        "eighth of --max-kv-inflight-bytes, on a GPU a quarter",
     )
     max_kv_inflight_bytes: int = Field(
         default=512 * MIB,
@@ -166,8 +166,8 @@ class Config(SharedSettings):
     )
     kv_shared_memory: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: a decode worker copies KV out of the host memory of a prefill worker of "
-        "the same user on the same machine; off: all KV is sent",
+        description="auto: a decode worker copies KV out of the memory, the host's or a GPU's, of "
+        "a prefill worker of the same user on the same machine; off: all KV is sent",
     )
     kv_segment_port: str = Field(
         default="auto",

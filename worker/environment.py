@@ -110,10 +110,10 @@ class Port(Protocol):
     def close(self) -> None: ...
 
 
-# Both as in `wire.aio.unix`: a port of a descriptor and a greeting, and a descriptor by the name of
-# its port and its greeting.
+# Both as in `wire.aio.unix`: a port of a descriptor and a greeting, and a descriptor, with what is
+# said of it, by the name of its port and its greeting.
 MakePort = Callable[[int, bytes], Port]
-Fetch = Callable[[str, bytes], Awaitable[int]]
+Fetch = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)

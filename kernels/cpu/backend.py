@@ -13,8 +13,7 @@ from kernels.contract import PagedBatch
 from kernels.cpu.attention import attend
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Program
-from kernels.cpu.sampling import argmax as argmax
-from kernels.cpu.sampling import sample as sample
+from kernels.cpu.sampling import draw as draw
 from kernels.cpu.simd import PANEL
 from kernels.cpu.work_items import WorkItems
 from kernels.reference import add_rms_norm as add_rms_norm

@@ -5,7 +5,6 @@ Each is a few LLVM instructions, inlined where it is used.  Addresses are int64,
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Callable
 from functools import cache, wraps
@@ -21,9 +20,29 @@ from numba.extending import intrinsic
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-# Terms of e^(x ln 2) that float64 can tell apart where |x| <= 1/2, and of them float32.
-_SERIES = [math.log(2) ** k / math.factorial(k) for k in range(15)]
-_FLOAT_SERIES = [np.float32(term).item() for term in _SERIES[:8]]
+# ln(2)^k / k!, the terms of 2^x that matter where |x| <= 1/2: csrc/sampling.cu has the same.
+POWER_SERIES = (
+    1.0,
+    0.6931471805599453,
+    0.24022650695910072,
+    0.05550410866482158,
+    0.009618129107628477,
+    0.0013333558146428443,
+    0.0001540353039338161,
+    1.5252733804059841e-05,
+    1.321548679014431e-06,
+    1.01780860092397e-07,
+    7.054911620801123e-09,
+    4.4455382718708116e-10,
+    2.5678435993488206e-11,
+)
+_FLOAT_SERIES = [np.float32(term).item() for term in POWER_SERIES[:8]]
+# Weights of tokens are whole multiples of 2^-42; see `kernels.contract.SAMPLING`.
+WEIGHT_BITS = 42
+# 1.5 * 2^52: added to a small number, it rounds it to a whole one, which the lowest bits then are.
+_ROUNDING = 1.5 * 2.0**52
+# A number of which the last bit is worth 2^-42, and which has room for 1 more.
+_UNIT_BASE = 2.0 ** (52 - WEIGHT_BITS)
 
 
 @cache
@@ -135,31 +154,46 @@ def exp2(b: ir.IRBuilder, x: Any) -> Any:
 
     Without a call or a branch, so that a loop over it is vectorized.
     """
-    return _power_of_two(b, x, _F32, _I32, 23, _FLOAT_SERIES)
-
-
-@instruction(types.float64, types.float64)
-def exp2_double(b: ir.IRBuilder, x: Any) -> Any:
-    """Return 2^x for float64 x <= 0 within two units in the last place, 2^-1022 below that."""
-    return _power_of_two(b, x, _F64, _I64, 52, _SERIES)
-
-
-def _power_of_two(
-    b: ir.IRBuilder, x: Any, floats: ir.Type, bits: ir.Type, fraction: int, series: list[float]
-) -> Any:
-    """Write 2^x for numbers whose fraction has so many bits."""
-    bias = (1 << (bits.width - 2 - fraction)) - 1
-    least = ir.Constant(floats, 1.0 - bias)
+    least = ir.Constant(_F32, -126.0)
     x = b.select(b.fcmp_ordered(">", x, least), x, least)
-    whole = b.fptosi(b.fsub(x, ir.Constant(floats, 0.5)), _I32)
-    part = b.fsub(x, b.sitofp(whole, floats))
-    power = ir.Constant(floats, series[-1])
-    for coefficient in reversed(series[:-1]):
-        power = b.fadd(b.fmul(power, part), ir.Constant(floats, coefficient))
-    biased = b.add(whole, ir.Constant(_I32, bias))
-    wide = biased if bits is _I32 else b.sext(biased, bits)
-    exponent = b.shl(wide, ir.Constant(bits, fraction))
-    return b.fmul(power, b.bitcast(exponent, floats))
+    whole = b.fptosi(b.fsub(x, ir.Constant(_F32, 0.5)), _I32)
+    part = b.fsub(x, b.sitofp(whole, _F32))
+    power = ir.Constant(_F32, _FLOAT_SERIES[-1])
+    for coefficient in reversed(_FLOAT_SERIES[:-1]):
+        power = b.fadd(b.fmul(power, part), ir.Constant(_F32, coefficient))
+    exponent = b.shl(b.add(whole, ir.Constant(_I32, 127)), ir.Constant(_I32, 23))
+    return b.fmul(power, b.bitcast(exponent, _F32))
+
+
+@instruction(types.int64, types.float64)
+def weight_of(b: ir.IRBuilder, x: Any) -> Any:
+    """Return 2^x for float64 x <= 0 in units of 2^-42, the nearest; 0 for what is not a number.
+
+    The operations are those of csrc/sampling.cu, one by one, so the bits are too.
+    """
+    least, rounding = ir.Constant(_F64, -64.0), ir.Constant(_F64, _ROUNDING)
+    x = b.select(b.fcmp_ordered(">", x, least), x, least)
+    rounded = b.fadd(x, rounding)
+    part = b.fsub(x, b.fsub(rounded, rounding))
+    power = ir.Constant(_F64, POWER_SERIES[-1])
+    for coefficient in reversed(POWER_SERIES[:-1]):
+        power = b.fma(power, part, ir.Constant(_F64, coefficient))
+    exponent = b.shl(b.bitcast(rounded, _I64), ir.Constant(_I64, 52))
+    power = b.bitcast(b.add(b.bitcast(power, _I64), exponent), _F64)
+    base = ir.Constant(_F64, _UNIT_BASE)
+    return b.sub(b.bitcast(b.fadd(power, base), _I64), b.bitcast(base, _I64))
+
+
+@instruction(types.int32, types.int32)
+def order_of(b: ir.IRBuilder, bits: Any) -> Any:
+    """Return what orders float32 numbers, given their bits: -0 is 0, and NaN the largest."""
+    magnitude, zero = ir.Constant(_I32, 0x7FFFFFFF), ir.Constant(_I32, 0)
+    is_negative = b.icmp_signed("<", bits, zero)
+    ordered = b.select(is_negative, b.xor(bits, magnitude), bits)
+    size = b.and_(bits, magnitude)
+    ordered = b.select(b.icmp_signed("==", size, zero), zero, ordered)
+    is_nan = b.icmp_signed(">", size, ir.Constant(_I32, 0x7F800000))
+    return b.select(is_nan, magnitude, ordered)
 
 
 @instruction(types.float32, types.int64)

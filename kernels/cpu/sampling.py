@@ -1,38 +1,45 @@
-"""One token of each row of logits on the CPU: `kernels.sample` in a few passes over the row.
+"""One token of each row of logits on the CPU: `kernels.draw` in a few passes over the row.
 
 Torch makes a tensor of float64 for each step of the way and sorts for top_p: with 32 rows longer
 than the model takes.  Here a thread takes a row, and the row's weights stay in its cache.  The
-weight at which a filter's border lies is found digit by digit, from histograms of the weights'
-bits, not by sorting: so no row, however flat, takes much longer than another.
+logit at which a filter's border lies is found digit by digit, from histograms of the logits' bits,
+not by sorting: so no row, however flat, takes much longer than another.  What is computed, to the
+bit, `kernels.contract.SAMPLING` says; csrc/sampling.cu computes the same.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.contract import SAMPLING
 from kernels.cpu import threads
-from kernels.cpu.intrinsics import doubles_at, exp2_double, floats_at, ints_at, longs_at, record_at
-from kernels.cpu.rowwise import largest
-from kernels.cpu.tasks import allocate, give_back, inner, record_of
+from kernels.cpu.intrinsics import (
+    WEIGHT_BITS,
+    floats_at,
+    ints_at,
+    longs_at,
+    order_of,
+    record_at,
+    weight_of,
+)
+from kernels.cpu.tasks import allocate, exact, give_back, inner, record_of
 from kernels.cpu.threads import take
 
-_LOG2_E = math.log2(math.e)
-# A weight is at most 1, its bits at most 62: digits of 11, the last one of 7.
-_DIGIT, _FIRST_SHIFT = 11, 51
+_LOG2_E = 1.4426950408889634
+_MOST = float(np.finfo(np.float64).max)
+_UNIT = float(1 << WEIGHT_BITS)
+# Digits of the 32 bits by which logits are ordered: 11, 11 and 10.
+_DIGIT, _FIRST_SHIFT = 11, 21
 _RADIX = 1 << _DIGIT
-# Weights that are added up at a time, to find the one that is sampled.
+# The least int32: what orders logits is made positive by it.
+_LEAST = -(1 << 31)
+# Weights that are added up at a time, to find the one that is drawn.
 _PART = 512
 _SETTINGS_BYTES = SAMPLING.itemsize
-
-# What is allowed in rows where everything is: no words.
-_ALL = np.empty((0, 0), np.int32)
 
 _settings_at = record_at(numba.from_dtype(SAMPLING))
 
@@ -45,47 +52,45 @@ class _Arguments(NamedTuple):
     settings: int
     allowed: int
     num_words: int
-    sampled: int
+    drawn: int
     taken: int = 0
 
 
-def argmax(logits: torch.Tensor) -> list[int]:
-    """See `kernels.argmax`; NumPy takes a fifth of torch's time."""
-    return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
-
-
-def sample(
+def draw(
     logits: torch.Tensor,
-    settings: npt.NDArray[np.void],
-    allowed: npt.NDArray[np.int32] | None = None,
-) -> list[int]:
-    settings = np.ascontiguousarray(settings)
-    bits = _ALL if allowed is None else np.ascontiguousarray(allowed)
+    settings: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if settings is None and allowed is None:  # NumPy takes a fifth of torch's time
+        return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+    if settings is None:
+        settings = torch.zeros(len(logits), _SETTINGS_BYTES // 8, dtype=torch.int64)
     logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    sampled = np.empty(len(logits), np.int64)
+    drawn = torch.empty(len(logits), dtype=torch.int64)
     arguments = record_of(
         _Arguments(
             num_rows=len(logits),
             size=logits.shape[1],
             logits=logits.data_ptr(),
             row_stride=logits.stride(0) * 4,
-            settings=settings.ctypes.data,
-            allowed=bits.ctypes.data,
-            num_words=bits.shape[1],
-            sampled=sampled.ctypes.data,
+            settings=settings.data_ptr(),
+            allowed=0 if allowed is None else allowed.data_ptr(),
+            num_words=0 if allowed is None else allowed.shape[1],
+            drawn=drawn.data_ptr(),
         )
     )
-    # Not as a program: making one for a single run takes longer than sampling from a short row.
-    threads.run(_sample_rows, arguments.ctypes.data)
-    return sampled.tolist()
+    # Not as a program: making one for a single run takes longer than drawing from a short row.
+    threads.run(_draw_rows, arguments.ctypes.data)
+    return drawn
 
 
-def _sample_rows(a: _Arguments, _thread: int) -> None:
-    weights = allocate((a.size + _RADIX + a.size) * 8)
+def _draw_rows(a: _Arguments, _thread: int) -> None:
+    weights = allocate(_RADIX * 8 + a.size * 20)
     histogram = weights + a.size * 8
-    gathered = histogram + _RADIX * 8
+    orders = histogram + _RADIX * 8
+    gathered = orders + a.size * 4
     places = gathered + a.size * 4
     while True:
         row = take(a, 1)
@@ -93,21 +98,21 @@ def _sample_rows(a: _Arguments, _thread: int) -> None:
             break
         settings = _settings_at(a.settings + row * _SETTINGS_BYTES)
         logits, size = a.logits + row * a.row_stride, a.size
-        if a.num_words:
+        if a.allowed:
             bits = a.allowed + row * a.num_words * 4
             size = _gather(logits, size, bits, a.num_words, gathered, places)
             logits = gathered
-        if size == 0:
-            place = -1
-        elif settings.temperature == 0.0:
-            place = _first_largest(floats_at(logits), size)
-        else:
-            _weigh(logits, settings.temperature, weights, size)
-            _filter(weights, size, settings, histogram)
-            place = _find(weights, size, settings.uniform)
-        if a.num_words and place >= 0:
-            place = ints_at(places)[place]
-        longs_at(a.sampled)[row] = place
+        place = -1
+        if size:
+            place = _order(logits, orders, size)
+            if settings.temperature != 0.0:
+                most = np.float64(floats_at(logits)[place])
+                _weigh(logits, most, settings.temperature, weights, size)
+                _filter(orders, weights, size, settings, histogram)
+                place = _find(weights, size, settings.uniform)
+            if a.allowed:
+                place = ints_at(places)[place]
+        longs_at(a.drawn)[row] = place
     give_back(weights)
 
 
@@ -136,80 +141,82 @@ def _gather(
 
 
 @inner
-def _first_largest(logit: Any, size: int) -> int:
-    best = 0
+def _order(logits: int, orders: int, size: int) -> int:
+    """Write what orders the logits; return the place of the largest, the first of equals."""
+    bits, order, most, place = ints_at(logits), ints_at(orders), np.int32(_LEAST), 0
     for i in range(size):
-        if logit[i] > logit[best]:
-            best = i
-    return best
+        order[i] = order_of(bits[i])
+        most = order[i] if order[i] > most else most
+    while order[place] != most:
+        place += 1
+    return place
+
+
+@exact
+def _weigh(logits: int, most: float, temperature: float, weights: int, size: int) -> None:
+    """Write the weights; relative to the largest, no temperature is small enough to overflow."""
+    logit, weight = floats_at(logits), longs_at(weights)
+    factor = min(_LOG2_E / temperature, _MOST)
+    for i in range(size):
+        weight[i] = weight_of((np.float64(logit[i]) - most) * factor)
 
 
 @inner
-def _weigh(logits: int, temperature: float, weights: int, size: int) -> None:
-    """Write exp((logit - largest) / temperature); 0 for what is not a number."""
-    logit, weight = floats_at(logits), doubles_at(weights)
-    most = np.float64(largest(logit, 0, size, np.float32(-np.inf)))
-    for i in range(size):
-        # Relative to the largest, no temperature is small enough to overflow.
-        x = (np.float64(logit[i]) - most) / temperature * _LOG2_E
-        weight[i] = exp2_double(x) if x > -1022.0 else 0.0
-
-
-@inner
-def _filter(weights: int, size: int, settings: Any, histogram: int) -> None:
+def _filter(orders: int, weights: int, size: int, settings: Any, histogram: int) -> None:
     """Zero the weights that do not pass."""
-    top_k, top_p, min_p = np.float64(settings.top_k), settings.top_p, settings.min_p
-    if 0.0 < top_k < size:
-        _drop(weights, size, _border(weights, size, top_k, True, histogram))
-    if top_p < 1.0:
-        wanted = top_p * _sum(weights, 0, size)
-        _drop(weights, size, _border(weights, size, wanted, False, histogram))
-    if min_p > 0.0:
-        weight = doubles_at(weights)
+    weight = longs_at(weights)
+    if 0 < settings.top_k < size:
+        border = _border(orders, weights, size, settings.top_k, True, histogram)
+        _drop(orders, weights, size, border)
+    if settings.top_p < 1.0:
+        wanted = np.int64(settings.top_p * np.float64(_sum(weight, 0, size)))
+        border = _border(orders, weights, size, max(np.int64(1), wanted), False, histogram)
+        _drop(orders, weights, size, border)
+    if settings.min_p > 0.0:
+        least = np.int64(settings.min_p * _UNIT)
         for i in range(size):
-            weight[i] = weight[i] if weight[i] >= min_p else 0.0
+            weight[i] = weight[i] if weight[i] >= least else 0
 
 
 @inner
-def _drop(weights: int, size: int, border: int) -> None:
-    """Zero the weights whose bits are under a border; bits of positive numbers are in order."""
-    bits = longs_at(weights)
+def _drop(orders: int, weights: int, size: int, border: int) -> None:
+    """Zero the weights of logits under a border."""
+    order, weight, least = ints_at(orders), longs_at(weights), np.int32(border)
     for i in range(size):
-        bits[i] = bits[i] if bits[i] >= border else 0
+        weight[i] = weight[i] if order[i] >= least else 0
 
 
 @inner
-def _border(weights: int, size: int, wanted: Any, is_count: bool, histogram: int) -> int:
-    """Return the largest bits such that the weights not under them are `wanted`, or sum to it."""
-    weight, bits, held_by = doubles_at(weights), longs_at(weights), doubles_at(histogram)
-    shift, prefix, held = _FIRST_SHIFT, 0, 0.0
+def _border(
+    orders: int, weights: int, size: int, wanted: Any, is_count: bool, histogram: int
+) -> int:
+    """Return the largest border not under which are `wanted` logits, or weights of that sum; the
+    least there is where all are not enough."""
+    order, weight, held_by = ints_at(orders), longs_at(weights), longs_at(histogram)
+    shift, prefix = _FIRST_SHIFT, 0
     while True:
         digit_bits = _DIGIT if shift else _FIRST_SHIFT % _DIGIT
         for digit in range(_RADIX):
-            held_by[digit] = 0.0
+            held_by[digit] = 0
         for i in range(size):
-            if bits[i] >> (shift + digit_bits) == prefix:
-                digit = bits[i] >> shift & ((1 << digit_bits) - 1)
-                held_by[digit] += 1.0 if is_count else weight[i]
-        digit, last = (1 << digit_bits) - 1, 0
-        while digit >= 0 and held + held_by[digit] < wanted:
-            if held_by[digit] > 0.0:
-                held += held_by[digit]
-                last = digit
+            bits = order[i] - _LEAST
+            if bits >> (shift + digit_bits) == prefix:
+                held_by[bits >> shift & ((1 << digit_bits) - 1)] += 1 if is_count else weight[i]
+        digit = (1 << digit_bits) - 1
+        while digit >= 0 and held_by[digit] < wanted:
+            wanted -= held_by[digit]
             digit -= 1
-        # Sums in two orders can differ in the last place: then the least there is, is the border.
         if digit < 0:
-            held -= held_by[last]
-            digit = last
+            return _LEAST
         prefix = prefix << digit_bits | digit
         if shift == 0:
-            return prefix
+            return prefix + _LEAST
         shift = max(0, shift - _DIGIT)
 
 
 @inner
-def _sum(weights: int, first: int, last: int) -> float:
-    weight, total = doubles_at(weights), 0.0
+def _sum(weight: Any, first: int, last: int) -> int:
+    total = 0
     for i in range(first, last):
         total += weight[i]
     return total
@@ -218,22 +225,16 @@ def _sum(weights: int, first: int, last: int) -> float:
 @inner
 def _find(weights: int, size: int, uniform: float) -> int:
     """Return the first place at which the cumulated weight exceeds a share of the whole."""
-    total = 0.0
-    for first in range(0, size, _PART):
-        total += _sum(weights, first, min(first + _PART, size))
-    target, held, first = uniform * total, 0.0, 0
+    weight, first = longs_at(weights), 0
+    rest = np.int64(uniform * np.float64(_sum(weight, 0, size)))
     while first + _PART < size:
-        part = _sum(weights, first, first + _PART)
-        if held + part > target:
+        part = _sum(weight, first, first + _PART)
+        if part > rest:
             break
-        held += part
+        rest -= part
         first += _PART
-    weight, last = doubles_at(weights), size - 1
     for i in range(first, size):
-        if weight[i] > 0.0:
-            last = i
-            held += weight[i]
-            if held > target:
-                break
-    # A row that is not a number has no weight at all: any token, but one that there is.
-    return last
+        if weight[i] > rest:
+            return i
+        rest -= weight[i]
+    return size - 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,8 +25,8 @@ from numba import njit, types
 from numba.core.ccallback import CFunc
 from numba.core.runtime import rtsys
 
+from kernels.cache import Directory, compiled_code, digest_of, opened
 from kernels.cpu import intrinsics
-from kernels.cpu.cache import Directory, digest_of, opened
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +60,13 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
     this process and what came from the cache on disk, and two workers would differ in a last bit.
     """
     compilable: Callable[P, R] = njit(forceinline=True, **_OPTIONS)(function)
+    return compilable
+
+
+def exact(function: Callable[P, R]) -> Callable[P, R]:
+    """`inner` for numbers that must be the same to the bit elsewhere: each operation is rounded."""
+    options = {**_OPTIONS, "fastmath": False}  # what is not said, a caller says
+    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
     return compilable
 
 
@@ -134,7 +140,7 @@ def say_not_kept(reason: str) -> None:
     _LOG.warning(
         "compiled loops cannot be kept in %s (%s), so each start compiles them anew; make room "
         "there, or set XDG_CACHE_HOME to a directory of this user that no other can write to",
-        _cache_directory(),
+        compiled_code(),
         reason,
     )
 
@@ -167,7 +173,7 @@ class _Cache:
         self._name = f"{self._task.__module__}.{self._task.__qualname__}-{_short(processor)}"
         self._key = _key(self._task, str(signature), processor)
         try:
-            path = _cache_directory().expanduser() / f"cpu-{_short(_SOURCES)}"
+            path = compiled_code().expanduser() / f"cpu-{_short(_SOURCES)}"
             directory = self._held.enter_context(opened(path))
             code = directory.load(self._name, self._key)
             if code is None:
@@ -224,7 +230,3 @@ def _sources(path: str) -> bytes:
 
 def _short(value: object) -> str:
     return digest_of(str(value).encode()).hex()[:8]
-
-
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "baton", "kernels")

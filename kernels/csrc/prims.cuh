@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef __nv_bfloat16 bf16;
 typedef __half fp16;
 typedef __nv_fp8_e4m3 fp8;
@@ -57,7 +58,20 @@ PRIM float power_of_two(float x) {
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
   return y;
 }
-PRIM float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <typename T>
+PRIM T from_lane_xor(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
+PRIM u32 bits_of(float x) { return __float_as_uint(x); }
+PRIM u64 bits_of(double x) { return __double_as_longlong(x); }
+PRIM double double_of(u64 bits) { return __longlong_as_double(bits); }
+// A product that no addition is fused with.
+PRIM double multiply_rounded(double x, double y) { return __dmul_rn(x, y); }
+// The float32 of these bits; what a compiler makes of a cast may take subnormals for 0.
+PRIM double widen_exactly(u32 bits) {
+  double y;
+  asm("cvt.f64.f32 %0,%1;" : "=d"(y) : "f"(__uint_as_float(bits)));
+  return y;
+}
 
 // Write what other thread blocks will read in this launch, after a `__threadfence`.
 template <typename T>

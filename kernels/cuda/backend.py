@@ -8,6 +8,8 @@ What the tiles do not cover (a pool that `launch.check_pool` refuses) is a Kerne
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 from functools import cache
@@ -16,15 +18,15 @@ from typing import Any
 
 import torch
 
+from kernels.cache import compiled_code, opened
 from kernels.contract import Activation, KernelError, PagedBatch
-from kernels.cuda import launch
+from kernels.cuda import launch, sampling
 from kernels.cuda.launch import Launch
 from kernels.cuda.launch import check_pool as check_pool
-from kernels.reference import argmax as argmax
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route
-from kernels.reference import sample as sample
 
+_LOG = logging.getLogger("kernels")
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
 # Thread blocks to aim for on each multiprocessor when keys are split.
@@ -153,6 +155,16 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return out
 
 
+def draw(
+    logits: torch.Tensor,
+    settings: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    start(logits.device, sampling.draw(logits, settings, allowed, drawn))
+    return drawn
+
+
 def start(place: torch.device, launches: list[Launch]) -> None:
     """Start launches on torch's current stream of a device."""
     device = place.index or 0
@@ -191,6 +203,14 @@ def last_started(device: int) -> str | None:
 
 @cache
 def _cupy() -> Any:
+    """Import CuPy, and have it keep compiled kernels where no other user can write to them."""
+    if "CUPY_CACHE_DIR" not in os.environ:
+        try:
+            place = compiled_code().expanduser() / "cuda"
+            with opened(place):
+                os.environ["CUPY_CACHE_DIR"] = str(place)
+        except (OSError, RuntimeError) as error:  # the latter: this user has no home
+            _LOG.warning("CUDA kernels are kept where CuPy keeps them: %s", error)
     try:
         return import_module("cupy")
     except ImportError as error:

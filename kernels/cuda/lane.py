@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 
 # Copies that run at a time: while one crosses to the host the kernel of the next packs, and the
 # threads of two more have bytes to digest.  Each holds a buffer on the device.
@@ -26,6 +27,7 @@ class Lane(Protocol):
     What is larger than `max_buffer_bytes` goes some layers at a time where it needs a buffer.
     """
 
+    device: torch.device
     max_buffer_bytes: int
 
     def require(self, pool: torch.Tensor) -> None:
@@ -34,7 +36,8 @@ class Lane(Protocol):
     def mark(self) -> None:
         """Have copies from now on wait for what was computed so far, and for nothing later.
 
-        To be called by the thread that computes, after each step.
+        To be called by the thread that computes: after each step is asked for in full, before
+        anybody hears which blocks it made or freed.
         """
 
     def working(self) -> AbstractContextManager[None]:
@@ -49,18 +52,15 @@ class Lane(Protocol):
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device."""
 
-    def move(
-        self,
-        pool: torch.Tensor,
-        block_table: torch.Tensor,
-        layers: range,
-        heads: range,
-        tokens: range,
-        segment: torch.Tensor,
-        *,
-        into_pool: bool,
-    ) -> None:
-        """Start the kernel between a pool and a segment, pinned or on the device."""
+    def tensor(self, memory: Any) -> torch.Tensor:
+        """Return memory of the device that torch has not allocated, which the tensor keeps.
+
+        Args:
+            memory: Has a `__cuda_array_interface__`.
+        """
+
+    def start(self, launches: list[Launch]) -> None:
+        """Start kernels."""
 
 
 class SideStream:
@@ -74,7 +74,7 @@ class SideStream:
     max_buffer_bytes = 32 << 20
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._computing = torch.cuda.default_stream(device)
         self._idle: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
         for _ in range(IN_FLIGHT):
@@ -88,7 +88,7 @@ class SideStream:
         self._marked = event
 
     def require(self, pool: torch.Tensor) -> None:
-        cuda.require_device(self._device.index or 0)
+        cuda.require_device(self.device.index or 0)
         launch.check_pool(pool)
 
     @contextmanager
@@ -104,27 +104,22 @@ class SideStream:
 
     def upload(self, block_table: Sequence[int]) -> torch.Tensor:
         # From pageable memory, so it is there on return, and any stream may read it.
-        return torch.tensor(block_table, dtype=torch.int32, device=self._device)
+        return torch.tensor(block_table, dtype=torch.int32, device=self.device)
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         # Torch keeps freed pinned memory for the next one; asking the driver takes milliseconds.
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def move(
-        self,
-        pool: torch.Tensor,
-        block_table: torch.Tensor,
-        layers: range,
-        heads: range,
-        tokens: range,
-        segment: torch.Tensor,
-        *,
-        into_pool: bool,
-    ) -> None:
-        cuda.start(
-            pool.device,
-            launch.move(pool, block_table, layers, heads, tokens, segment, into_pool=into_pool),
-        )
+    def tensor(self, memory: Any) -> torch.Tensor:
+        return torch.as_tensor(memory, device=self.device)
+
+    def start(self, launches: list[Launch]) -> None:
+        cuda.start(self.device, launches)
+
+
+def lane_of(device: torch.device) -> Lane | None:
+    """Return the lane of a GPU; None where the host reads a pool as it lies."""
+    return SideStream(device) if device.type == "cuda" else None

@@ -8,8 +8,8 @@ Unpacking goes the same ways backwards; what arrived is copied into pinned memor
 start every way is timed at a few sizes, and each copy takes the way that was faster near its own.
 Copies run on a lane (`lane.py`) beside what computes and are done on return; several threads may
 copy at a time, for every copy has buffers of its own.  A copy waits for the step after which it may
-touch its blocks, and for no later one: see `mark`.  Nothing here is for pools in the host's memory,
-which `kernels.pack_kv` reads as they lie.
+touch its blocks, and for no later one: see `Lane.mark`.  Nothing here is for pools in the host's
+memory, which `kernels.pack_kv` reads as they lie.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch
 import kernels
 from kernels import contract
 from kernels.contract import KernelError
-from kernels.cuda.lane import Lane, SideStream
+from kernels.cuda import launch
+from kernels.cuda.lane import Lane
 
 KIB = 1 << 10
 # Up to the largest segment of the wire; a copy of another size goes as the nearest of them.
@@ -61,7 +62,9 @@ class Staging:
         why_plain: what keeps the other ways from being used; empty if nothing does.
     """
 
-    def __init__(self, pool: torch.Tensor, lane: Lane, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(self, pool: torch.Tensor, lane: Lane, sizes: Sequence[int] = ()) -> None:
+        """Measure at `sizes`, by default `SIZES`."""
+        sizes = sizes or SIZES
         self._pool = pool
         self._lane = lane
         self._tables = Tables(lane)
@@ -69,14 +72,6 @@ class Staging:
         self.why_plain = _obstacle(pool, lane, sizes[-1])
         if not self.why_plain:
             self.packing, self.unpacking = _measured(pool, lane, sizes)
-        lane.mark()
-
-    def mark(self) -> None:
-        """Say that a step is asked for in full: copies from now on wait for it, not for later ones.
-
-        To be called after each step, before anybody hears which blocks it made or freed.
-        """
-        self._lane.mark()
 
     def pack(
         self, block_table: Sequence[int], layers: range, heads: range, tokens: range
@@ -137,11 +132,6 @@ class Tables:
             return found[1]
 
 
-def staging_of(pool: torch.Tensor) -> Staging | None:
-    """Return the staging of a pool on a GPU; None where the host reads the pool as it lies."""
-    return Staging(pool, SideStream(pool.device)) if pool.device.type == "cuda" else None
-
-
 def pack(
     way: Way,
     lane: Lane,
@@ -161,11 +151,11 @@ def pack(
             return kernels.pack_kv(pool, block_table, layers, tokens, heads=heads).cpu()
         table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.move(pool, table, layers, heads, tokens, segment, into_pool=False)
+            lane.start(launch.move(pool, table, layers, heads, tokens, segment, into_pool=False))
             return segment
         for part, mine in _groups(lane, pool, layers, heads, tokens):
             buffer = lane.buffer(segment[mine].shape, pool.dtype)
-            lane.move(pool, table, part, heads, tokens, buffer, into_pool=False)
+            lane.start(launch.move(pool, table, part, heads, tokens, buffer, into_pool=False))
             segment[mine].copy_(buffer, non_blocking=True)
         return segment
 
@@ -192,12 +182,12 @@ def unpack(
         pinned.copy_(segment)
         table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.move(pool, table, layers, heads, tokens, pinned, into_pool=True)
+            lane.start(launch.move(pool, table, layers, heads, tokens, pinned, into_pool=True))
             return
         for part, mine in _groups(lane, pool, layers, heads, tokens):
             buffer = lane.buffer(pinned[mine].shape, pool.dtype)
             buffer.copy_(pinned[mine], non_blocking=True)
-            lane.move(pool, table, part, heads, tokens, buffer, into_pool=True)
+            lane.start(launch.move(pool, table, part, heads, tokens, buffer, into_pool=True))
 
 
 def choose(table: Table, num_bytes: int) -> Way:

@@ -17,15 +17,28 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
 from tests.gpu.inputs import Paged, batch_of
+from tests.gpu.lent import lent
 from tests.gpu.settings import Part, Settings, kernels_of, lane_of, launching, start
 from tests.gpu.timing import device_s, launch_s, replay_s, wall_s
 from tests.gpu.trail import Figures
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.draw_scenes import logits_of, settings_of
+from tests.kernels.instances import (
+    SAMPLING_KERNELS,
+    attention_kernels,
+    kv_kernels,
+    rowwise_kernels,
+)
 
 Call = Callable[[], object]
 BF16 = torch.bfloat16
 GIB = 1 << 30
 BLOCK_SIZE = 16
+DRAWS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.95},
+    "both": {"top_k": 50, "top_p": 0.95},
+}
 
 
 def prompt_heads(settings: Settings) -> tuple[int, int, int]:
@@ -66,12 +79,14 @@ def kernel_parts(settings: Settings) -> dict[str, Part]:
         f"decode {name}": partial(_decode, settings, name) for name in decode_lens(settings)
     }
     parts |= {f"prefill {k}k": partial(_prefill, settings, k) for k in (8, 16)}
-    return parts | {"heads": partial(_heads, settings), "pack and unpack": partial(_pack, settings)}
+    parts["heads"] = partial(_heads, settings)
+    return parts | {"pack and unpack": partial(_pack, settings), "draw": partial(_draw, settings)}
 
 
 def staging_parts(settings: Settings) -> dict[str, Part]:
-    """KV to and from pinned memory: each way by size, and a large one against DMA."""
+    """KV between processes; to and from pinned memory by each way and size, a large one by DMA."""
     return {
+        "lent": partial(lent, settings),
         "staged": partial(_staged, settings),
         "ways out": partial(_ways, settings, "out"),
         "ways back": partial(_ways, settings, "back"),
@@ -189,6 +204,19 @@ def _pack(settings: Settings) -> Figures:
     out, back = _moves(settings, it, *rectangle)
     moved = 2 * it.pool.nbytes / 1e9
     return {"pack_gbs": moved / device_s(out), "unpack_gbs": moved / device_s(back)}
+
+
+def _draw(settings: Settings) -> Figures:
+    """Tokens of 32 rows: greedy, and drawn with each filter."""
+    num_rows, size = settings.size((32, 128 << 10), (2, 1000))
+    kernels = kernels_of(settings, {"sampling": SAMPLING_KERNELS})
+    logits = logits_of("peaked", num_rows, size, 1).to(settings.device)
+    greedy = device_s(lambda: kernels.draw(logits))
+    figures: Figures = {"draw_greedy_us": greedy * 1e6}
+    for name, changes in DRAWS.items():
+        rows = settings_of(num_rows, 1, **changes).to(settings.device)
+        figures[f"draw_{name}_us"] = device_s(partial(kernels.draw, logits, rows)) * 1e6
+    return figures
 
 
 def _moves(

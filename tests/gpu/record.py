@@ -32,6 +32,8 @@ COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
     "heads": ("rotate_and_append",),
     "move": ("move",),
     "rows": ("rms_norm", "gate"),
+    "draw": ("draw",),
+    "pieces": ("copy_pieces",),
 }
 
 

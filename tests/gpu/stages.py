@@ -37,11 +37,13 @@ class Stage(NamedTuple):
 STAGES: Final = (
     Stage("machine", "stages:machine_parts", 20),
     Stage("verify kv", "verify:kv_parts", 40),
-    Stage("verify rows", "verify:row_parts", 25),
-    Stage("verify attention", "verify:attention_parts", 40),
+    Stage("verify rows", "verify:row_parts", 20),
+    Stage("verify draw", "verify:draw_parts", 10),
+    Stage("verify attention", "verify:attention_parts", 38),
     Stage("verify staging", "verify:staging_parts", 20),
+    Stage("verify lent", "lent:piece_parts", 20),
     Stage("verify graphs", "graphs:graph_parts", 30),
-    Stage("logits", "logits:logit_parts", 25),
+    Stage("logits", "logits:logit_parts", 20),
     Stage("bench limits", "bench:limit_parts", 15),
     Stage("bench kernels", "bench:kernel_parts", 20),
     Stage("bench peers", "peers:peer_parts", 20),
@@ -49,8 +51,8 @@ STAGES: Final = (
     Stage("bench launch", "bench:launch_parts", 20),
     Stage("bench engine", "engine:engine_parts", 70),
     Stage("system", "system:system_parts", 40),
-    Stage("system serve", "serve:serve_parts", 100),
-    Stage("sanitizer", "sanitizer:sanitizer_parts", 30),
+    Stage("system serve", "serve:serve_parts", 90),
+    Stage("sanitizer", "sanitizer:sanitizer_parts", 25),
 )
 
 

@@ -57,6 +57,7 @@ TARGETS = (
     Target("heads of 16k tokens / copy", "rotate_and_append", "heads_gbs", "copy_gbs", 0.80, 0.90),
     Target("pack on the device / copy", "move", "pack_gbs", "copy_gbs", 0.85, 0.95),
     Target("unpack on the device / copy", "move", "unpack_gbs", "copy_gbs", 0.85, 0.95),
+    Target("KV between workers / copy", "copy_pieces", "lent_gbs", "copy_gbs", 0.50, None),
     Target("pack to pinned, staged / DMA", "move", "pack_pinned_gbs", "d2h_gbs", 0.93, 0.97),
     *(
         Target(

@@ -46,6 +46,7 @@ def parts() -> dict[str, Part]:
     return {
         **verify.kv_parts(SETTINGS),
         **verify.row_parts(SETTINGS),
+        **verify.draw_parts(SETTINGS),
         **verify.attention_parts(SETTINGS),
         **verify.staging_parts(SETTINGS),
     }
@@ -76,6 +77,7 @@ def test_the_reference_in_a_kernel_s_place_passes_the_full_check(name: str) -> N
             "const int token = i / eights;",
         ),
         ("rows float32", "expf(-x ", "expf(x "),
+        ("draw", "share_of(of.uniform, all) + 1", "share_of(of.uniform, all)"),
         ("plain 24 bfloat16", "key <= position; key++", "key < position; key++"),
         ("tiled 64 bfloat16", "a.sinks[head] * LOG2_E", "a.sinks[head]"),
         ("plain 24 bfloat16", "if (a.cap == 0) return score;", "return score;"),

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from kernels import GELU_TANH, SILU, Activation, reference
+from kernels.cpu import backend as cpu
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import Way
 from tests.gpu.inputs import FLOOR, TOLERANCE, Shape, error, formula, lengths, paged
@@ -24,7 +25,16 @@ from tests.gpu.settings import (
 )
 from tests.gpu.timing import spend
 from tests.gpu.trail import Figures
-from tests.kernels.instances import attention_kernels, rowwise_kernels
+from tests.kernels.draw_scenes import (
+    FILTERS,
+    KINDS,
+    SIZES,
+    TEMPERATURES,
+    allowed_of,
+    logits_of,
+    settings_of,
+)
+from tests.kernels.instances import SAMPLING_KERNELS, attention_kernels, rowwise_kernels
 from tests.kernels.scenes import heads_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -50,6 +60,11 @@ def kv_parts(settings: Settings) -> dict[str, Part]:
 def row_parts(settings: Settings) -> dict[str, Part]:
     """`rms_norm` and `gate`: every dtype; see `_rows`."""
     return {f"rows {_name(dtype)}": partial(_rows, settings, dtype) for dtype in launch.POOL_DTYPES}
+
+
+def draw_parts(settings: Settings) -> dict[str, Part]:
+    """`draw`: the tokens that the CPU draws, of every kind of row with every filter."""
+    return {"draw": partial(_draw, settings)}
 
 
 def attention_parts(settings: Settings) -> dict[str, Part]:
@@ -147,6 +162,26 @@ def _rows(settings: Settings, dtype: torch.dtype) -> Figures:
             got = it.gate(both, activation).flatten()
             _near(got, want.flatten(), dtype, f"gate of {num_rows} x {size}")
     return {"cases": 4 * len(sizes)}
+
+
+def _draw(settings: Settings) -> Figures:
+    draw = settings.random("draw")
+    it = kernels_of(settings, {"sampling": SAMPLING_KERNELS})
+    num_cases = settings.size(300, 12)
+    for _ in range(num_cases):
+        kind, changes = draw.choice(list(KINDS)), draw.choice(FILTERS)
+        num_rows, size = draw.randint(1, 40), draw.choice([*SIZES, settings.size(151_937, 5000)])
+        temperature, seed = draw.choice([*TEMPERATURES, draw.uniform(0.3, 2)]), draw.getrandbits(30)
+        logits = logits_of(kind, num_rows, size, seed)
+        rows = settings_of(num_rows, seed, **{"temperature": temperature, **changes})
+        allowed = allowed_of(num_rows, size, seed, draw.random()) if draw.random() < 0.3 else None
+        bits = None if allowed is None else allowed.to(settings.device)
+        got = it.draw(logits.to(settings.device), rows.to(settings.device), bits).tolist()
+        want = cpu.draw(logits, rows, allowed).tolist()
+        if got != want:
+            given = f"{kind=}, {changes}, {temperature=}, {size=}, {seed=}"
+            raise Wrong(f"drew {got}, not {want}: {given}")
+    return {"cases": num_cases}
 
 
 def _near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str) -> None:

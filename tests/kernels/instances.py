@@ -30,3 +30,6 @@ def rowwise_kernels(dtype: torch.dtype) -> list[str]:
     widths = (WIDE_BYTES // dtype.itemsize, 1)
     names = ("rms_norm", "gate")
     return [f"{name}<{DTYPE_NAMES[dtype]},{width}>" for name in names for width in widths]
+
+
+SAMPLING_KERNELS = ["draw"]

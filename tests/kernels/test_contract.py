@@ -208,3 +208,24 @@ def test_biases_of_other_shapes_than_their_experts_are_refused(
     biases = torch.zeros(wrong[0]), torch.zeros(wrong[1])
     with pytest.raises(ShapeError, match="biases are"):
         kernels.expert_mlp(x, experts, shares, gate_up, down, SILU, biases)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "allowed", "says"),
+    [
+        ((2, 0), None, None, "0 tokens, not 1 to"),
+        ((1, (1 << 21) + 1), None, None, "not 1 to 2097152"),
+        ((2, 9), torch.zeros(2, 4, dtype=torch.int64), None, r"settings is .*\[2, 4\], not"),
+        ((2, 9), torch.zeros(2, 5), None, "settings is torch.float32"),
+        ((2, 9), None, torch.zeros(3, 1, dtype=torch.int32), r"allowed is .*\[3, 1\], not"),
+        ((2, 9), None, torch.zeros(4, 2, dtype=torch.int32)[::2], "allowed is not contiguous"),
+    ],
+)
+def test_what_does_not_fit_the_logits_is_refused(
+    shape: tuple[int, int],
+    settings: torch.Tensor | None,
+    allowed: torch.Tensor | None,
+    says: str,
+) -> None:
+    with pytest.raises(ShapeError, match=says):
+        kernels.draw(torch.empty(shape), settings, allowed)

@@ -16,7 +16,12 @@ from kernels import reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from scripts.models.make_model import make_model
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.instances import (
+    SAMPLING_KERNELS,
+    attention_kernels,
+    kv_kernels,
+    rowwise_kernels,
+)
 from tests.kernels.shim.backend import Shim, why_not
 from tests.kv import whole
 from tests.worker.paged import Text, advance
@@ -97,6 +102,7 @@ def test_logits_are_those_of_the_reference(name: str, served_by: Any, tmp_path: 
         "attention": attention_kernels(kind, head_dim),
         "kv": kv_kernels(kind, kind),
         "rowwise": rowwise_kernels(kind),
+        "sampling": SAMPLING_KERNELS,
     }
     served_by(Shim(needed))
     got, segment = run(path, dtype)

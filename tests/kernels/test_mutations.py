@@ -8,7 +8,13 @@ from itertools import product
 import pytest
 import torch
 
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels import draw_scenes
+from tests.kernels.instances import (
+    SAMPLING_KERNELS,
+    attention_kernels,
+    kv_kernels,
+    rowwise_kernels,
+)
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, heads_error, scene, sinks_of
 from tests.kernels.shim.backend import CSRC, Shim, why_not
@@ -154,9 +160,54 @@ ROWWISE = {
     "no cube": (" + a.cubic * x * x", ""),
     "a gate too many": ("if (i >= units)", "if (i > units)"),
 }
+SAMPLING = {
+    "-0 is less than 0": (": magnitude ? ordered : 0x80000000", ": ordered"),
+    "what is no number is ordered": ("magnitude > 0x7f800000 ? 0xffffffff : ", ""),
+    "a word of bits too many": ("token / 32 < num_words && ", ""),
+    "every token is allowed": ("!allowed || ", "true || "),
+    "small weights are not cut off": ("x = x > -64.0 ? x : -64.0;\n", ""),
+    "weights are cut off early": ("x > -64.0 ? x : -64.0", "x > -32.0 ? x : -32.0"),
+    "one term is left out": ("int k = 11; k >= 0", "int k = 10; k >= 0"),
+    "one token is missing in each run": ("min(first + run, size);", "min(first + run, size - 1);"),
+    "one of four tokens is left out": ("if (is_one[k]) use", "if (is_one[k] && k != 2) use"),
+    "one warp has no largest": (
+        "for (int warp = 0; warp < blockDim.x / 32; warp++) x =",
+        "for (int warp = 1; warp < blockDim.x / 32; warp++) x =",
+    ),
+    "lanes before are left out": ("if (lane & mask) before += other;\n", ""),
+    "warps before are left out": ("if (warp < own) before += shared.sums[warp];\n", ""),
+    "one too few is enough": ("rest <= value)", "rest < value)"),
+    "no barrier before what is found": (
+        "    __syncthreads();\n    return {shared.thread",
+        "    return {shared.thread",
+    ),
+    "sums by digit are not zeroed": ("shared.low[0][i] = shared.high[0][i] = 0;", ";"),
+    "no barrier after the zeros": ("= 0;\n      __syncthreads();", "= 0;"),
+    "all digits are of one number": ("(u64)key >> (shift + DIGIT) != prefix", "false"),
+    "keys under the border of before count": ("if (key < least || ", "if ("),
+    "no carry": (" + (before + low < before)", ""),
+    "no high half": ("if (high) atomicAdd", "if (0) atomicAdd"),
+    "a column is left out": ("i < 32 && digit >= 0", "i < 31 && digit >= 0"),
+    "top_k is the whole row's": ("0 < of.top_k && of.top_k < size", "false"),
+    "top_p is of no weight": ("max(share_of(of.top_p, all), (u64)1)", "share_of(of.top_p, all)"),
+    "min_p is not applied": ("return found < lightest ? 0 : found;", "return found;"),
+    "what is under the border passes": ("key < least ? 0 : weight(key)", "weight(key)"),
+    "a draw of 0 takes the first": ("share_of(of.uniform, all) + 1", "share_of(of.uniform, all)"),
+    "the first is the last": ("{ last = token; }", "{ last = last ? last : token; }"),
+    "the last of equals": ("32 | ~(u32)token", "32 | (u32)token"),
+    "a temperature of 0 divides": (" || settings->temperature == 0", ""),
+    "a tiny temperature is infinite": (", 1.7976931348623157e308);", ", 1.0 / 0.0);"),
+    "every row has the first one's settings": ("a.settings + number;", "a.settings;"),
+    "rows have no stride": ("number * a.stride", "number * a.size"),
+}
 MUTATIONS = {
     f"{source}: {bug}": (source, *texts)
-    for source, bugs in (("attention", ATTENTION), ("kv", KV), ("rowwise", ROWWISE))
+    for source, bugs in (
+        ("attention", ATTENTION),
+        ("kv", KV),
+        ("rowwise", ROWWISE),
+        ("sampling", SAMPLING),
+    )
     for bug, texts in bugs.items()
 }
 
@@ -199,7 +250,19 @@ def check_rowwise(text: str) -> None:
         check_all(it, torch.bfloat16, size)
 
 
-CHECKS = {"attention": check_attention, "kv": check_kv, "rowwise": check_rowwise}
+def check_sampling(text: str) -> None:
+    it = Shim({"sampling": SAMPLING_KERNELS}, texts={"sampling": text})
+    draw_scenes.check_all(it)
+    wide = draw_scenes.logits_of("peaked", 3, 400, 2)
+    draw_scenes.check(it, wide[:, 3:333], draw_scenes.settings_of(3, 1))
+
+
+CHECKS = {
+    "attention": check_attention,
+    "kv": check_kv,
+    "rowwise": check_rowwise,
+    "sampling": check_sampling,
+}
 
 
 def run_check(source: str, text: str) -> None:

@@ -16,7 +16,12 @@ import torch
 
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.instances import (
+    SAMPLING_KERNELS,
+    attention_kernels,
+    kv_kernels,
+    rowwise_kernels,
+)
 from tests.kernels.shim.backend import cuda_headers
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
@@ -119,3 +124,24 @@ def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
     # The wide norm reads x, y, x again and the float32 weight; the wide gate reads gate and up.
     assert len(re.findall(rb"ld\.global\.v4\.", ptx)) >= 6
     assert len(re.findall(rb"st\.global\.v4\.", ptx)) == 3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sampling_compiles(architecture: str) -> None:
+    ptx, log = compile_for(architecture, "sampling", SAMPLING_KERNELS)
+    check_resources(log, len(SAMPLING_KERNELS))
+    # A block of 1024 threads on the 65536 registers of a multiprocessor.
+    assert max(int(count) for count in re.findall(r"Used (\d+) registers", log)) <= 64
+    # Native atomics in shared memory; and what decides a token is rounded as the CPU rounds it.
+    assert b"atom.shared.add.u32" in ptx and b"atom.shared.cas" not in ptx
+    assert b"mul.rn.f64" in ptx and not re.search(rb"cvt\.ftz\.f64\.f32", ptx)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pieces_compile(architecture: str) -> None:
+    ptx, log = compile_for(architecture, "pieces", ["copy_pieces"])
+    check_resources(log, 1)
+    # All eight loads of a thread are under way before the first is waited for.
+    loads = [at.start() for at in re.finditer(rb"ld\.global\.v2\.u64|ld\.global\.v4", ptx)]
+    stores = [at.start() for at in re.finditer(rb"st\.global\.v2\.u64|st\.global\.v4", ptx)]
+    assert (len(loads), len(stores)) == (8, 8) and max(loads) < min(stores)

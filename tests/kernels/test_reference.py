@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import SAMPLING, reference
 from kernels.cpu import backend as cpu
+from tests.kernels.draw_scenes import allowed_of
 from tests.kernels.scenes import check, scene
 
 
@@ -63,7 +64,8 @@ def test_tokens_are_sampled_as_on_the_cpu(vocab: int) -> None:
     rows["top_p"] = draw.choice([0.3, 0.9, 1.0], len(rows))
     rows["min_p"] = draw.choice([0.0, 0.2], len(rows))
     rows["uniform"] = draw.random(len(rows))
+    settings = torch.from_numpy(rows.view(np.int64).reshape(len(rows), -1))
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(7))
-    allowed = draw.integers(-(2**31), 2**31, (len(rows), vocab // 32)).astype(np.int32)
-    for words in (None, allowed):
-        assert reference.sample(logits, rows, words) == cpu.sample(logits, rows, words)
+    for words in (None, allowed_of(len(rows), vocab, 7, 0.5)):
+        drawn = reference.draw(logits, settings, words)
+        assert drawn.tolist() == cpu.draw(logits, settings, words).tolist()

@@ -27,7 +27,9 @@ class Port:
         self._network.memory.pop(self.name, None)
 
 
-async def fetch(network: Network, process: Process, name: str, greeting: bytes) -> int:
+async def fetch(
+    network: Network, process: Process, name: str, greeting: bytes
+) -> tuple[int, bytes]:
     """Return the descriptor that is lent under this name."""
     await _pause(process, network.latency())
     port = network.memory.get(name)
@@ -38,7 +40,7 @@ async def fetch(network: Network, process: Process, name: str, greeting: bytes) 
         raise TimeoutError("who lends this does not answer")
     if port.greeting != greeting:
         raise ConnectionError("who lends this is another worker")
-    return os.dup(port.descriptor)
+    return os.dup(port.descriptor), b""
 
 
 async def _pause(process: Process, seconds: float) -> None:

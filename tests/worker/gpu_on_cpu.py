@@ -11,7 +11,12 @@ from unittest.mock import patch
 import torch
 
 import kernels
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.instances import (
+    SAMPLING_KERNELS,
+    attention_kernels,
+    kv_kernels,
+    rowwise_kernels,
+)
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim
 from tests.kernels.shim.recording import DeviceMemory, Recorder
 from wire.layout import KVLayout
@@ -47,6 +52,7 @@ def executor_of(path: Path, dtype: torch.dtype = torch.float32) -> GpuExecutor:
 def gpu_on_cpu(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> Iterator[None]:
     """Have what executors of such models do on a GPU be done here."""
     needed = {"kv": kv_kernels(dtype, dtype), "rowwise": rowwise_kernels(dtype)}
+    needed["sampling"] = SAMPLING_KERNELS
     shim = Shim({"attention": attention_kernels(dtype, head_dim)} | needed)
 
     def graphs_of(model: Transformer, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs:

@@ -25,6 +25,8 @@ AGAIN_S: Final = 0.01
 ANSWER_S: Final = 2.0
 # How long to wait where no descriptor is left to accept a connection.
 PAUSE_S: Final = 1.0
+# What may be said of a descriptor beside the greeting.
+MAX_ABOUT_BYTES: Final = 64
 # Linux shows any user of another user namespace, who has none here, as this one.
 NOBODY: Final = 65534
 # `struct ucred`: process, user, group.
@@ -97,8 +99,10 @@ class DescriptorPort:
             self._loop.add_reader(self._socket, self._accept)
 
 
-async def fetch_descriptor(name: str, greeting: bytes) -> int:
+async def fetch_descriptor(name: str, greeting: bytes) -> tuple[int, bytes]:
     """Return the descriptor that is handed out under this name with this greeting; close it.
+
+    With it comes what is said after the greeting and a space, if anything is.
 
     Raises:
         OSError: Nobody listens there, or one of another user, or it says something else.
@@ -110,14 +114,17 @@ async def fetch_descriptor(name: str, greeting: bytes) -> int:
                 await _until_readable(connection)
         except TimeoutError:
             raise TimeoutError(f"who listens there says nothing for {ANSWER_S:g} s") from None
-        message, descriptors, _, _ = socket.recv_fds(connection, len(greeting) + 1, 1)
+        most_bytes = len(greeting) + 1 + MAX_ABOUT_BYTES
+        message, descriptors, _, _ = socket.recv_fds(connection, most_bytes + 1, 1)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    if message != greeting or len(descriptors) != 1:
+    said, _, about = message[len(greeting) :].partition(b" ")
+    is_known = message.startswith(greeting) and not said and len(message) <= most_bytes
+    if not is_known or len(descriptors) != 1:
         for descriptor in descriptors:
             os.close(descriptor)
         raise ConnectionError("who listens there is another worker, or hands out nothing")
-    return descriptors[0]
+    return descriptors[0], about
 
 
 async def _connect(connection: socket.socket, name: str) -> None:

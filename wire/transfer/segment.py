@@ -26,9 +26,10 @@ MIB: Final = 1 << 20
 # Measured on loopback: 256 KiB messages lose a third of the bandwidth, 32 MiB more than half.
 DEFAULT_SEGMENT_BYTES: Final = 2 * MIB
 MAX_SEGMENT_BYTES: Final = 4 * MIB
-# Of one in memory, which nobody buffers.  With a quarter of it a transfer is a quarter slower: both
-# ends are woken four times as often.
-MAX_READ_BYTES: Final = 16 * MIB
+# Of one in memory, which nobody buffers.  The receiver's credit says how large they are: between
+# CPUs 16 MiB, for with a quarter of it both ends are woken four times as often and a transfer takes
+# a quarter longer; between GPUs more, for they copy these in 10 us.
+MAX_READ_BYTES: Final = 256 * MIB
 # A block from this size on is sent alone: packing several costs more than a segment more does.
 ALONE_BYTES: Final = MIB // 2
 # 64 GiB in segments of 1 MiB; bounds what a receiver remembers of one transfer.

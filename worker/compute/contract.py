@@ -4,14 +4,58 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.compute.shared_memory import Bytes, SharedMemory
+from worker.compute.shared_memory import Bytes, HostMemory, map_memory
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
+
+
+class Memory(Protocol):
+    """Memory that KV lies in, of this process or mapped to read: `HostMemory` or `DeviceMemory`.
+
+    `kind` is "host" or "cuda".  Digests are seeded, and other ones for each kind.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    def __len__(self) -> int: ...
+    def copy(
+        self, places: Sequence[int], size: int, target: Any, targets: Sequence[int], seed: int
+    ) -> int:
+        """Copy pieces of so many bytes to memory of the same kind, or to a room that it has made.
+
+        Returns:
+            The digest of the copies, one after the other.
+        """
+
+    def room(self, num_bytes: int) -> Room:
+        """Return memory of the host for copies."""
+
+
+class Room(Protocol):
+    """Where copies can be read."""
+
+    bytes: Bytes
+
+
+class LentMemory(Memory, Protocol):
+    """Memory of this process that others may map.
+
+    `descriptor` opens it to read, and `about` says what else they have to know; b"" for nothing.
+    """
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def about(self) -> bytes: ...
+    @property
+    def descriptor(self) -> int: ...
+    def digest(self, places: Sequence[int], size: int, seed: int) -> int:
+        """Return the digest of pieces of so many bytes, one after the other."""
 
 
 class KVCache(Protocol):
@@ -41,8 +85,8 @@ class KVCache(Protocol):
         copies_at_once: How many transfer threads there are.
         copies_wait: Whether a copy waits for a device or another process.  Where none does, small
             ones run on the event loop, however many threads there are.
-        memory: That of `view`, if other processes can read it: a decode worker on the same machine
-            copies blocks out itself.
+        memory: What blocks lie in, if other processes can read it: a decode worker on the same
+            machine copies them out itself.
     """
 
     num_blocks: int
@@ -54,7 +98,7 @@ class KVCache(Protocol):
     stages: Sequence[Sequence[range]] | None = None
     copies_at_once: int = 1
     copies_wait: bool = True
-    memory: SharedMemory | None = None
+    memory: LentMemory | None = None
 
     @abstractmethod
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
@@ -80,7 +124,16 @@ class KVCache(Protocol):
         """
         return None
 
-    def copy_digested(self, pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
-        """Copy each source to its target, which is of this cache; return the seeded digest of all
-        that was written.  None, and nothing is copied, where that cannot be done in one go."""
+    def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
+        """Return where in `memory` the bytes of `pack` lie; None if that is not one piece of it."""
         return None
+
+    def map_memory(self, descriptor: int, about: bytes) -> Memory:
+        """Map what another cache lends, to read.  The descriptor is still the caller's to close.
+
+        Raises:
+            OSError: It cannot be read here.
+        """
+        if about:
+            raise OSError("it lies on a GPU, and this worker computes on none")
+        return HostMemory(map_memory(descriptor))

@@ -3,12 +3,14 @@
 On a CPU a whole block is what the wire wants: it is seen where it lies.  Packing makes one copy of
 anything else (through the kernels, in the wire's order) and hands out its memory; unpacking reads
 the received buffer in place.  Between a GPU and the host both go through
-`kernels.cuda.staging`.  Nothing here knows which sequence owns which block.
+`kernels.cuda.staging`, on a lane beside what computes.  Nothing here knows which sequence owns
+which block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import numpy as np
@@ -16,21 +18,26 @@ import structlog
 import torch
 
 import kernels
-from kernels.cuda.lane import IN_FLIGHT
-from kernels.cuda.staging import Staging, Table, staging_of
+from kernels.cuda.device_memory import DeviceMemory
+from kernels.cuda.lane import IN_FLIGHT, Lane, lane_of
+from kernels.cuda.staging import Staging, Table
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.compute.contract import KVCache
+from worker.compute.contract import KVCache, Memory
 from worker.compute.pool_shape import PoolShape
-from worker.compute.shared_memory import Bytes, SharedMemory, zeros
+from worker.compute.shared_memory import (
+    Bytes,
+    CopyDigested,
+    HostMemory,
+    SharedMemory,
+    map_memory,
+    zeros,
+)
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
 log = structlog.get_logger("worker")
-
-# Copies each source to its target and returns the digest of the copies, seeded; None if it cannot.
-CopyDigested = Callable[[Sequence[tuple[Bytes, Bytes]], int], int | None]
 
 
 class TorchKVCache(KVCache):
@@ -38,9 +45,9 @@ class TorchKVCache(KVCache):
 
     Those of layers with a window are in `window_pool`, of as many blocks as `window_blocks` has;
     None for no such layers.  The executor has `spare_blocks` more for itself in both, behind those
-    that the engine knows.  On a CPU both lie in `memory`, where the system has such, so that others
-    can read them.  States, of layers that keep one, are in `states`, [num_states, L, H, F] float32;
-    None for none.
+    that the engine knows.  Both lie in `memory`, where the system or the GPU's driver has such, so
+    that others can read them.  States, of layers that keep one, are in `states`,
+    [num_states, L, H, F] float32; None for none.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class TorchKVCache(KVCache):
         num_states: int = 0,
         num_window_blocks: int = 0,
         spare_blocks: int = 0,
-        make_staging: Callable[[torch.Tensor], Staging | None] = staging_of,
+        make_lane: Callable[[torch.device], Lane | None] = lane_of,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -62,6 +69,7 @@ class TorchKVCache(KVCache):
         self.window_blocks = WindowBlocks(num_blocks, block_size, num_window_blocks)
         self._shapes = {it: PoolShape.of(layout, windowed=it) for it in (False, True)}
 
+        self._lane = make_lane(device)
         self.window_pool: torch.Tensor | None
         (self.pool, self.window_pool), self.memory = _zeros(
             [
@@ -70,8 +78,10 @@ class TorchKVCache(KVCache):
             ],
             block_size,
             device,
+            self._lane,
         )
-        self._copy = None if self.memory is None else _compiled_copy()
+        is_copied = self._lane is None and self.memory is not None
+        self._copy = _compiled_copy() if is_copied else None
         if not layout.windows:
             self.window_pool = None
         # The pools that have layers, by whether these have a window.
@@ -82,24 +92,22 @@ class TorchKVCache(KVCache):
         if group is not None:
             shape_of_state = group.num_layers, group.num_heads, group.head_bytes // 4
             self.states = torch.zeros(num_states, *shape_of_state, device=device)
+        self.mark()
         # The bytes of each layer of each block, which lie together in host memory; by pool.
         self._layers: dict[bool, Bytes] = {}
-        if device.type == "cpu":
-            self._layers = {
-                windowed: pool.flatten(2).view(torch.uint8).numpy()
-                for windowed, pool in self._pools.items()
-            }
-        self._stagings = {
-            windowed: staging
-            for windowed, pool in self._pools.items()
-            if (staging := make_staging(pool)) is not None
-        }
+        self._stagings: dict[bool, Staging] = {}
+        for windowed, pool in self._pools.items():
+            if self._lane is None:
+                self._layers[windowed] = pool.flatten(2).view(torch.uint8).numpy()
+            else:
+                self._stagings[windowed] = staging = Staging(pool, self._lane)
+                _tell(staging)
+                if staging.why_plain:
+                    self.memory = None  # what packs nothing copies no block either
         # Copies by the host take cores from a step, so there is one at a time; those by a device
         # only have to be waited for.
-        self.copies_wait = device.type != "cpu" or bool(self._stagings)
-        self.copies_at_once = IN_FLIGHT if self._stagings else 1
-        for staging in self._stagings.values():
-            _tell(staging)
+        self.copies_wait = self._lane is not None
+        self.copies_at_once = 1 if self._lane is None else IN_FLIGHT
 
     @property
     def pools(self) -> list[torch.Tensor]:
@@ -107,22 +115,46 @@ class TorchKVCache(KVCache):
         return [*self._pools.values()]
 
     def mark(self) -> None:
-        """Have copies from now on wait for what was asked of the device so far: see `Staging`."""
-        for staging in self._stagings.values():
-            staging.mark()
+        """Have copies from now on wait for what was asked of the device so far: see `Lane`."""
+        if self._lane is not None:
+            self._lane.mark()
 
     def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
         """Return a rectangle's bytes where they lie, or None if they do not lie in one piece."""
         whole = self._whole(block_table, rectangle)
         return None if whole is None else whole.reshape(-1).data
 
-    def copy_digested(self, pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
+    def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
         """See `worker.compute.contract.KVCache`."""
-        return None if self._copy is None else self._copy(pairs, seed)
+        block = self._block(block_table, rectangle)
+        if self.memory is None or block is None:
+            return None
+        windowed, number, layers = block
+        pool = self._pools[windowed]
+        values = number * pool.stride(0) + layers.start * pool.stride(1)
+        return pool.data_ptr() + values * pool.itemsize - self.memory.address
+
+    def map_memory(self, descriptor: int, about: bytes) -> Memory:
+        """See `worker.compute.contract.KVCache`."""
+        if about and self._lane is not None:
+            return DeviceMemory.map(self._lane, descriptor, about)
+        if about:
+            raise OSError("it lies on a GPU, and this worker computes on none")
+        return HostMemory(map_memory(descriptor), self._copy)
 
     def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
         """Return the memory of a rectangle that is one block of some layers, in host memory."""
-        if not self._layers or self.is_state(rectangle):
+        block = self._block(block_table, rectangle) if self._layers else None
+        if block is None:
+            return None
+        windowed, number, layers = block
+        return self._layers[windowed][number, layers.start : layers.stop]
+
+    def _block(
+        self, block_table: Sequence[int], rectangle: Rectangle
+    ) -> tuple[bool, int, range] | None:
+        """Return (of the pool with a window, block, layers) if a rectangle is one whole block."""
+        if self.is_state(rectangle):
             return None
         windowed, layers, heads, tokens = self._place(rectangle)
         index, before = divmod(tokens.start, self.block_size)
@@ -130,7 +162,7 @@ class TorchKVCache(KVCache):
         is_whole = (before, len(tokens), len(heads)) == (0, self.block_size, num_heads)
         if not is_whole or (block := block_table[index]) < 0:  # `worker.compute.window_blocks.NONE`
             return None
-        return self._layers[windowed][block, layers.start : layers.stop]
+        return windowed, block, layers
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.
@@ -196,16 +228,21 @@ class TorchKVCache(KVCache):
 
     def pack_state(self, slot: int, rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of the state in a slot out; see `pack`."""
-        state = self._state(slot, rectangle)
-        # In the order of what the device was asked for before, so there is nothing to wait for.
-        return state.to("cpu", copy=True).contiguous().view(-1).view(torch.uint8).numpy().data
+        with self._working():
+            state = self._state(slot, rectangle).to("cpu", copy=True)
+        return state.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def unpack_state(self, slot: int, rectangle: Rectangle, segment: Buffer) -> None:
         """Copy a segment of the rectangle's size into the state in a slot."""
-        state = self._state(slot, rectangle)
         # Copied before it is read as numbers: what is received may lie at any address.
         received = tensor_over(segment).clone().view(torch.float32)
-        state.copy_(received.view(state.shape))
+        with self._working():
+            state = self._state(slot, rectangle)
+            state.copy_(received.view(state.shape))
+
+    def _working(self) -> AbstractContextManager[None]:
+        """Have what is asked of the device inside wait for the last marked step, and no later."""
+        return nullcontext() if self._lane is None else self._lane.working()
 
     def _place(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
         """Return whether its layers have a window, layers as they lie there, heads and tokens."""
@@ -215,9 +252,12 @@ class TorchKVCache(KVCache):
 
 
 def _zeros(
-    wanted: Sequence[tuple[int, PoolShape]], block_size: int, device: torch.device
-) -> tuple[list[torch.Tensor], SharedMemory | None]:
-    """Make pools of so many blocks, and on a CPU the memory that others can read them in."""
+    wanted: Sequence[tuple[int, PoolShape]],
+    block_size: int,
+    device: torch.device,
+    lane: Lane | None,
+) -> tuple[list[torch.Tensor], SharedMemory | DeviceMemory | None]:
+    """Make pools of so many blocks, and the memory that others can read them in."""
     sizes = [
         (
             (number, it.num_layers, 2, it.num_kv_heads, block_size, it.head_dim),
@@ -225,15 +265,29 @@ def _zeros(
         )
         for number, it in wanted
     ]
-    if device.type != "cpu":
-        return [torch.zeros(shape, dtype=it, device=device) for shape, it in sizes], None
-    # NumPy has no bfloat16, so the zeros are bytes first.
-    arrays, memory = zeros(*(((prod(shape) * it.itemsize,), np.uint8) for shape, it in sizes))
-    pools = [
-        torch.from_numpy(array).view(dtype).view(shape)
-        for array, (shape, dtype) in zip(arrays, sizes, strict=True)
-    ]
-    return pools, memory
+    memory: SharedMemory | DeviceMemory | None
+    num_bytes = [prod(shape) * it.itemsize for shape, it in sizes]
+    if lane is None:
+        # NumPy has no bfloat16, so the zeros are bytes first.
+        arrays, memory = zeros(*(((size,), np.uint8) for size in num_bytes))
+        parts = [torch.from_numpy(array) for array in arrays]
+    else:
+        whole, memory = _zeros_on_device(sum(num_bytes), device, lane)
+        parts = [*torch.split(whole[: sum(num_bytes)], num_bytes)]
+    return [
+        part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, sizes, strict=True)
+    ], memory
+
+
+def _zeros_on_device(
+    num_bytes: int, device: torch.device, lane: Lane
+) -> tuple[torch.Tensor, DeviceMemory | None]:
+    try:
+        memory = DeviceMemory.allocate(lane, num_bytes)
+    except OSError as error:
+        log.info("KV of this GPU is not shared", reason=str(error))
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device), None
+    return lane.tensor(memory).zero_(), memory
 
 
 def _compiled_copy() -> CopyDigested:

@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Final
@@ -17,7 +18,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from wire.parts import Buffer
+from wire.transfer import running_digest
+
 Bytes = npt.NDArray[np.uint8]
+# Copies each source to its target and returns the digest of the copies, seeded; None if it cannot.
+CopyDigested = Callable[[Sequence[tuple[Bytes, Bytes]], int], int | None]
 
 # From <linux/fcntl.h>; Python has names for some only, and none on other systems.
 _F_ADD_SEALS: Final = 1033
@@ -29,8 +35,59 @@ _F_SEAL_FUTURE_WRITE: Final = 0x10
 _SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
-class SharedMemory:
-    """Zeros at first.  `bytes` is all of it, to write; `descriptor` opens it to read only.
+class HostMemory:
+    """Memory of the host: `bytes` is all of it; to write if it is our own."""
+
+    kind: Final = "host"
+    about: Final = b""
+
+    def __init__(self, memory: Bytes, copy_digested: CopyDigested | None = None) -> None:
+        """`copy_digested` does what `copy` does, faster."""
+        self.bytes, self.address = memory, address_of(memory)
+        self._copy_digested = copy_digested
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def pieces(self, places: Sequence[int], size: int) -> list[Bytes]:
+        """Return what lies at these places."""
+        return [self.bytes[place : place + size] for place in places]
+
+    def digest(self, places: Sequence[int], size: int, seed: int) -> int:
+        """Return the XXH3-64 of pieces of so many bytes, one after the other."""
+        digest = running_digest(seed)
+        for piece in self.pieces(places, size):
+            digest.update(piece.data)
+        return digest.intdigest()
+
+    def copy(
+        self,
+        places: Sequence[int],
+        size: int,
+        target: HostMemory,
+        targets: Sequence[int],
+        seed: int,
+    ) -> int:
+        """Copy pieces to other memory; return the digest of the copies, not of what lies here."""
+        copies = target.pieces(targets, size)
+        pairs = list(zip(self.pieces(places, size), copies, strict=True))
+        if self._copy_digested is not None:
+            found = self._copy_digested(pairs, seed)
+            if found is not None:
+                return found
+        digest = running_digest(seed)
+        for source, copy in pairs:
+            copy[:] = source
+            digest.update(copy.data)
+        return digest.intdigest()
+
+    def room(self, num_bytes: int) -> HostMemory:
+        """Return memory for copies."""
+        return HostMemory(np.empty(num_bytes, np.uint8))
+
+
+class SharedMemory(HostMemory):
+    """Zeros at first, of our own; `descriptor` opens it to read only.
 
     Raises:
         OSError: The system has no such memory, or not so much.
@@ -43,7 +100,7 @@ class SharedMemory:
             mapping = mmap.mmap(descriptor, num_bytes)
             with suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is `advise`
-            self.bytes: Bytes = np.frombuffer(mapping, np.uint8)
+            super().__init__(np.frombuffer(mapping, np.uint8))
             # After our own mapping, which goes on being written to: nobody gets another such.
             _control(descriptor, _F_ADD_SEALS, _SEALS)
             self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
@@ -75,6 +132,11 @@ def zeros(
     return [
         part.view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, wanted, strict=True)
     ], memory
+
+
+def address_of(memory: Buffer | Bytes) -> int:
+    """Return where memory of the host begins."""
+    return np.frombuffer(memory, np.uint8).ctypes.data
 
 
 def map_memory(descriptor: int) -> Bytes:

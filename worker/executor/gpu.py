@@ -16,6 +16,7 @@ from worker.compute.contract import KVCache
 from worker.compute.device import find_device
 from worker.compute.graphs import DecodeGraphs, fill_in, graphs_of
 from worker.compute.model import Model
+from worker.executor import sampler
 from worker.executor.batch import Batch, Sampling
 from worker.executor.contract import ModelInfo, SampledToken
 from worker.executor.masks import is_limited
@@ -94,7 +95,7 @@ class GpuExecutor(TorchExecutor):
     def draw(self, logits: torch.Tensor, batch: Batch) -> GpuDrawn:
         """See `worker.executor.contract.Drawer`."""
         try:
-            self._drawn = logits[: len(batch.sample_rows)].argmax(-1).int()
+            self._drawn = sampler.draw(logits[: len(batch.sample_rows)], batch.samplings).int()
             return GpuDrawn(Download(self._drawn), self._note_started)
         except RuntimeError as error:
             self._note_started(error)
@@ -122,9 +123,8 @@ class GpuDrawn:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Whether the next token is the likeliest, whatever came before it."""
+    """Whether nothing is added to the logits of the next token or taken out, nor told of them."""
     options = sampling.options
     is_asked = options.has_penalties or options.logit_bias or options.logprobs is not None
     is_held = is_asked or sampling.structured is not None or is_limited(sampling)
-    # Those that are drawn at random the host still draws.
-    return options.temperature == 0 and not is_held and not sampling.drafts
+    return not is_held and not sampling.drafts

@@ -17,7 +17,7 @@ from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.contract import KVCache
 from worker.compute.pool_shape import PoolShape
-from worker.compute.shared_memory import Bytes, zeros
+from worker.compute.shared_memory import Bytes, address_of, zeros
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
@@ -97,6 +97,12 @@ class HostKVCache(KVCache):
         if not is_whole or len(rectangle.heads) != items.shape[3]:
             return None
         return memoryview(items[blocks[0], layers].reshape(-1).view(np.uint8).data)
+
+    def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
+        view = self.view(block_table, rectangle)
+        if view is None or self.memory is None:
+            return None
+        return address_of(view) - self.memory.address
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         blocks, layers, heads = self._place(block_table, rectangle)

@@ -10,8 +10,9 @@ identically on another worker, in another batch, after a retry:
 
 that is, over the positions of one text, the SplitMix64 stream that starts at `key`.  The token is
 the first one, in the order of token ids, at which the cumulated weight exceeds u times their sum
-(the inverse of the distribution function).  Weights are exp((logit - max) / temperature) in float64
-of the tokens that pass the filters, in this order:
+(the inverse of the distribution function).  Weights are exp((logit - max) / temperature), in whole
+multiples of 2^-42 (`kernels.contract.SAMPLING` has every bit), of the tokens that pass the filters,
+in this order:
 
     top_k  logits not below the k-th largest
     top_p  the likeliest tokens whose share of the weight left by top_k first reaches top_p
@@ -27,7 +28,7 @@ too, are those of the logits before all of this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -80,10 +81,7 @@ def sample(
         return []
     over, bits = (structures.over, structures.bits) if structures is not None else ((), None)
     allowed = mask(adjust(logits, samplings), samplings, eos_token_ids, over)
-    if bits is None and all(it.options.temperature == 0 for it in samplings):
-        token_ids = kernels.argmax(allowed)
-    else:
-        token_ids = kernels.sample(allowed, _settings(rows_of(samplings)), bits)
+    token_ids: list[int] = draw(allowed, samplings, bits).tolist()
     for row in rows_of(samplings, _may_lack_all):
         token_id = token_ids[row.index]
         if token_id < 0 or allowed[row.index, token_id] == -torch.inf:
@@ -96,6 +94,28 @@ def sample(
         for place, logprobs in zip(places, _logprobs(logits[places], kept, numbers), strict=True):
             tokens[place] = SampledToken(token_ids[place], logprobs)
     return tokens
+
+
+def draw(
+    logits: torch.Tensor,
+    samplings: Sequence[Sampling],
+    bits: npt.NDArray[np.int32] | None = None,
+) -> torch.Tensor:
+    """Choose a token for each row as its temperature and filters say; nobody waits for a device.
+
+    Args:
+        logits: [R, vocab], with all that is added to them and taken out.
+        samplings: Together they have R rows.
+        bits: What structures allow, see `kernels.draw`.
+
+    Returns:
+        [R] int64, on the device of the logits.
+    """
+    settings = None
+    if bits is not None or any(it.options.temperature != 0 for it in samplings):
+        settings = _upload(_settings(rows_of(samplings)), logits.device)
+    on_device = None if bits is None else _upload(bits, logits.device)
+    return kernels.draw(logits, settings, on_device)
 
 
 @torch.inference_mode()
@@ -139,8 +159,15 @@ def _may_lack_all(sampling: Sampling) -> bool:
     return is_held or bool(options.allowed_token_ids or options.bad_sequences)
 
 
-def _settings(rows: list[Row]) -> npt.NDArray[np.void]:
-    """Return what `kernels.sample` is told of each row."""
+def _upload(rows: npt.NDArray[np.signedinteger[Any]], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(rows)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)  # which waits for no kernel
+
+
+def _settings(rows: list[Row]) -> npt.NDArray[np.int64]:
+    """Return what `kernels.draw` is told of each row."""
     options = [row.options for row in rows]
     settings = np.empty(len(rows), kernels.SAMPLING)
     for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -150,7 +177,7 @@ def _settings(rows: list[Row]) -> npt.NDArray[np.void]:
         [option.choice for option in options],
         [row.position for row in rows],
     )
-    return settings
+    return settings.view(np.int64).reshape(len(rows), -1)
 
 
 def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,15 @@
 
 A block is kept as it is sent.  So of whole blocks nothing is packed: the sender only reads them,
 for their digest, and the receiver copies them out of the sender's memory straight into blocks of
-its own.  Its digest is of that copy, in a torch cache taken in the same pass over it.
+its own.  Its digest is of that copy, and taken in the same pass over it where that can be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from wire.transfer import KVReceiver, Rectangle, Segment, running_digest
-from worker.compute.contract import KVCache
-from worker.compute.shared_memory import Bytes
+from wire.transfer import KVReceiver, Rectangle, Segment
+from worker.compute.contract import KVCache, Memory
 from worker.engine.unpacking import unpack
 from worker.engine.windows import table_of
 
@@ -25,16 +22,11 @@ def find(
 
     None where it has to be sent.
     """
-    blocks = _blocks(cache, block_table, rectangle)
-    if not blocks:
+    places = _places(cache, block_table, rectangle)
+    if cache.memory is None or not places:
         return None
-    digest = running_digest(request_id)
-    for block in blocks:
-        digest.update(block)
-    assert cache.memory is not None
-    start = cache.memory.bytes.ctypes.data
-    places = tuple(np.frombuffer(block, np.uint8).ctypes.data - start for block in blocks)
-    return places, digest.intdigest()
+    size = rectangle.num_bytes(cache.layout) // len(places)
+    return places, cache.memory.digest(places, size, request_id)
 
 
 def fetch(
@@ -42,45 +34,33 @@ def fetch(
     block_table: Sequence[int],
     receiver: KVReceiver,
     segment: Segment,
-    memory: Bytes,
+    memory: Memory,
 ) -> None:
     """Copy a segment out of the sender's memory into blocks.
 
     Raises:
         TransferFailed: What was copied is not what was sent.
     """
-    rectangle, pieces = segment.rectangle, segment.pieces(memory.data)
-    copies = _blocks(cache, block_table, rectangle)
-    is_direct = len(copies) == len(pieces)
-    if not is_direct:  # our blocks are cut otherwise, or lie elsewhere
-        copies = [memoryview(bytearray(len(piece))) for piece in pieces]
-    pairs = [
-        (np.frombuffer(piece, np.uint8), np.frombuffer(copy, np.uint8))
-        for piece, copy in zip(pieces, copies, strict=True)
-    ]
-    receiver.verify(segment, _copy(cache, pairs, receiver.request_id))
-    if not is_direct:
-        for tokens, copy in zip(rectangle.pieces(len(pieces)), copies, strict=True):
-            unpack(cache, block_table, tokens, copy, receiver.num_tokens)
+    rectangle, places = segment.rectangle, segment.places
+    size, request_id = segment.descriptor.num_bytes // len(places), receiver.request_id
+    ours, targets = cache.memory, _places(cache, block_table, rectangle)
+    if ours is not None and ours.kind == memory.kind and len(targets) == len(places):
+        receiver.verify(segment, memory.copy(places, size, ours, targets, request_id))
+        return
+    # Our blocks are cut otherwise, or lie elsewhere.
+    room, starts = memory.room(size * len(places)), range(0, size * len(places), size)
+    receiver.verify(segment, memory.copy(places, size, room, starts, request_id))
+    for tokens, start in zip(rectangle.pieces(len(places)), starts, strict=True):
+        piece = room.bytes[start : start + size].data
+        unpack(cache, block_table, tokens, piece, receiver.num_tokens)
 
 
-def _copy(cache: KVCache, pairs: Sequence[tuple[Bytes, Bytes]], request_id: int) -> int:
-    """Copy each piece to where it belongs; return the digest of the copies."""
-    if (found := cache.copy_digested(pairs, request_id)) is not None:
-        return found
-    digest = running_digest(request_id)
-    for source, target in pairs:
-        target[:] = source
-        digest.update(target.data)
-    return digest.intdigest()
-
-
-def _blocks(cache: KVCache, block_table: Sequence[int], rectangle: Rectangle) -> list[memoryview]:
-    """Return the bytes of a rectangle where they lie in memory, if that is whole blocks."""
+def _places(cache: KVCache, block_table: Sequence[int], rectangle: Rectangle) -> tuple[int, ...]:
+    """Return where in the cache's memory the blocks of a rectangle lie, if it is whole blocks."""
     number, rest = divmod(len(rectangle.tokens), cache.block_size)
     if rest or not number or cache.memory is None:
-        return []
+        return ()
     table = table_of(cache, rectangle.group, block_table)
-    views = (cache.view(table, piece) for piece in rectangle.pieces(number))
-    blocks = [view for view in views if view is not None]
-    return blocks if len(blocks) == number else []
+    found = (cache.place(table, piece) for piece in rectangle.pieces(number))
+    places = tuple(place for place in found if place is not None)
+    return places if len(places) == number else ()

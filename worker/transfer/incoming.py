@@ -6,8 +6,7 @@ import threading
 
 from wire.parts import Buffer
 from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment
-from worker.compute.contract import KVCache
-from worker.compute.shared_memory import Bytes
+from worker.compute.contract import KVCache, Memory
 from worker.engine.unpacking import unpack
 from worker.transfer.in_memory import fetch
 
@@ -58,7 +57,7 @@ class IncomingTransfer:
         self.is_dropped = False
         self.is_waited_for = True
         self.block_table: tuple[int, ...] = ()
-        self.memory: Bytes | None = None  # the peer's, if segments may lie there
+        self.memory: Memory | None = None  # the peer's, if segments may lie there
         self.unasked: list[tuple[Buffer, Buffer]] = []  # its KV, until there are blocks for it
 
     @property

@@ -1,9 +1,10 @@
 """Workers on the same machine: whose memory is read, and whose is not and why.  SPEC 6.8.
 
-A prefill worker lends the memory its KV lies in to processes of its own user.  A decode worker
-maps it when that peer first offers KV, once for all transfers, until the peer is lost.  Where that
-cannot be, KV is sent as bytes, and the log says once why.  A peer that does not answer in time is
-asked again at its next offer: it stood still, but not for long if it offers.
+A prefill worker lends the memory its KV lies in, the host's or a GPU's, to processes of its own
+user.  A decode worker maps it when that peer first offers KV, once for all transfers, until the
+peer is lost.  Where that cannot be, KV is sent as bytes, and the log says once why.  A peer that
+does not answer in time is asked again at its next offer: it stood still, but not for long if it
+offers.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Final
 
 import structlog
 
-from worker.compute.contract import KVCache
-from worker.compute.shared_memory import Bytes, map_memory
+from worker.compute.contract import KVCache, Memory
 from worker.environment import Fetch, MakePort, Port
 
 log = structlog.get_logger("worker")
@@ -39,8 +39,9 @@ class Lender:
             if not is_on:
                 raise OSError("--kv-shared-memory is off")
             if cache.memory is None:
-                raise OSError("it lies on a GPU, or where no other process can read")
-            self._port = make_port(cache.memory.descriptor, identity)
+                raise OSError("it lies where no other process can read")
+            about = b" " + cache.memory.about if cache.memory.about else b""
+            self._port = make_port(cache.memory.descriptor, identity + about)
         except OSError as error:
             log.info("KV is sent as bytes", reason=str(error))
         else:
@@ -52,11 +53,11 @@ class Lender:
 
 
 class Neighbours:
-    """The peers whose memory is mapped here, or cannot be."""
+    """The peers whose memory is mapped here, as `cache` can map it, or cannot be."""
 
-    def __init__(self, fetch: Fetch, *, is_on: bool) -> None:
-        self._fetch, self._is_on = fetch, is_on
-        self._mappings: dict[bytes, asyncio.Task[Bytes | None]] = {}
+    def __init__(self, cache: KVCache, fetch: Fetch, *, is_on: bool) -> None:
+        self._cache, self._fetch, self._is_on = cache, fetch, is_on
+        self._mappings: dict[bytes, asyncio.Task[Memory | None]] = {}
         self._reasons: set[str] = set()
         if not is_on:
             log.info("KV comes as bytes", reason="--kv-shared-memory is off")
@@ -72,7 +73,7 @@ class Neighbours:
             self._mappings[peer] = asyncio.create_task(self._try(peer, offered))
         await asyncio.wait([self._mappings[peer]])
 
-    def memory_of(self, peer: bytes) -> Bytes | None:
+    def memory_of(self, peer: bytes) -> Memory | None:
         """The memory of a peer, to read; None if its KV comes as bytes."""
         mapping = self._mappings.get(peer)
         if mapping is None or not mapping.done() or mapping.cancelled():
@@ -89,7 +90,7 @@ class Neighbours:
         for peer in list(self._mappings):
             self.forget(peer)
 
-    async def _try(self, peer: bytes, offered: str) -> Bytes | None:
+    async def _try(self, peer: bytes, offered: str) -> Memory | None:
         try:
             memory = await self._map(peer, offered)
         except OSError as error:
@@ -102,16 +103,17 @@ class Neighbours:
                 self._reasons.add(reason)
                 log.info("KV comes as bytes", peer=peer.decode(), reason=reason)
             return None
-        log.info("KV is read from memory", peer=peer.decode(), bytes=len(memory))
+        kind, num_bytes = memory.kind, len(memory)
+        log.info("KV is read from memory", peer=peer.decode(), kind=kind, bytes=num_bytes)
         return memory
 
-    async def _map(self, peer: bytes, offered: str) -> Bytes:
+    async def _map(self, peer: bytes, offered: str) -> Memory:
         # Those that are not decided yet count too; this one is among them.
         mapped = [it for it in self._mappings.values() if not it.done() or it.result() is not None]
         if len(mapped) > MAX_MAPPED:
             raise OSError(f"memory of {MAX_MAPPED} peers is mapped already")
-        descriptor = await self._fetch(offered, peer)
+        descriptor, about = await self._fetch(offered, peer)
         try:
-            return map_memory(descriptor)
+            return self._cache.map_memory(descriptor, about)
         finally:
             os.close(descriptor)

@@ -43,8 +43,9 @@ log = structlog.get_logger("worker")
 # What a transfer thread takes at a time, and what one ACK acknowledges: half of the credit, so that
 # the sender does not run out of it.
 BATCH_BYTES: Final = 8 << 20
-# Credit of a transfer whose KV is read in memory: one segment is read while the next one comes.
-READ_CREDIT_BYTES: Final = 2 * MAX_READ_BYTES
+# Credit of a transfer whose KV is read in memory of a kind, and the part of all that may be in
+# flight: one segment is read while the next one comes.  A GPU reads 16 MiB in 10 us.
+READ_CREDIT_BYTES: Final = {"host": (32 << 20, 8), "cuda": (2 * MAX_READ_BYTES, 4)}
 # Ids of ended transfers that are remembered: more than can end while an offer is on its way.  Each
 # takes 100 bytes.
 MAX_ENDED: Final = 4096
@@ -88,7 +89,7 @@ class IncomingTransfers:
         self._arrived: deque[tuple[IncomingTransfer, Segment]] = deque()
         self._stores: set[asyncio.Task[None]] = set()
         is_on = config.kv_shared_memory == "auto"
-        self._neighbours = Neighbours(context.fetch, is_on=is_on)
+        self._neighbours = Neighbours(context.cache, context.fetch, is_on=is_on)
         self._mappings: set[asyncio.Task[None]] = set()
         # A router's CANCEL may come before the offer it is about, which takes another socket.
         self._ended: dict[int, None] = {}
@@ -353,8 +354,8 @@ class IncomingTransfers:
         if receiver.offers_memory:
             transfer.memory = self._neighbours.memory_of(transfer.peer)
         if transfer.memory is not None:  # a few of these shares must leave some for others
-            read_bytes = min(READ_CREDIT_BYTES, limit // 8)
-            receiver.credit_bytes = max(receiver.credit_bytes, read_bytes)
+            most_bytes, share = READ_CREDIT_BYTES[transfer.memory.kind]
+            receiver.credit_bytes = max(receiver.credit_bytes, min(most_bytes, limit // share))
         self.budget.wait(transfer)
 
     def _check_room(self, peer: bytes, num_tokens: int) -> None:

@@ -27,7 +27,9 @@ def over(function: Any) -> Any:
     return each
 
 
-power, power_double = over(intrinsics.exp2), over(intrinsics.exp2_double)
+power = over(intrinsics.exp2)
+weight = njit(lambda x: intrinsics.weight_of(x))
+order = njit(lambda bits: intrinsics.order_of(bits))
 
 
 def test_powers_of_two_are_good_to_the_last_place_or_two() -> None:
@@ -39,13 +41,22 @@ def test_powers_of_two_are_good_to_the_last_place_or_two() -> None:
     assert power(np.zeros(1, np.float32))[0] == 1.0
 
 
-def test_powers_of_two_in_float64() -> None:
-    x = np.concatenate((np.linspace(-1021.9, 0, 50_001), [-0.5, -1.5, -1e-9, -64.0]))
-    want = np.exp2(x)
-    assert (np.abs(power_double(x) - want) / want).max() < 2.0**-51
-    assert power_double(np.zeros(1))[0] == 1.0
-    tiny = power_double(np.array([-1023.0, -1e300, -math.inf]))
-    assert ((tiny >= 0) & (tiny <= 2.0**-1022)).all()
+def test_weights_are_the_nearest_multiples_of_their_unit() -> None:
+    odd = [math.nan, -math.inf, -1e300, -65.0, -44.0, -1.0, -0.5, -1e-9, 0.0]
+    x = np.concatenate((np.linspace(-45, 0, 50_001), odd))
+    weights = np.array([weight(each) for each in x])
+    want = np.exp2(np.nan_to_num(x, nan=-math.inf)) * 2.0**intrinsics.WEIGHT_BITS
+    assert np.abs(weights - want).max() <= 0.5 + 2**-9
+    assert weights[-9:-4].tolist() == [0] * 5 and weights[-1] == 1 << intrinsics.WEIGHT_BITS
+
+
+def test_logits_are_ordered_as_floats_are() -> None:
+    tiny = float(np.finfo(np.float32).smallest_subnormal)
+    ranked = [-math.inf, -3e38, -1.0, -tiny, 0.0, tiny, 1.0, 3e38, math.inf, math.nan]
+    orders = [order(bits) for bits in np.array(ranked, np.float32).view(np.int32)]
+    assert orders == sorted(set(orders))
+    zeros_and_nan = np.array([-0.0, 0.0, -math.nan], np.float32).view(np.int32)
+    assert [order(bits) for bits in zeros_and_nan] == [0, 0, orders[-1]]
 
 
 def test_powers_far_below_are_almost_nothing() -> None:

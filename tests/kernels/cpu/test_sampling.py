@@ -12,9 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import SAMPLING, reference
-from kernels.cpu.sampling import argmax, sample
+from kernels.contract import Backend
+from kernels.cpu import backend as cpu
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def sample(
+    logits: torch.Tensor,
+    rows: npt.NDArray[np.void],
+    allowed: npt.NDArray[np.int32] | None = None,
+    serving: Backend = cpu,
+) -> list[int]:
+    settings = torch.from_numpy(np.ascontiguousarray(rows).view(np.int64).reshape(len(rows), -1))
+    bits = None if allowed is None else torch.from_numpy(allowed)
+    drawn: list[int] = serving.draw(logits, settings, bits).tolist()
+    return drawn
 
 
 def settings_of(numbers: npt.ArrayLike, **changes: float) -> npt.NDArray[np.void]:
@@ -84,7 +97,7 @@ def test_settings_of_every_other_row() -> None:
 
 
 def test_the_likeliest_is_the_first_of_equals() -> None:
-    assert argmax(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0]])) == [1, 0]
+    assert cpu.draw(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0]])).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -113,13 +126,13 @@ def test_a_token_is_chosen_among_the_allowed(vocab: int, num_words: int) -> None
         expected[row] = -1
     assert expected[2] == -1
     assert sample(logits, rows, allowed) == expected
-    assert reference.sample(logits, rows, allowed) == expected
+    assert sample(logits, rows, allowed, reference) == expected
 
 
 def test_the_likeliest_is_chosen_at_temperature_0() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0], [-1.0, -2.0, 0.0]])
     rows = settings_of([0.9] * 3, temperature=0.0, top_k=1, top_p=0.1, min_p=0.9)
-    assert sample(logits, rows) == reference.sample(logits, rows) == [1, 0, 2]
+    assert sample(logits, rows) == sample(logits, rows, serving=reference) == [1, 0, 2]
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kernels.cache import Directory
 from kernels.cpu import tasks, threads
-from kernels.cpu.cache import Directory
 from kernels.cpu.intrinsics import floats_at, longs_at
 from kernels.cpu.tasks import (
     CACHE_LINE,
@@ -315,7 +315,8 @@ for name, value in (("temperature", 1.0), ("top_k", 0), ("top_p", 0.6), ("min_p"
     settings[name] = value
 settings["uniform"] = np.linspace(0, 1, 300, endpoint=False)
 logits = torch.randn(1, 600, generator=torch.Generator().manual_seed(1)) / 10
-print(backend.sample(logits.expand(300, -1), settings))
+rows = torch.from_numpy(settings.view(np.int64).reshape(300, -1))
+print(backend.draw(logits.expand(300, -1), rows).tolist())
 """
 
 

@@ -1,9 +1,11 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
 import inspect
+import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from kernels import KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
+from tests.kernels import draw_scenes
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
-from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy
+from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy, standing_in
 from tests.kernels.shim.cupy import cupy as cupy
 
 
@@ -40,6 +43,21 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda.require_device()
 
 
+def test_compiled_kernels_are_kept_where_no_other_user_can_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with standing_in(Cupy()):
+        cuda.start(torch.device("cuda", 0), a_norm())
+    place = Path(os.environ["CUPY_CACHE_DIR"])
+    assert place.is_relative_to(tmp_path) and place.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/another")
+    with standing_in(Cupy()):
+        cuda.start(torch.device("cuda", 0), a_norm())
+    assert os.environ["CUPY_CACHE_DIR"] == "/another"
+
+
 def test_what_is_called_of_cupy_is_there() -> None:
     """As the stand-in has it, which the other tests run."""
     cupy = pytest.importorskip("cupy", reason="needs cupy: pip install 'baton-serve[cuda]'")
@@ -51,7 +69,7 @@ def test_what_is_called_of_cupy_is_there() -> None:
 
 
 def test_a_source_holds_its_header_once() -> None:
-    for source in ("attention", "kv", "rowwise"):
+    for source in ("attention", "kv", "rowwise", "sampling"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
 
@@ -62,9 +80,10 @@ def test_operators_start_their_kernels(cupy: Cupy) -> None:
     check_all(cuda, torch.float32, 576)
     for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), None, cuda)
+    draw_scenes.check(cuda, torch.randn(3, 40), draw_scenes.settings_of(3, 1, top_p=0.9))
     assert {(device, stream) for device, stream, _ in cupy.launched} == {(0, STREAMS[0])}
     names = {name.partition("<")[0] for *_, name in cupy.launched}
-    assert names == {"rotate_and_append", "move", "rms_norm", "gate", "attend"}
+    assert names == {"rotate_and_append", "move", "rms_norm", "gate", "attend", "draw"}
 
 
 def a_norm() -> list[Launch]:

@@ -7,7 +7,8 @@ import torch
 
 from kernels import KernelError, reference
 from kernels.cuda import backend as cuda
-from kernels.cuda.lane import SideStream
+from kernels.cuda import launch
+from kernels.cuda.lane import SideStream, lane_of
 from tests.gpu.timing import spend
 from tests.kernels.shim.cupy import Cupy
 from tests.kernels.shim.cupy import cupy as cupy
@@ -43,16 +44,20 @@ def test_a_pool_that_no_kernel_serves_is_refused(lane: SideStream) -> None:
         lane.require(torch.zeros(2, 1, 2, 1, 12, 64, dtype=torch.bfloat16, device="cuda"))
 
 
-def test_a_rectangle_moves_out_of_a_pool_and_into_one(cupy: Cupy) -> None:
-    lane = object.__new__(SideStream)  # a stream needs a GPU, and a move asks for no stream
-    lane._device = torch.device("cpu")
+def test_a_lane_starts_kernels_on_its_device(cupy: Cupy) -> None:
+    lane = object.__new__(SideStream)  # a stream needs a GPU, and a start asks for none here
+    lane.device = torch.device("cpu")
     held = torch.randn(6, 3, 2, 2, 8, 16, generator=torch.Generator().manual_seed(3))
     table, filled = [4, 0, 3, 1], torch.zeros_like(held)
     layers, heads, tokens = range(1, 3), range(1, 2), range(5, 29)
     want = reference.pack_kv(held, table, layers, tokens, held.dtype, heads)
     rectangle, segment = (layers, heads, tokens), lane.buffer(want.shape, want.dtype)
-    lane.move(held, lane.upload(table), *rectangle, segment, into_pool=False)
+    lane.start(launch.move(held, lane.upload(table), *rectangle, segment, into_pool=False))
     assert torch.equal(segment, want)
-    lane.move(filled, lane.upload(table), *rectangle, segment, into_pool=True)
+    lane.start(launch.move(filled, lane.upload(table), *rectangle, segment, into_pool=True))
     assert torch.equal(reference.pack_kv(filled, table, layers, tokens, held.dtype, heads), want)
     assert filled.count_nonzero() == want.count_nonzero()
+
+
+def test_the_host_has_no_lane() -> None:
+    assert lane_of(torch.device("cpu")) is None

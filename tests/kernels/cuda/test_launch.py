@@ -14,13 +14,14 @@ from kernels import GELU_TANH, SILU, KernelError, PagedBatch
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
+from kernels.cuda.pieces import PIECES
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
 from tests.kernels.scenes import scene
 from tests.kernels.shim.backend import Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
-KINDS = {"int": ctypes.c_int, "float": ctypes.c_float}
+KINDS = {"int": ctypes.c_int, "float": ctypes.c_float, "u64": ctypes.c_void_p}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -56,6 +57,7 @@ def test_a_field_that_a_kernel_does_not_have_cannot_be_set() -> None:
         ("kv", "Move", launch.MOVE),
         ("rowwise", "Norm", launch.NORM),
         ("rowwise", "Gate", launch.GATE),
+        ("pieces", "Pieces", PIECES),
     ],
 )
 def test_the_structs_are_those_of_the_source(

@@ -125,7 +125,7 @@ def test_a_staging_marks_what_there_is_when_it_is_made(lane: CpuLane) -> None:
     assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 3).all()
     lane.compute(lambda: held.fill_(4))
     assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 3).all()
-    it.mark()
+    lane.mark()
     assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 4).all()
 
 
@@ -173,10 +173,6 @@ def test_a_wrong_rectangle_or_segment_is_refused(lane: CpuLane) -> None:
         it.pack(TABLE, LAYERS, HEADS, range(40))
     with pytest.raises(ShapeError, match="segment"):
         it.unpack(TABLE, LAYERS, HEADS, TOKENS, torch.zeros(3, 2, 1, 23, 16, dtype=BF16))
-
-
-def test_pools_of_the_host_have_no_staging() -> None:
-    assert staging.staging_of(pool()) is None
 
 
 # What is decided.

@@ -19,7 +19,7 @@ import torch
 
 from kernels import reference
 from kernels.contract import Activation, PagedBatch
-from kernels.cuda import launch
+from kernels.cuda import launch, sampling
 from kernels.cuda.launch import Launch
 
 HERE = Path(__file__).parent
@@ -57,7 +57,14 @@ def why_not() -> str | None:
 def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
     text = text or (CSRC / f"{source}.cu").read_text()
-    struct = {"rotate_and_append": "Heads", "move": "Move", "rms_norm": "Norm", "gate": "Gate"}
+    struct = {
+        "rotate_and_append": "Heads",
+        "move": "Move",
+        "copy_pieces": "Pieces",
+        "rms_norm": "Norm",
+        "gate": "Gate",
+        "draw": "Draw",
+    }
     entries = "".join(
         f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
         f"int order, int seed, int late, const void* a) {{\n"
@@ -65,16 +72,20 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
         f"  shim::launch([&] {{ {name}(it); }}, x, y, threads, bytes, order, seed, late);\n}}\n"
         for number, name in enumerate(kernels)
     )
-    program = f'#include "cuda_cpu.h"\n{text}\n{entries}'
+    return ctypes.CDLL(str(library(source, f'#include "cuda_cpu.h"\n{text}\n{entries}')))
+
+
+def library(name: str, program: str) -> Path:
+    """Compile a program, unless that has been done."""
     shared = (HERE / "cuda_cpu.h").read_text() + (CSRC / "prims.cuh").read_text()
-    target = BUILD / f"{source}-{hashlib.sha256((program + shared).encode()).hexdigest()[:16]}.so"
+    target = BUILD / f"{name}-{hashlib.sha256((program + shared).encode()).hexdigest()[:16]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling just this
             if not target.exists():
                 _compile(program, target)
-    return ctypes.CDLL(str(target))
+    return target
 
 
 def _compile(program: str, target: Path) -> None:
@@ -126,7 +137,6 @@ class Shim:
         self._order, self._late, self._seed = order, late, 0
 
     check_pool = staticmethod(launch.check_pool)
-    argmax, sample = staticmethod(reference.argmax), staticmethod(reference.sample)
     route, expert_mlp = staticmethod(reference.route), staticmethod(reference.expert_mlp)
 
     def rotate_and_append(
@@ -217,6 +227,16 @@ class Shim:
         whole, out = between_margins(shape, gate_up.dtype)
         self.run(launch.gate(gate_up, out, activation, wanted_blocks=WANTED_BLOCKS))
         return checked(whole, out)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        settings: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        whole, drawn = between_margins((len(logits),), torch.int64)
+        self.run(sampling.draw(logits, settings, allowed, drawn))
+        return checked(whole, drawn)
 
     def run(self, launches: list[Launch]) -> None:
         for it in launches:

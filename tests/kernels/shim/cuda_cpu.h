@@ -51,7 +51,7 @@ struct Thread {
   std::vector<Copy> copies;
   Stores stores;  // published, and not fenced yet
   int group;
-  float value;       // EXCHANGE
+  unsigned long long value;  // EXCHANGE
   int mask;
   const void* row;   // MATRICES
   unsigned result[4];
@@ -154,7 +154,7 @@ inline void run_warp(Thread* warp) {
     if (warp[l].operation != warp[0].operation) fail("a warp diverged");
   switch (warp[0].operation) {
     case EXCHANGE:
-      for (int l = 0; l < 32; l++) memcpy(warp[l].result, &warp[l ^ warp[l].mask].value, 4);
+      for (int l = 0; l < 32; l++) memcpy(warp[l].result, &warp[l ^ warp[l].mask].value, 8);
       break;
     case MATRICES: matrices(warp, false); break;
     case TRANSPOSED: matrices(warp, true); break;
@@ -303,11 +303,31 @@ static inline void multiply(__half, float* c, const unsigned* a, unsigned b0, un
   multiply_any(shim::MULTIPLY_FP16, c, a, b0, b1);
 }
 static inline float power_of_two(float x) { return exp2f(x); }
-static inline float from_lane_xor(float x, int mask) {
-  shim::current->value = x;
+template <typename T>
+static inline T from_lane_xor(T x, int mask) {
+  memcpy(&shim::current->value, &x, sizeof x);
   shim::current->mask = mask;
   shim::in_warp(shim::EXCHANGE);
-  float y;
-  memcpy(&y, shim::current->result, 4);
+  memcpy(&x, shim::current->result, sizeof x);
+  return x;
+}
+template <typename To, typename From>
+static inline To with_bits(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y, "of one size");
+  memcpy(&y, &x, sizeof y);
   return y;
 }
+static inline unsigned bits_of(float x) { return with_bits<unsigned>(x); }
+static inline unsigned long long bits_of(double x) { return with_bits<unsigned long long>(x); }
+static inline double double_of(unsigned long long bits) { return with_bits<double>(bits); }
+static inline double multiply_rounded(double x, double y) { return x * y; }
+static inline double widen_exactly(unsigned bits) { return with_bits<float>(bits); }
+static inline unsigned atomicAdd(unsigned* sum, unsigned more) {
+  shim::check_shared(sum, sizeof *sum);
+  unsigned before = *sum;
+  *sum += more;
+  return before;
+}
+using std::max;
+using std::min;

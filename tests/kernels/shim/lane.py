@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 
 from kernels import KernelError
-from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 from tests.kernels.instances import kv_kernels
 from tests.kernels.shim.backend import Shim
+
+# The shim runs one kernel of a process at a time.
+DEVICE = Lock()
 
 
 class CpuLane:
@@ -33,6 +39,7 @@ class CpuLane:
         num_pinned: int = 1000,
         obstacle: str = "",
     ) -> None:
+        self.device = torch.device("cpu")
         self.max_buffer_bytes = 32 << 20
         self.buffers: list[int] = []
         self.moved: list[int] = []
@@ -44,7 +51,7 @@ class CpuLane:
         self._num_pinned = num_pinned
         self._obstacle = obstacle
         self._lock = Lock()
-        self._shim = Shim({"kv": kv_kernels(dtype, dtype)})
+        self._shim = Shim({"kv": kv_kernels(dtype, dtype), "pieces": ["copy_pieces"]})
 
     def compute(self, call: Callable[[], object]) -> None:
         """Ask for something on the stream that computes."""
@@ -87,18 +94,14 @@ class CpuLane:
         self.buffers.append(buffer.nbytes)
         return buffer
 
-    def move(
-        self,
-        pool: torch.Tensor,
-        block_table: torch.Tensor,
-        layers: range,
-        heads: range,
-        tokens: range,
-        segment: torch.Tensor,
-        *,
-        into_pool: bool,
-    ) -> None:
+    def tensor(self, memory: Any) -> torch.Tensor:
+        described = SimpleNamespace(__array_interface__=memory.__cuda_array_interface__)
+        described.memory = memory  # NumPy keeps what it was made of, and torch that
+        return torch.from_numpy(np.asarray(described))
+
+    def start(self, launches: list[Launch]) -> None:
         assert self.num_working
-        self.moved.append(segment.nbytes)
-        rectangle = (layers, heads, tokens)
-        self._shim.run(launch.move(pool, block_table, *rectangle, segment, into_pool=into_pool))
+        with DEVICE:
+            # Of a move: pool, segment, table.
+            self.moved += [it.keep[1].nbytes for it in launches if it.source == "kv"]
+            self._shim.run(launches)

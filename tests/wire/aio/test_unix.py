@@ -64,7 +64,8 @@ async def test_who_asks_gets_the_descriptor_and_is_hung_up_on(secret: Path) -> N
         port = DescriptorPort(file.fileno(), b"prefill-0-1")
         listening = descriptors()
         for _ in range(3):
-            fetched = await fetch_descriptor(port.name, b"prefill-0-1")
+            fetched, about = await fetch_descriptor(port.name, b"prefill-0-1")
+            assert about == b""
             assert os.pread(fetched, 100, 0) == content
             assert not os.get_inheritable(fetched)
             os.close(fetched)
@@ -98,6 +99,23 @@ async def test_who_is_not_expected_is_not_believed(secret: Path) -> None:
         port.close()
 
 
+async def test_what_is_said_of_a_descriptor_comes_with_it(secret: Path) -> None:
+    with secret.open("rb") as file:
+        before = descriptors()
+        for said, about in ((b" cuda 65536", b"cuda 65536"), (b" " + 64 * b"x", 64 * b"x")):
+            port = DescriptorPort(file.fileno(), b"prefill-0-1" + said)
+            fetched, found = await fetch_descriptor(port.name, b"prefill-0-1")
+            assert found == about
+            os.close(fetched)
+            port.close()
+        for said in (b"1 cuda 65536", b" " + 65 * b"x"):
+            port = DescriptorPort(file.fileno(), b"prefill-0-1" + said)
+            with pytest.raises(ConnectionError, match="another worker"):
+                await fetch_descriptor(port.name, b"prefill-0-1")
+            port.close()
+        assert descriptors() == before
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 async def test_another_user_gets_nothing(secret: Path) -> None:
     with secret.open("rb") as file:
@@ -107,7 +125,7 @@ async def test_another_user_gets_nothing(secret: Path) -> None:
         )
         said, _ = await asyncio.wait_for(asking.communicate(), 30)
         assert said == b"b'' []\n"
-        fetched = await fetch_descriptor(port.name, b"prefill-0-1")  # and the next one is served
+        fetched, _ = await fetch_descriptor(port.name, b"prefill-0-1")  # and the next one is served
         os.close(fetched)
         port.close()
 
@@ -180,4 +198,4 @@ async def test_who_finds_others_waiting_there_tries_again(secret: Path) -> None:
                 accepted, _ = await loop.sock_accept(listener)
                 with accepted:
                     socket.send_fds(accepted, [b"prefill-0-1"], [file.fileno()])
-            os.close(await fetching)
+            os.close((await fetching)[0])

@@ -464,8 +464,13 @@ def test_places_that_cannot_be_end_the_transfer(parts: tuple[bytes, bytes], reas
     assert one.state is TransferState.FAILED and one.num_unpacking == 0
 
 
-def test_a_segment_in_memory_may_be_larger_than_one_that_is_buffered() -> None:
-    most_tokens = MAX_READ_BYTES // 16
+def test_a_segment_in_memory_may_be_larger_than_one_that_is_buffered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert MAX_READ_BYTES > MAX_SEGMENT_BYTES
+    # That of more tokens takes seconds to offer.
+    monkeypatch.setattr("wire.transfer.receiver.MAX_READ_BYTES", most_bytes := 16 << 20)
+    most_tokens = most_bytes // 16
     for num_tokens in (most_tokens, most_tokens + 1):
         one = receiver(offer(num_tokens, memory="baton-1"), credit_bytes=1 << 30, max_bytes=1 << 30)
         one.accept(0, 1.0, 16 * num_tokens)

@@ -370,7 +370,7 @@ def test_however_large_the_credit_no_segment_is_larger_than_any_may_be(
     block_size: int, most_bytes: int
 ) -> None:
     """Of the larger blocks not one layer fits: they are sent."""
-    num_tokens = 1 << 22
+    num_tokens = 1 << 25
     one = KVSender(
         *(ID, LAYOUT, range(num_tokens)),
         max_bytes=1 << 30,
@@ -380,7 +380,7 @@ def test_however_large_the_credit_no_segment_is_larger_than_any_may_be(
         now=0.0,
     )
     one.advance(num_tokens, 0.5)
-    one.on_ack(KvCacheAck(ID, 0), Credit(1 << 26, 0, 0, 1), 1.0)
+    one.on_ack(KvCacheAck(ID, 0), Credit(1 << 29, 0, 0, 1), 1.0)
     assert max(it.num_bytes(LAYOUT) for it in one.plan) == most_bytes
 
 

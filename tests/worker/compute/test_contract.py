@@ -35,7 +35,7 @@ def test_a_cache_that_only_packs_is_a_cache() -> None:
     cache = Packed(inner)
     assert inner.view((5,), block) is not None and find(inner, (5,), block, 7) is not None
     assert cache.view((5,), block) is None and find(cache, (5,), block, 7) is None
-    assert cache.copy_digested([], 7) is None
+    assert inner.place((5,), block) is not None and cache.place((5,), block) is None
     # It may wait for anything, so not even small copies run on the event loop.
     assert cache.copies_wait and not inner.copies_wait
     assert (cache.copies_at_once, cache.num_shards, cache.stages) == (1, 1, None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
+import structlog
 import torch
 from msgspec import structs
 
 import kernels
+from kernels.cuda import staging
 from kernels.cuda.lane import IN_FLIGHT
-from kernels.cuda.staging import Staging
 from tests.kernels.shim.backend import why_not
+from tests.kernels.shim.driver import driver as driver
 from tests.kernels.shim.lane import CpuLane
 from tests.kv import part
 from wire.layout import KVGroup, KVLayout, StateGroup
@@ -122,23 +126,30 @@ def test_a_rectangle_beyond_the_table_is_refused() -> None:
         receiver.pack([0], part(LAYOUT, 2, 2, 0, 1))
 
 
-def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> CpuLane:
+    """The lane of a device that is a CPU; it is measured with what the shim copies quickly."""
     if reason := why_not():
         pytest.skip(reason)
-    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
-    plain = TorchKVCache(layout, 8, 16, torch.device("cpu"))
+    monkeypatch.setattr(staging, "SIZES", (512, 2048))
+    return CpuLane()
+
+
+def on_device(lane: CpuLane, layout: KVLayout, **room: int) -> TorchKVCache:
+    return TorchKVCache(layout, 8, 16, torch.device("cpu"), make_lane=lambda _: lane, **room)
+
+
+WIDE = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+
+
+def test_a_pool_that_the_host_cannot_read_goes_through_staging(lane: CpuLane) -> None:
+    plain = TorchKVCache(WIDE, 8, 16, torch.device("cpu"))
     plain.pool.copy_(torch.randn(plain.pool.shape, generator=torch.Generator().manual_seed(1)))
-    lane = CpuLane()
-    staged = TorchKVCache(
-        layout,
-        8,
-        16,
-        torch.device("cpu"),
-        make_staging=lambda pool: Staging(pool, lane, (512, 2048)),
-    )
+    staged = on_device(lane, WIDE)
     assert (plain.copies_at_once, staged.copies_at_once) == (1, IN_FLIGHT)
     assert (plain.copies_wait, staged.copies_wait) == (False, True)
     assert len(lane.moved) > 0  # it was measured when the cache was made
+    assert staged.view([6, 1, 3], part(WIDE, 0, 3, 0, 16)) is None
     rectangle = part(LAYOUT, 1, 2, 7, 26)
     for heads in (range(1, 2), range(2)):
         some = rectangle._replace(heads=heads)
@@ -198,3 +209,81 @@ def test_states_cross_whole_or_in_halves_of_their_heads() -> None:
         receiver.unpack(theirs, whole, packed[:-1])
     with pytest.raises(ValueError, match="no state after 19 tokens"):
         receiver.pack(theirs, whole._replace(tokens=range(19, 19)))
+
+
+# Memory that other processes can map.
+
+
+def test_blocks_on_a_device_lie_in_memory_that_others_can_map(
+    driver: ctypes.CDLL, lane: CpuLane
+) -> None:
+    windows = KVLayout(groups=(*WIDE.groups, structs.replace(WIDE.kv_groups[0], window=20)))
+    staged = on_device(lane, windows, num_window_blocks=5, spare_blocks=1)
+    assert staged.memory is not None and staged.memory.kind == "cuda"
+    for index, pool in enumerate(staged.pools):
+        assert not pool.any()
+        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(index)))
+    descriptor, about = staged.memory.descriptor, staged.memory.about
+    theirs = on_device(lane, WIDE).map_memory(descriptor, about)
+    for group in (0, 1):
+        block = part(windows, 1, 2, 16, 16)._replace(group=group)
+        place, kv = staged.place([4, 2, 3], block), staged.pack([4, 2, 3], block)
+        assert place is not None
+        room = theirs.room(len(kv))
+        digest = theirs.copy([place], len(kv), room, [0], 7)
+        assert room.bytes.tobytes() == bytes(kv)
+        assert digest == staged.memory.digest([place], len(kv), 7)
+    assert staged.place([4, 2, 3], block._replace(tokens=range(16, 31))) is None
+    assert staged.place([4, -1, 3], block) is None
+
+
+def test_a_device_without_such_memory_keeps_its_kv_to_itself(
+    driver: ctypes.CDLL, lane: CpuLane
+) -> None:
+    driver.shim_refuse(b"cuMemCreate")
+    with structlog.testing.capture_logs() as logs:
+        staged = on_device(lane, WIDE)
+    assert staged.memory is None and not staged.pool.any()
+    assert "cuMemCreate: not here" in logs[0]["reason"]
+    assert staged.place([4], part(WIDE, 0, 3, 0, 16)) is None
+
+
+def test_a_device_whose_kernels_cannot_run_lends_nothing(
+    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lane: CpuLane
+) -> None:
+    staged = on_device(CpuLane(obstacle="cupy is not installed"), WIDE)
+    assert staged.memory is None
+    staged.pool.fill_(3)  # which it is still made of
+
+
+def test_memory_of_a_device_is_mapped_on_a_device_only(driver: ctypes.CDLL, lane: CpuLane) -> None:
+    lent = on_device(lane, WIDE).memory
+    assert lent is not None
+    with pytest.raises(OSError, match="lies on a GPU"):
+        filled("bfloat16").map_memory(lent.descriptor, lent.about)
+    driver.shim_refuse(b"cuMemSetAccess")  # another GPU, that ours cannot read
+    live = driver.shim_live()
+    with pytest.raises(OSError, match="cuMemSetAccess"):
+        on_device(lane, WIDE).map_memory(lent.descriptor, lent.about)
+    assert driver.shim_live() == live
+
+
+# What is computed when.
+
+
+def test_a_state_is_copied_after_the_step_that_was_marked_and_during_the_next(
+    lane: CpuLane,
+) -> None:
+    layout = KVLayout(groups=(*WIDE.groups, StateGroup(num_layers=1, num_heads=2, head_bytes=64)))
+    staged = on_device(lane, layout, num_states=4)
+    assert staged.states is not None
+    states, slot = staged.states, staged.state_slots.take([5], 16)
+    state = Rectangle(1, range(1), range(2), range(16, 16))
+    lane.compute(lambda: states.fill_(3))
+    staged.mark()
+    lane.compute(lambda: states.fill_(5))  # a long step
+    assert (np.frombuffer(staged.pack([5], state), np.float32) == 3).all()
+    assert len(lane.computing) == 1, "the copy waited for a step that was asked for later"
+    staged.mark()
+    staged.unpack([5], state, np.full(32, 7, np.float32).tobytes())
+    assert not lane.computing and (states[slot] == 7).all()

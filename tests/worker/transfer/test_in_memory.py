@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.cuda import staging
+from tests.kernels.shim.driver import driver as driver
+from tests.kernels.shim.lane import CpuLane
 from tests.kv import part, whole
 from wire.errors import TransferFailed
 from wire.frames import KvCache
@@ -25,8 +28,9 @@ from wire.transfer import (
     running_digest,
     segment_digest,
 )
+from worker.compute.contract import Memory
 from worker.compute.kv_cache import TorchKVCache
-from worker.compute.shared_memory import SharedMemory, map_memory
+from worker.compute.shared_memory import SharedMemory
 from worker.executor.hash import MIXED
 from worker.executor.hostcache import HostKVCache
 from worker.transfer.in_memory import fetch, find
@@ -38,9 +42,20 @@ ID = 7 << 32 | 5
 NUM_TOKENS = 24
 
 
+def lent(ours: Any, theirs: Any) -> Any:
+    """Return our memory as their cache maps it."""
+    return theirs.map_memory(ours.memory.descriptor, ours.memory.about)
+
+
+def device_cache(layout: KVLayout, block_size: int, num_blocks: int = 40) -> TorchKVCache:
+    """A cache on a device that is a CPU (`tests.kernels.shim`)."""
+    device, lane = torch.device("cpu"), CpuLane(dtype=torch.float16)
+    return TorchKVCache(layout, num_blocks, block_size, device, make_lane=lambda _: lane)
+
+
 def torch_cache(layout: KVLayout, block_size: int) -> TorchKVCache:
     cache = TorchKVCache(layout, 40, block_size, torch.device("cpu"))
-    assert cache.memory is not None
+    assert isinstance(cache.memory, SharedMemory)
     cache.memory.bytes[:] = np.random.default_rng(block_size).integers(0, 256, 1, np.uint8)
     return cache
 
@@ -49,7 +64,7 @@ def host_cache(layout: KVLayout, block_size: int) -> HostKVCache:
     return HostKVCache(layout, 40, block_size, num_states=4)
 
 
-def receiver(layout: KVLayout, memory: SharedMemory, num_tokens: int = NUM_TOKENS) -> KVReceiver:
+def receiver(layout: KVLayout, memory: Memory, num_tokens: int = NUM_TOKENS) -> KVReceiver:
     offer = Offer(
         layout=layout,
         num_tokens=num_tokens,
@@ -59,7 +74,7 @@ def receiver(layout: KVLayout, memory: SharedMemory, num_tokens: int = NUM_TOKEN
     )
     limits: dict[str, Any] = {"max_bytes": 1 << 30, "credit_bytes": 1 << 30, "lease_s": 9.0}
     made = KVReceiver(ID, offer, layout=layout, now=0.0, **limits)
-    made.accept(0, 0.0, len(memory.bytes))
+    made.accept(0, 0.0, len(memory))
     return made
 
 
@@ -93,7 +108,7 @@ def test_one_copy_brings_kv_from_cache_to_cache(
     found = find(ours, table, tokens, ID)
     assert found is not None and len(found[0]) == 4
     one = receiver(layout, ours.memory)
-    fetch(theirs, other, one, admitted(one, tokens, *found), map_memory(ours.memory.descriptor))
+    fetch(theirs, other, one, admitted(one, tokens, *found), lent(ours, theirs))
     assert bytes(theirs.pack(other, tokens)) == kv
 
 
@@ -106,7 +121,7 @@ def test_some_layers_of_a_block_lie_in_one_run_too() -> None:
     assert found is not None
     one = receiver(LAYOUT, ours.memory)
     segment = admitted(one, layers, *found)
-    fetch(theirs, table_of(4, 2), one, segment, map_memory(ours.memory.descriptor))
+    fetch(theirs, table_of(4, 2), one, segment, lent(ours, theirs))
     assert theirs.pack(table_of(4, 2), layers) == ours.pack(table_of(4, 1), layers)
 
 
@@ -134,7 +149,7 @@ def test_memory_that_changes_under_way_is_not_what_was_sent(
     one = receiver(WIDE, ours.memory)
     segment = admitted(one, tokens, *found)
     with pytest.raises(TransferFailed, match="digest"):
-        fetch(theirs, table, one, segment, map_memory(ours.memory.descriptor))
+        fetch(theirs, table, one, segment, lent(ours, theirs))
 
 
 @pytest.mark.parametrize("make", [torch_cache, host_cache])
@@ -146,7 +161,7 @@ def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory(
     assert ours.memory is not None
     tokens, table = whole(WIDE, 0, 16), table_of(4, 1)
     found = find(ours, table, tokens, ID)
-    assert found is not None
+    assert found is not None and isinstance(ours.memory, SharedMemory)
     kv, last, is_over = bytes(ours.pack(table, tokens)), found[0][-1] + 5, threading.Event()
     bytes_of = ours.memory.bytes
 
@@ -156,7 +171,7 @@ def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory(
 
     writer = threading.Thread(target=write)
     writer.start()
-    memory, num_tried, num_refused = map_memory(ours.memory.descriptor), 0, 0
+    memory, num_tried, num_refused = lent(ours, theirs), 0, 0
     try:
         while num_tried < 300 or not num_refused:
             num_tried += 1
@@ -178,7 +193,7 @@ def test_memory_that_changes_behind_the_copy_is_not_looked_at_again(
     ours, theirs = host_cache(WIDE, 4), host_cache(WIDE, 4)
     tokens, table = whole(WIDE, 0, 4), table_of(4, 1)
     kv, found = bytes(ours.pack(table, tokens)), find(ours, table, tokens, ID)
-    assert found is not None and ours.memory is not None
+    assert found is not None and isinstance(ours.memory, SharedMemory)
     bytes_of, (place,) = ours.memory.bytes, found[0]
 
     class Late:
@@ -192,16 +207,16 @@ def test_memory_that_changes_behind_the_copy_is_not_looked_at_again(
             bytes_of[place] ^= 1
             self._digest.update(copied)
 
-    monkeypatch.setattr("worker.transfer.in_memory.running_digest", Late)
+    monkeypatch.setattr("worker.compute.shared_memory.running_digest", Late)
     one = receiver(WIDE, ours.memory)
     segment = admitted(one, tokens, *found)
-    fetch(theirs, table, one, segment, map_memory(ours.memory.descriptor))
+    fetch(theirs, table, one, segment, lent(ours, theirs))
     assert bytes(theirs.pack(table, tokens)) == kv != bytes(ours.pack(table, tokens))
 
 
 def test_the_digest_is_that_of_the_pieces_one_after_the_other() -> None:
     cache = host_cache(LAYOUT, 4)
-    assert cache.memory is not None
+    assert isinstance(cache.memory, SharedMemory)
     cache.memory.bytes[:] = np.arange(len(cache.memory.bytes)) % 251
     tokens = whole(LAYOUT, 0, 8)
     found = find(cache, [9, 3], tokens, ID)
@@ -211,6 +226,48 @@ def test_the_digest_is_that_of_the_pieces_one_after_the_other() -> None:
     assert places == (9 * size, 3 * size)
     kv = b"".join(cache.memory.bytes[place : place + size].tobytes() for place in places)
     assert digest == segment_digest(ID, kv)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging is measured with what the shim copies quickly."""
+    monkeypatch.setattr(staging, "SIZES", (512, 2048))
+
+
+@pytest.mark.usefixtures("driver", "quick")
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_one_kernel_brings_kv_from_device_to_device(block_size: int) -> None:
+    ours, theirs = device_cache(WIDE, 8), device_cache(WIDE, block_size)
+    tokens, table = whole(WIDE, 0, 16), table_of(8, 1)
+    other = table_of(block_size, 2) if block_size == 8 else [7, 3]
+    ours.pool.copy_(torch.randn(ours.pool.shape, generator=torch.Generator().manual_seed(1)))
+    found = find(ours, table, tokens, ID)
+    assert found is not None and len(found[0]) == 2 and ours.memory is not None
+    one, memory = receiver(WIDE, ours.memory), lent(ours, theirs)
+    fetch(theirs, other, one, admitted(one, tokens, *found), memory)
+    assert theirs.pack(other, tokens) == ours.pack(table, tokens)
+    # Bytes that have changed, as those of blocks that were given back, are noticed.
+    ours.pool[table[1], 2, 1, 0, 3, 5] += 1
+    again = receiver(WIDE, ours.memory)
+    with pytest.raises(TransferFailed, match="digest"):
+        fetch(theirs, other, again, admitted(again, tokens, *found), memory)
+    assert find(ours, table, whole(WIDE, 0, 12), ID) is None
+
+
+@pytest.mark.usefixtures("driver", "quick")
+def test_a_device_reads_memory_of_the_host_and_no_place_between_its_units() -> None:
+    ours, theirs = torch_cache(WIDE, 8), device_cache(WIDE, 8)
+    tokens, table = whole(WIDE, 0, 16), table_of(8, 1)
+    found = find(ours, table, tokens, ID)
+    assert found is not None and ours.memory is not None
+    one = receiver(WIDE, ours.memory)
+    fetch(theirs, table, one, admitted(one, tokens, *found), lent(ours, theirs))
+    assert theirs.pack(table, tokens) == ours.pack(table, tokens)
+    assert theirs.memory is not None
+    two = receiver(WIDE, theirs.memory)
+    segment = admitted(two, tokens, (8, 0), 1)
+    with pytest.raises(ValueError, match="whole 16 bytes"):
+        fetch(device_cache(WIDE, 8), table, two, segment, lent(theirs, theirs))
 
 
 class Halved(HostKVCache):

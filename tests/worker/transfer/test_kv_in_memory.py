@@ -241,7 +241,7 @@ async def test_whole_blocks_stay_where_they_are_and_the_rest_is_sent() -> None:
         router.prefill(1, prompt, OPTIONS)
         offer = await decode.offered(1)
         assert offer.memory is not None
-        descriptor = await fetch_descriptor(offer.memory, router.peers[Role.PREFILL])
+        descriptor, _ = await fetch_descriptor(offer.memory, router.peers[Role.PREFILL])
         memory = map_memory(descriptor)
         os.close(descriptor)
         decode.ack(1, 0, total, in_memory=True)

@@ -7,11 +7,13 @@ import gc
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
 
 from wire.aio.unix import DescriptorPort, fetch_descriptor
+from worker.compute.shared_memory import HostMemory, SharedMemory
 from worker.executor.hash import HashKVCache
 from worker.transfer import neighbours
 from worker.transfer.neighbours import Lender, Neighbours
@@ -30,8 +32,8 @@ def lender(cache: object, identity: bytes = PEER, *, is_on: bool = True) -> Lend
 
 async def test_what_a_peer_lends_is_mapped_once_until_it_is_lost() -> None:
     cache = HashKVCache(20, 16)
-    assert cache.memory is not None
-    one, ours = lender(cache), Neighbours(fetch_descriptor, is_on=True)
+    assert isinstance(cache.memory, SharedMemory)
+    one, ours = lender(cache), Neighbours(HashKVCache(20, 16), fetch_descriptor, is_on=True)
     assert one.offered is not None
     gc.collect()
     descriptors, mappings = os.listdir("/proc/self/fd"), num_mappings()
@@ -39,11 +41,11 @@ async def test_what_a_peer_lends_is_mapped_once_until_it_is_lost() -> None:
     await asyncio.gather(*(ours.settle(PEER, one.offered) for _ in range(3)))
     assert ours.is_settled(PEER, one.offered) and num_mappings() == mappings + 1
     memory = ours.memory_of(PEER)
-    assert memory is not None and not memory.flags.writeable
+    assert isinstance(memory, HostMemory) and not memory.bytes.flags.writeable
     cache.memory.bytes[5] = 9
-    assert memory[5] == 9
+    assert memory.bytes[5] == 9
     ours.forget(PEER)
-    assert memory[5] == 9  # a copy may be under way
+    assert memory.bytes[5] == 9  # a copy may be under way
     del memory
     assert num_mappings() == mappings and os.listdir("/proc/self/fd") == descriptors
     one.close()
@@ -62,7 +64,7 @@ async def test_nothing_is_lent_that_cannot_or_shall_not_be(has_memory: bool, is_
 
 async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = HashKVCache(20, 16)
-    one, ours = lender(cache), Neighbours(fetch_descriptor, is_on=True)
+    one, ours = lender(cache), Neighbours(HashKVCache(20, 16), fetch_descriptor, is_on=True)
     assert one.offered is not None
     offers = {
         b"prefill-1-1": "baton-elsewhere",
@@ -87,17 +89,37 @@ async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> Non
     one.close()
 
 
+async def test_memory_of_a_gpu_is_lent_with_its_size_and_read_on_gpus_only() -> None:
+    shared = HashKVCache(20, 16).memory
+    assert shared is not None
+    memory = SimpleNamespace(descriptor=shared.descriptor, about=b"cuda 65536")
+    one = lender(SimpleNamespace(memory=memory))
+    assert one.offered is not None
+    descriptor, about = await fetch_descriptor(one.offered, PEER)
+    os.close(descriptor)
+    assert about == b"cuda 65536"
+    ours = Neighbours(HashKVCache(20, 16), fetch_descriptor, is_on=True)
+    with structlog.testing.capture_logs() as logs:
+        await ours.settle(PEER, one.offered)
+    assert ours.is_settled(PEER, one.offered) and ours.memory_of(PEER) is None
+    assert [entry["reason"] for entry in logs] == [
+        "it lies on a GPU, and this worker computes on none"
+    ]
+    ours.close()
+    one.close()
+
+
 async def test_who_answers_late_is_asked_again_at_its_next_offer() -> None:
     cache, answers = HashKVCache(20, 16), [TimeoutError("it says nothing"), None]
     one = lender(cache)
     assert one.offered is not None
 
-    async def fetch(name: str, greeting: bytes) -> int:
+    async def fetch(name: str, greeting: bytes) -> tuple[int, bytes]:
         if (error := answers.pop(0)) is not None:
             raise error
         return await fetch_descriptor(name, greeting)
 
-    ours = Neighbours(fetch, is_on=True)
+    ours = Neighbours(HashKVCache(20, 16), fetch, is_on=True)
     for is_mapped in (False, True):
         assert not ours.is_settled(PEER, one.offered)
         await ours.settle(PEER, one.offered)
@@ -108,24 +130,24 @@ async def test_who_answers_late_is_asked_again_at_its_next_offer() -> None:
 
 
 async def test_who_shall_not_map_asks_nobody() -> None:
-    async def fetch(name: str, greeting: bytes) -> int:
+    async def fetch(name: str, greeting: bytes) -> tuple[int, bytes]:
         raise AssertionError("nobody may be asked")
 
     offered = "baton-any"
-    off = Neighbours(fetch, is_on=False)
+    off = Neighbours(HashKVCache(20, 16), fetch, is_on=False)
     assert off.is_settled(PEER, offered) and off.memory_of(PEER) is None
-    assert Neighbours(fetch, is_on=True).is_settled(PEER, None)
+    assert Neighbours(HashKVCache(20, 16), fetch, is_on=True).is_settled(PEER, None)
 
 
 async def test_a_peer_that_is_lost_while_it_is_asked_is_not_mapped() -> None:
     is_asked, never = asyncio.Event(), asyncio.Event()
 
-    async def fetch(name: str, greeting: bytes) -> int:
+    async def fetch(name: str, greeting: bytes) -> tuple[int, bytes]:
         is_asked.set()
         await never.wait()
         raise AssertionError("cancelled before")
 
-    ours = Neighbours(fetch, is_on=True)
+    ours = Neighbours(HashKVCache(20, 16), fetch, is_on=True)
     mapping = asyncio.create_task(ours.settle(PEER, "baton-slow"))
     await is_asked.wait()
     ours.forget(PEER)

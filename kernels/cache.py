@@ -24,6 +24,11 @@ DIGEST_BYTES: Final = 32
 _FOR_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
+def compiled_code() -> Path:
+    """Return where compiled code is kept, by kind of device; the path may begin with ~."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "baton", "kernels")
+
+
 class Directory:
     """Files that only this user can read and write; `opened` makes it."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.cache import digest_of, opened
+from kernels.cache import digest_of, opened
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = digest_of(b"sources")
@@ -133,7 +133,7 @@ def test_a_save_that_fails_leaves_what_was_there(
 SAVES = """
 import sys
 from pathlib import Path
-from kernels.cpu.cache import digest_of, opened
+from kernels.cache import digest_of, opened
 
 for round in range(200):
     with opened(Path(sys.argv[1])) as directory:

@@ -1,0 +1,41 @@
+"""How sampling.cu is started: a thread block for each row, on tensors that lie on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cuda import launch
+from kernels.cuda.launch import Launch, struct
+
+DRAW = struct("logits settings allowed drawn", "size stride num_words")
+# Threads of a block: one for each value of a digit at least; more the longer the row.
+MIN_THREADS, MAX_THREADS, TOKENS_OF_A_THREAD = 256, 1024, 32
+# `Shared` of sampling.cu: two halves of the sums of 256 digits in 32 columns, the sums of 32 warps,
+# and what was found.
+SHARED_BYTES = 2 * 256 * 32 * 4 + 32 * 8 + 16
+
+
+def draw(
+    logits: torch.Tensor,
+    settings: torch.Tensor | None,
+    allowed: torch.Tensor | None,
+    drawn: torch.Tensor,
+) -> list[Launch]:
+    """Write a token for each row; see `kernels.draw`."""
+    num_rows, size = logits.shape
+    if not num_rows:
+        return []
+    logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    arguments = DRAW(size=size, stride=logits.stride(0))
+    keep = {"logits": logits, "drawn": drawn}
+    if settings is not None:
+        keep["settings"] = settings
+    if allowed is not None:
+        keep["allowed"], arguments.num_words = allowed, allowed.shape[1]
+    launch.point(arguments, **keep)
+    wanted = -(-size // TOKENS_OF_A_THREAD // 32) * 32
+    threads = min(MAX_THREADS, max(MIN_THREADS, wanted))
+    held = tuple(keep.values())
+    return [Launch("sampling", "draw", (num_rows, 1), threads, SHARED_BYTES, arguments, held)]
