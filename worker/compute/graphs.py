@@ -140,10 +140,12 @@ class DecodeGraphs:
                 log.info("recorded decode steps", done=number, of=len(SIZES))
 
     @staticmethod
-    def can_replay(num_rows: int, batch: PagedBatch) -> bool:
-        """Whether each sequence of a step has one token, whose logits are wanted."""
+    def can_replay(rows: torch.Tensor, batch: PagedBatch) -> bool:
+        """Whether each sequence of a step has one token, and `rows` are all of them in order."""
         num_sequences = len(batch.context_lens)
-        return bool(len(batch.slots) == num_rows == num_sequences <= SIZES[-1])
+        is_decode = len(batch.slots) == len(rows) == num_sequences <= SIZES[-1]
+        # Of a prompt that is scored, the rows come after those that are sampled.
+        return bool(is_decode and (rows[1:] > rows[:-1]).all())
 
     def forward(
         self,

@@ -78,7 +78,7 @@ class GpuExecutor(TorchExecutor):
         if bool((step.token_ids < 0).any()):
             drawn = self._drawn
             assert drawn is not None, "a token of the step before, which drew none"
-        if self._graphs is not None and self._graphs.can_replay(len(step.rows), batch):
+        if self._graphs is not None and self._graphs.can_replay(step.rows, batch):
             return self._graphs.forward(step.token_ids, step.positions, batch, drawn)
         tables = [it.numpy() for it in (step.token_ids, step.positions, step.rows)]
         token_ids, positions, rows = upload(tables, self._model.device)
@@ -123,8 +123,8 @@ class GpuDrawn:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Whether nothing is added to the logits of the next token or taken out, nor told of them."""
+    """Whether nothing but the logits and the position decides the next token."""
     options = sampling.options
     is_asked = options.has_penalties or options.logit_bias or options.logprobs is not None
-    is_held = is_asked or sampling.structured is not None or is_limited(sampling)
-    return not is_held and not sampling.drafts
+    is_held = sampling.structured is not None or is_limited(sampling)
+    return not (is_asked or is_held or sampling.drafts)

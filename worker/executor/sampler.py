@@ -97,25 +97,19 @@ def sample(
 
 
 def draw(
-    logits: torch.Tensor,
-    samplings: Sequence[Sampling],
-    bits: npt.NDArray[np.int32] | None = None,
+    logits: torch.Tensor, samplings: Sequence[Sampling], bits: npt.NDArray[np.int32] | None = None
 ) -> torch.Tensor:
-    """Choose a token for each row as its temperature and filters say; nobody waits for a device.
+    """Return a token for each row, [R] int64 on the device, which nobody waits for.
 
     Args:
-        logits: [R, vocab], with all that is added to them and taken out.
-        samplings: Together they have R rows.
-        bits: What structures allow, see `kernels.draw`.
-
-    Returns:
-        [R] int64, on the device of the logits.
+        logits: [R, vocab] float32, after penalties and masks.
+        bits: What structures allow, as `kernels.draw` takes it.
     """
     settings = None
     if bits is not None or any(it.options.temperature != 0 for it in samplings):
         settings = _upload(_settings(rows_of(samplings)), logits.device)
-    on_device = None if bits is None else _upload(bits, logits.device)
-    return kernels.draw(logits, settings, on_device)
+    allowed = None if bits is None else _upload(bits, logits.device)
+    return kernels.draw(logits, settings, allowed)
 
 
 @torch.inference_mode()

@@ -140,7 +140,7 @@ def test_a_padded_step_is_a_plain_one(
     for seed, lens in enumerate([[1], [700], [17, 900, 16], [5, 600, 1], [3, 40, 15, 800, 2, 33]]):
         batch = windowed(batch_of(lens, seed), cache)
         token_ids = torch.arange(len(lens), dtype=torch.int32) + seed
-        assert DecodeGraphs.can_replay(len(lens), batch)
+        assert DecodeGraphs.can_replay(torch.arange(len(lens)), batch)
         got = recorded.forward(token_ids, batch.context_lens - 1, batch)
         rows = torch.arange(len(lens))
         batch = windowed(batch_of(lens, seed), plain)
@@ -242,15 +242,18 @@ def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: P
 
 def test_which_steps_can_be_replayed() -> None:
     three = batch_of([5, 6, 7], 0)
-    assert DecodeGraphs.can_replay(3, three)
-    assert not DecodeGraphs.can_replay(2, three)  # one is not sampled
+    rows = torch.arange(3)
+    assert DecodeGraphs.can_replay(rows, three)
+    assert not DecodeGraphs.can_replay(rows[:2], three), "one is not sampled"
+    assert not DecodeGraphs.can_replay(rows.flip(0), three), "the first is scored, and comes last"
     chunk = PagedBatch(
         three.slots, torch.tensor([0, 3]), three.context_lens[:1], three.block_tables
     )
-    assert not DecodeGraphs.can_replay(1, chunk) and not DecodeGraphs.can_replay(3, chunk)
+    assert not any(DecodeGraphs.can_replay(rows[:count], chunk) for count in (1, 3))
     most = graphs.SIZES[-1]
     ones = torch.ones(most + 1, dtype=torch.int32)
-    assert not DecodeGraphs.can_replay(most + 1, PagedBatch(ones, ones, ones, ones[:, None]))
+    too_many = PagedBatch(ones, ones, ones, ones[:, None])
+    assert not DecodeGraphs.can_replay(torch.arange(most + 1), too_many)
 
 
 def launched(tmp_path: Path, name: str, sizes: dict[str, Any], monkeypatch: Any) -> list[str]:
