@@ -1,4 +1,4 @@
-"""What goes between host and device in each step, through pinned memory: nobody waits for it.
+"""Uploads and downloads of a step, through pinned memory: the host waits for neither.
 
 Pinned memory is torch's to give: it gives a piece out again only when the copies from or to it have
 ended.  So each step has pieces of its own, and the next one may be made while this one is copied.
@@ -38,7 +38,7 @@ def put(tables: Sequence[tuple[torch.Tensor, Ints]]) -> None:
 
 
 class Download:
-    """A row of int32 on its way to the host; a device error is raised by who reads it."""
+    """A row of int32 on its way to the host; `read` raises the errors of the device."""
 
     def __init__(self, row: torch.Tensor) -> None:
         """Ask for the copy."""

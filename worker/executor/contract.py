@@ -349,7 +349,7 @@ class Drawn(Protocol):
 
 @runtime_checkable
 class Drawer(Protocol):
-    """What an executor can do besides if the host need not wait for the end of a step.
+    """An optional capability: the host need not wait for the end of a step.
 
     Its `forward` and `draw` only ask the device for a step, and it computes steps in the order in
     which they were asked for.  So the next one may be asked for before anybody has read the tokens

@@ -1,4 +1,4 @@
-"""What is uploaded is what the host made, however late the device copies it."""
+"""Uploads bring what the host had made, however late the device copies it."""
 
 from __future__ import annotations
 
