@@ -27,8 +27,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // cap * tanh(score / cap), of which no exponent is too large: 2^x ends at infinity and at 0.
 PRIM float capped(const Attention& a, float score) {
-  if (a.cap == 0) return score;
-  return a.cap * (1 - 2 / (1 + power_of_two(2 * LOG2_E * score / a.cap)));
+  return a.cap - __fdividef(2 * a.cap, 1 + power_of_two(2 * LOG2_E / a.cap * score));
 }
 
 PRIM float sink_of(const Attention& a, int head) {
@@ -68,12 +67,14 @@ PRIM long long key_offset(const Attention& a, int block, int head, int offset, i
   return ((row << a.block_bits) + offset) * head_dim;
 }
 
-// ROWS_W warps of 16 rows by KEYS_W warps that share the keys of a tile of BN; a ring of STAGES
+// ROWS_W warps of 16 M rows by KEYS_W warps that share the keys of a tile of BN; a ring of STAGES
 // tiles of K and V.  Shared rows are one 16-byte chunk longer than D: an odd number of chunks, so
-// that the eight rows of an ldmatrix lie in different banks.
-template <typename T, int D, int ROWS_W, int KEYS_W, int BN, int STAGES>
+// that the eight rows of an ldmatrix lie in different banks.  What is K of a matrix is loaded once
+// for M of Q: with M = 2 it is the tensor cores that are waited for, not shared memory.
+template <typename T, int D, int ROWS_W, int M, int KEYS_W, int BN, int STAGES>
 __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a) {
-  constexpr int BM = 16 * ROWS_W, THREADS = ROWS_W * KEYS_W * 32, CHUNKS = D / 8, LD = D + 8;
+  constexpr int WM = 16 * M, BM = WM * ROWS_W, THREADS = ROWS_W * KEYS_W * 32;
+  constexpr int CHUNKS = D / 8, LD = D + 8, EACH = (BN * CHUNKS - 1) / THREADS + 1;
   constexpr int KN = BN / KEYS_W;  // keys of one warp
   static_assert(D % 16 == 0 && KN % 16 == 0 && STAGES >= 2, "tiles are whole matrices");
   SHARED_BYTES(shared);
@@ -84,118 +85,180 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   const int sequence = item[0], first_row = item[1], key_begin = item[2], key_end = item[3];
   if (sequence < 0) return;
   const int kv_head = blockIdx.y, group = a.num_heads / a.num_kv_heads;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int warp_row = warp / KEYS_W * 16, warp_key = warp % KEYS_W * KN;
+  const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int warp_row = warp / KEYS_W * WM, warp_key = warp % KEYS_W * KN;
+  const int table = sequence * a.num_columns, head_offset = (int)key_offset(a, 0, kv_head, 0, D);
+  const int v_offset = (a.num_kv_heads << a.block_bits) * D;
+  const int block_size = 2 * a.num_layers * v_offset;
+
+  // A tile's keys: in which blocks they are, then what is there.  The numbers of the blocks are in
+  // the ring ahead of K, in the chunk that ends a row, so that no copy waits for the block table.
+  auto slot_of = [&](int tile) { return ring + tile % STAGES * 2 * BN * LD; };
+  auto find = [&](int tile) {
+    for (int row = thread; row < BN; row += THREADS) {
+      const int key = key_begin + tile * BN + row, column = (key < key_end ? key : 0) >> a.block_bits;
+      copy_number_async(slot_of(tile) + row * LD + D, a.tables + table + column, key < key_end);
+    }
+  };
+  auto load = [&](int tile) {
+    T* const keys = slot_of(tile);
+    int block[EACH];
+#pragma unroll
+    for (int n = 0; n < EACH; n++)
+      block[n] = *(const int*)(keys + (thread + n * THREADS) / CHUNKS * LD + D);
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      if (EACH * THREADS > BN * CHUNKS && thread + n * THREADS >= BN * CHUNKS) break;
+      const u32 row = (thread + n * THREADS) / CHUNKS, chunk = (thread + n * THREADS) % CHUNKS;
+      const int key = key_begin + tile * BN + row, offset = key & ((1 << a.block_bits) - 1);
+      const T* from = (const T*)a.pool + (long long)block[n] * block_size +
+                      (head_offset + offset * D + chunk * 8);
+      copy_async(keys + row * LD + chunk * 8, from, key < key_end);
+      copy_async(keys + (BN + row) * LD + chunk * 8, from + v_offset, key < key_end);
+    }
+  };
+  for (int tile = 0; tile < STAGES; tile++) find(tile);
+
   const int first_token = a.starts[sequence];
   const int num_queries = a.starts[sequence + 1] - first_token;
-  const int num_rows = num_queries * group;
+  const int num_rows = num_queries * group - first_row;  // from here on
   const int first_position = a.contexts[sequence] - num_queries;
-  const int* table = a.tables + (long long)sequence * a.num_columns;
-
   auto row_offset = [&](int row) {  // of packed row `row` in query and out
     int head = kv_head * group + row % group;
     return ((long long)(first_token + row / group) * a.num_heads + head) * D;
   };
-  auto load = [&](int tile) {
-    T* keys = ring + (tile % STAGES) * 2 * BN * LD;
-    for (int i = thread; i < BN * CHUNKS; i += THREADS) {
-      int row = i / CHUNKS, chunk = i % CHUNKS, key = key_begin + tile * BN + row;
-      bool valid = key < key_end;
-      int block = valid ? table[key >> a.block_bits] : 0;
-      int offset = valid ? key & ((1 << a.block_bits) - 1) : 0;
-      const T* from = (const T*)a.pool + key_offset(a, block, kv_head, offset, D) + chunk * 8;
-      copy_async(keys + row * LD + chunk * 8, from, valid);
-      from += ((long long)a.num_kv_heads << a.block_bits) * D;
-      copy_async(keys + (BN + row) * LD + chunk * 8, from, valid);
-    }
-  };
-
   for (int i = thread; i < BM * CHUNKS; i += THREADS) {
     int row = i / CHUNKS, chunk = i % CHUNKS;
-    bool valid = first_row + row < num_rows;
+    bool valid = row < num_rows;
     const T* from = (const T*)a.query + row_offset(valid ? first_row + row : 0) + chunk * 8;
     copy_async(q_tile + row * LD + chunk * 8, from, valid);
   }
-  const int num_tiles = (key_end - key_begin + BN - 1) / BN;
+  auto position_of = [&](int row) -> int& { return *(int*)(q_tile + row * LD + D); };
+  for (int row = thread; row < BM; row += THREADS)  // likewise where a row ends
+    position_of(row) = first_position + (first_row + row) / group;
+  copies_commit();
+  copies_wait<0>();
+  __syncthreads();  // everybody's numbers of blocks, and positions, are visible
+  const int num_keys = key_end - key_begin;
   for (int tile = 0; tile < STAGES - 1; tile++) {
-    if (tile < num_tiles) load(tile);
+    if (tile > 0) {
+      __syncthreads();  // nobody needs the numbers any more that these replace
+      find(tile + STAGES - 1);
+    }
+    if (tile * BN < num_keys) load(tile);
     copies_commit();  // also when empty: the waits below count groups
   }
 
-  float o[D / 8][4], top[2] = {MINUS_INFINITY, MINUS_INFINITY}, sum[2] = {0, 0};
-#pragma unroll
-  for (int d = 0; d < D / 8; d++) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0;
+  // Where this lane's rows of the matrices begin, of Q, and in a tile of K and of V.
+  const T* const q_row = q_tile + (warp_row + lane % 16) * LD + lane / 16 * 8;
+  const int k_row = (warp_key + lane % 8 + lane / 16 * 8) * LD + lane / 8 % 2 * 8;
+  const int v_row = (BN + warp_key + lane % 16) * LD + lane / 16 * 8;
 
-  for (int tile = 0; tile < num_tiles; tile++) {
+  float o[M][D / 8][4], top[M][2], sum[M][2];
+#pragma unroll
+  for (int m = 0; m < M; m++) {
+    top[m][0] = top[m][1] = MINUS_INFINITY, sum[m][0] = sum[m][1] = 0;
+#pragma unroll
+    for (int d = 0; d < D / 8; d++) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0;
+  }
+
+  for (int tile = 0; tile * BN < num_keys; tile++) {
     copies_wait<STAGES - 2>();
     __syncthreads();  // everybody's copies of this tile are visible; nobody reads the one before
-    if (tile + STAGES - 1 < num_tiles) load(tile + STAGES - 1);
+    if ((tile + STAGES - 1) * BN < num_keys) {
+      load(tile + STAGES - 1);
+      find(tile + 2 * (STAGES - 1));
+    }
     copies_commit();
-    const T* keys = ring + (tile % STAGES) * 2 * BN * LD + warp_key * LD;
-    const T* values = keys + BN * LD;
+    if (warp_row >= num_rows) continue;  // this warp's rows are nobody's: it only copies
+    const T *const keys = slot_of(tile) + k_row, *const values = slot_of(tile) + v_row;
 
-    float s[KN / 8][4];
+    float s[M][KN / 8][4];
 #pragma unroll
-    for (int n = 0; n < KN / 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int n = 0; n < KN / 8; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
 #pragma unroll
     for (int d = 0; d < D / 16; d++) {
-      u32 q[4], k[4];
-      load_matrices(q, q_tile + (warp_row + lane % 16) * LD + d * 16 + lane / 16 * 8);
+      u32 q[M][4], k[4];
+#pragma unroll
+      for (int m = 0; m < M; m++) load_matrices(q[m], q_row + m * 16 * LD + d * 16);
 #pragma unroll
       for (int n = 0; n < KN / 16; n++) {
-        int key = n * 16 + lane % 8 + lane / 16 * 8;
-        load_matrices(k, keys + key * LD + d * 16 + lane / 8 % 2 * 8);
-        multiply(T(), s[2 * n], q, k[0], k[1]);
-        multiply(T(), s[2 * n + 1], q, k[2], k[3]);
+        load_matrices(k, keys + n * 16 * LD + d * 16);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          multiply(T(), s[m][2 * n], q[m], k[0], k[1]);
+          multiply(T(), s[m][2 * n + 1], q[m], k[2], k[3]);
+        }
       }
     }
 
+    float scale = a.scale;  // what is left to multiply scores by
+    if (a.cap != 0) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {  // rows lane / 4 and lane / 4 + 8 of the warp's 16
-      int row = first_row + warp_row + lane / 4 + 8 * h;
-      int position = first_position + row / group;
-      int oldest = a.window > 0 ? position - a.window : -1;
+      for (int i = 0; i < M * KN / 2; i++) (&s[0][0][0])[i] = capped(a, (&s[0][0][0])[i] * scale);
+      scale = 1;
+    }
+    const int first_key = key_begin + tile * BN + warp_key;
+    // A range of keys ends within a tile only at the last row's own key: the masks know that end.
+    const bool is_whole = first_key + KN <= position_of(warp_row) + 1 &&
+                          (a.window == 0 || first_key > position_of(warp_row + WM - 1) - a.window);
+#pragma unroll
+    for (int i = 0; i < 2 * M; i++) {  // rows lane / 4 and lane / 4 + 8 of each 16
+      const int m = i / 2, h = i % 2;
+      if (!is_whole) {
+        const int position = position_of(warp_row + m * 16 + lane / 4 + 8 * h);
+        const int oldest = a.window > 0 ? position - a.window : -1;
+#pragma unroll
+        for (int n = 0; n < KN / 8; n++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const int key = first_key + n * 8 + lane % 4 * 2 + e;
+            if (key > position || key <= oldest) s[m][n][2 * h + e] = MINUS_INFINITY;
+          }
+      }
       float highest = MINUS_INFINITY;
 #pragma unroll
       for (int n = 0; n < KN / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          int key = key_begin + tile * BN + warp_key + n * 8 + lane % 4 * 2 + e;
-          bool seen = row < num_rows && key < key_end && key <= position && key > oldest;
-          float& x = s[n][2 * h + e];
-          x = seen ? capped(a, x * a.scale) : MINUS_INFINITY;
-          highest = fmaxf(highest, x);
-        }
+        highest = fmaxf(highest, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
       highest = fmaxf(highest, from_lane_xor(highest, 1));
       highest = fmaxf(highest, from_lane_xor(highest, 2));
-      float now = fmaxf(top[h], highest);
-      float base = now == MINUS_INFINITY ? 0.f : now;  // no key seen yet: -inf - -inf is NaN
-      float shrink = power_of_two(top[h] - base), added = 0;
+      const float now = fmaxf(top[m][h], highest * scale);
+      const float base = now == MINUS_INFINITY ? 0.f : now;  // no key seen yet: -inf - -inf is NaN
+      const float shrink = power_of_two(top[m][h] - base);
+      float added = 0;
 #pragma unroll
       for (int n = 0; n < KN / 8; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          float& x = s[n][2 * h + e];
-          x = power_of_two(x - base);
+          float& x = s[m][n][2 * h + e];
+          x = power_of_two(x * scale - base);
           added += x;
         }
-      sum[h] = sum[h] * shrink + added;
-      top[h] = now;
+      sum[m][h] = sum[m][h] * shrink + added;
+      top[m][h] = now;
 #pragma unroll
-      for (int d = 0; d < D / 8; d++) o[d][2 * h] *= shrink, o[d][2 * h + 1] *= shrink;
+      for (int d = 0; d < D / 8; d++) o[m][d][2 * h] *= shrink, o[m][d][2 * h + 1] *= shrink;
     }
 
 #pragma unroll
     for (int n = 0; n < KN / 16; n++) {  // the weights are an operand as they lie
-      const float *left = s[2 * n], *right = s[2 * n + 1];
-      u32 p[4] = {pair<T>(left[0], left[1]), pair<T>(left[2], left[3]),
-                  pair<T>(right[0], right[1]), pair<T>(right[2], right[3])};
+      u32 p[M][4];
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          p[m][i] = pair<T>(s[m][2 * n + i / 2][i % 2 * 2], s[m][2 * n + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
       for (int d = 0; d < D / 16; d++) {
         u32 v[4];
-        load_transposed(v, values + (n * 16 + lane % 16) * LD + d * 16 + lane / 16 * 8);
-        multiply(T(), o[2 * d], p, v[0], v[1]);
-        multiply(T(), o[2 * d + 1], p, v[2], v[3]);
+        load_transposed(v, values + n * 16 * LD + d * 16);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          multiply(T(), o[m][2 * d], p[m], v[0], v[1]);
+          multiply(T(), o[m][2 * d + 1], p[m], v[2], v[3]);
+        }
       }
     }
   }
@@ -206,16 +269,17 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   copies_wait<0>();
   __syncthreads();
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    sum[h] += from_lane_xor(sum[h], 1);
-    sum[h] += from_lane_xor(sum[h], 2);
-    float* mine = rows + (warp * 16 + lane / 4 + 8 * h) * LDO;
+  for (int i = 0; i < 2 * M; i++) {
+    const int m = i / 2, h = i % 2;
+    sum[m][h] += from_lane_xor(sum[m][h], 1);
+    sum[m][h] += from_lane_xor(sum[m][h], 2);
+    float* mine = rows + (warp * WM + m * 16 + lane / 4 + 8 * h) * LDO;
 #pragma unroll
     for (int d = 0; d < D / 8; d++) {
-      mine[d * 8 + lane % 4 * 2] = o[d][2 * h];
-      mine[d * 8 + lane % 4 * 2 + 1] = o[d][2 * h + 1];
+      mine[d * 8 + lane % 4 * 2] = o[m][d][2 * h];
+      mine[d * 8 + lane % 4 * 2 + 1] = o[m][d][2 * h + 1];
     }
-    if (lane % 4 == 0) mine[D] = top[h], mine[D + 1] = sum[h];
+    if (lane % 4 == 0) mine[D] = top[m][h], mine[D + 1] = sum[m][h];
   }
   __syncthreads();
 
@@ -227,21 +291,20 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     // Of keys that are split, every part would count the sink: it counts here, once.
     const float sink = sink_of(a, kv_head * group + (first_row + row) % group);
     const Partial all = combine<D>(first, count, stride, d, sink);
-    const float* value = all.value.at;
+    const float *value = all.value.at, share = 1 / all.sum;
     struct alignas(8) Out { u32 low, high; };
     *(Out*)((T*)a.out + row_offset(first_row + row) + d) = {
-        pair<T>(value[0] / all.sum, value[1] / all.sum),
-        pair<T>(value[2] / all.sum, value[3] / all.sum)};
+        pair<T>(value[0] * share, value[1] * share), pair<T>(value[2] * share, value[3] * share)};
   };
-  const int num_fours = (num_rows - first_row < BM ? num_rows - first_row : BM) * (D / 4);
+  const int num_fours = (num_rows < BM ? num_rows : BM) * (D / 4);
   for (int i = thread; i < num_fours; i += THREADS) {
     const int row = i / (D / 4), d = i % (D / 4) * 4;
-    const float* first = rows + (row / 16 * KEYS_W * 16 + row % 16) * LDO;
+    const float* first = rows + (row / WM * KEYS_W * WM + row % WM) * LDO;
     if (slot < 0) {
-      write(row, d, first, KEYS_W, 16 * LDO);
+      write(row, d, first, KEYS_W, WM * LDO);
       continue;
     }
-    const Partial mine = combine<D>(first, KEYS_W, 16 * LDO, d, MINUS_INFINITY);
+    const Partial mine = combine<D>(first, KEYS_W, WM * LDO, d, MINUS_INFINITY);
     publish((Four*)(in_slot(slot, row) + d), mine.value);
     if (d == 0) publish((Four*)(in_slot(slot, row) + D), Four{mine.top, mine.sum});
   }
@@ -286,7 +349,8 @@ __global__ void __launch_bounds__(32) attend_plain(const Attention a) {
     for (int i = 0; i < 8; i++)
       if (lane + 32 * i < a.head_dim) x += q[i] * widen(k[lane + 32 * i]);
     for (int mask = 16; mask; mask /= 2) x += from_lane_xor(x, mask);
-    x = capped(a, x * a.scale);
+    x *= a.scale;
+    if (a.cap != 0) x = capped(a, x);
     float now = fmaxf(top, x), shrink = power_of_two(top - now), weight = power_of_two(x - now);
     sum = sum * shrink + weight;
     top = now;

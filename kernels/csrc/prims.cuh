@@ -25,6 +25,12 @@ PRIM void copy_async(void* to, const void* from, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same of one 32-bit number.
+PRIM void copy_number_async(void* to, const int* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 PRIM void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 PRIM void copies_wait() {

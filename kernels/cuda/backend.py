@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, resources
 from typing import Any
 
@@ -20,23 +20,24 @@ import torch
 
 from kernels.cache import compiled_code, opened
 from kernels.contract import Activation, KernelError, PagedBatch
-from kernels.cuda import launch, sampling
+from kernels.cuda import launch, prompts, sampling
 from kernels.cuda.launch import Launch
 from kernels.cuda.launch import check_pool as check_pool
+from kernels.cuda.tiling import Gpu
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route
 
 _LOG = logging.getLogger("kernels")
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
-# Thread blocks to aim for on each multiprocessor when keys are split.
-BLOCKS_PER_MULTIPROCESSOR = 2
 # As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
 
 _started: dict[int, str] = {}
+# What `measure_prompts` found.
+_prompts: dict[tuple[object, ...], prompts.Table] = {}
 
 
 def require_device(index: int = 0) -> None:
@@ -86,6 +87,10 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if window is None and cap is None and sinks is None:
+        table = _prompts.get(prompts.kind(pool, query.shape[1]), ())
+        if table and prompts.choose(table, batch) is prompts.Way.FLASH:
+            return prompts.flash(query, pool[:, layer], batch, scale)
     query = query.contiguous()
     out = torch.empty_like(query)
     launches = launch.attention(
@@ -98,10 +103,23 @@ def paged_attention(
         window=window,
         cap=cap,
         sinks=sinks,
-        wanted_blocks=wanted_blocks(pool.device.index or 0),
+        gpu=gpu(pool.device.index or 0),
     )
     start(pool.device, launches)
     return out
+
+
+def measure_prompts(
+    pool: torch.Tensor, num_heads: int, seconds: prompts.Seconds | None = None
+) -> prompts.Table:
+    """Time whole prompts both ways; from now on they go the quicker one, on such pools.
+
+    Args:
+        seconds: What measures; by default, runs on the pool's device.
+    """
+    seconds = seconds or partial(prompts.seconds, paged_attention, pool, num_heads)
+    table = _prompts[prompts.kind(pool, num_heads)] = prompts.measure(seconds)
+    return table
 
 
 def pack_kv(
@@ -220,9 +238,11 @@ def _cupy() -> Any:
         ) from error
 
 
-def wanted_blocks(device: int) -> int:
-    """Return how many thread blocks fill the device when keys are split."""
-    return multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR
+@cache
+def gpu(device: int) -> Gpu:
+    """Return what a device has for attention's tiles."""
+    it = torch.cuda.get_device_properties(device)
+    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor))
 
 
 @cache

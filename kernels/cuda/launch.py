@@ -231,17 +231,21 @@ def attention(
     *,
     scale: float,
     window: int | None,
-    wanted_blocks: int,
+    gpu: tiling.Gpu,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Attend with few and with many rows."""
+    """Attend with few and with many rows.
+
+    Raises:
+        KernelError: No kernel serves such a pool or query, or `scale` is not above 0.
+    """
     if query.dtype != pool.dtype or not query.is_contiguous():
         raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
     attending = batch.scratch.of(OnDevice).attending
     key = pool.shape, pool.dtype, query.shape[1], scale, window, cap
     if (common := attending.get(key)) is None:
-        common = _attending(pool, batch, query.shape, scale, window, cap, wanted_blocks)
+        common = _attending(pool, batch, query.shape, scale, window, cap, gpu)
         attending[key] = common
     own = {"query": query, "pool": pool, "out": out}
     if sinks is not None:
@@ -321,10 +325,12 @@ def _attending(
     scale: float,
     window: int | None,
     cap: float | None,
-    wanted_blocks: int,
+    gpu: tiling.Gpu,
 ) -> list[Launch]:
     """Return a step's launches of attention without the fields in which its layers differ."""
     check_pool(pool)
+    if not scale > 0:
+        raise KernelError(f"scale is {scale}, not above 0")
     arguments, (num_tokens, num_heads, head_dim) = _arguments(ATTENTION, pool), query
     starts = _on_device(batch, pool, "starts", batch.query_starts)
     contexts = _on_device(batch, pool, "contexts", batch.context_lens)
@@ -339,7 +345,7 @@ def _attending(
         return [Launch("attention", kernel, grid, 32, 0, arguments, of_batch)]
     works, key = batch.scratch.of(OnDevice).works, (window, num_heads)
     if key not in works:
-        works[key] = _works(num_heads, pool, batch, window, wanted_blocks)
+        works[key] = _works(num_heads, pool, batch, window, gpu)
     launches = []
     for tile, work, items, parts, tickets in works[key]:
         mine = _copy(arguments)
@@ -351,13 +357,17 @@ def _attending(
 
 
 def _works(
-    num_heads: int, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
+    num_heads: int,
+    pool: torch.Tensor,
+    batch: PagedBatch,
+    window: int | None,
+    gpu: tiling.Gpu,
 ) -> list[Planned]:
     """Plan the step, for sequences of few rows and for those of many."""
     starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = num_heads // num_kv_heads
-    few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
+    few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim, gpu)
     is_few = np.diff(starts) * group <= few.rows
     planned = []
     for tile, chosen in ((few, is_few), (many, ~is_few)):
@@ -369,7 +379,7 @@ def _works(
             num_kv_heads=num_kv_heads,
             tile=tile,
             window=window,
-            wanted_blocks=wanted,
+            wanted_blocks=gpu.wanted_blocks(tile, head_dim),
         )
         if len(work.items):
             planned.append(on_device(tile, work, pool))

@@ -36,19 +36,17 @@ class FixedPlan:
         windows: Collection[int | None],
         *,
         spare_block: int,
-        wanted_blocks: int,
+        gpu: tiling.Gpu,
     ) -> None:
         """Allocate on the pool's device.
 
         Args:
             num_columns: Of the block tables: blocks of the longest sequence.
             spare_block: A block of the pool that no sequence owns.
-            wanted_blocks: Thread blocks that fill the device.
         """
         self._pool = pool
         self._group = num_heads // pool.shape[3]
         self._spare_slot = spare_block * pool.shape[4]
-        self._wanted_blocks = wanted_blocks
         self._starts = np.arange(num_sequences + 1, dtype=np.int32)
         tables = torch.full((num_sequences, num_columns), spare_block, dtype=torch.int32)
         self.batch = PagedBatch(
@@ -63,8 +61,9 @@ class FixedPlan:
         held.tensors["contexts"] = self.batch.context_lens.to(device)
         held.tensors["tables"] = tables.to(device)
         head_dim = pool.shape[5]
-        few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
+        few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim, gpu)
         self._tile = few if self._group <= few.rows else many
+        self._wanted_blocks = gpu.wanted_blocks(self._tile, head_dim)
         self._rooms: dict[int | None, Planned] = {}
         if is_tiled(pool.dtype, head_dim):
             for window in windows:

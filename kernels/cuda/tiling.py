@@ -13,23 +13,28 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
 
-# A split shorter than this costs more to merge than it gains.
-MIN_SPLIT_KEYS = 256
+# A split shorter than this costs more to merge than it gains: two tiles of keys.
+MIN_SPLIT_KEYS = 128
+# Of a multiprocessor's shared memory the system takes this for each thread block.
+RESERVED_BYTES = 1 << 10
+# Of a multiprocessor; NVRTC says how many a thread needs, see `Gpu.blocks` and its test.
+REGISTERS = 1 << 16
 # Numbers of an item, see attention.cu.
 ITEM = 7
 
 
 class Tile(NamedTuple):
-    """Template arguments of `attend` after the dtype and D: warps by rows and keys, BN, stages."""
+    """Template arguments of `attend` after the dtype and D; a warp has so many times 16 rows."""
 
     row_warps: int
+    warp_matrices: int
     key_warps: int
     keys: int
     stages: int
 
     @property
     def rows(self) -> int:
-        return 16 * self.row_warps
+        return 16 * self.warp_matrices * self.row_warps
 
     @property
     def threads(self) -> int:
@@ -38,7 +43,24 @@ class Tile(NamedTuple):
     def shared_bytes(self, head_dim: int) -> int:
         """Shared memory: the query tile and the ring, or the float32 results that follow them."""
         tiles = (self.rows + self.stages * 2 * self.keys) * (head_dim + 8) * 2
-        return max(tiles, self.threads // 2 * (head_dim + 4) * 4)
+        return max(tiles, self.rows * self.key_warps * (head_dim + 4) * 4)
+
+
+class Gpu(NamedTuple):
+    """What tiles and splits depend on: multiprocessors, and the shared memory of each."""
+
+    multiprocessors: int
+    shared_bytes: int
+
+    def blocks(self, tile: Tile, head_dim: int) -> int:
+        """Return how many thread blocks fill a multiprocessor."""
+        by_memory = self.shared_bytes // (tile.shared_bytes(head_dim) + RESERVED_BYTES)
+        registers = 168 if tile.warp_matrices == 1 and head_dim <= 128 else 256
+        return max(1, min(by_memory, REGISTERS // (tile.threads * registers)))
+
+    def wanted_blocks(self, tile: Tile, head_dim: int) -> int:
+        """Return how many fill the device, to which keys are split."""
+        return self.multiprocessors * self.blocks(tile, head_dim)
 
 
 class Work(NamedTuple):
@@ -56,13 +78,24 @@ class Work(NamedTuple):
 def few_rows_tile(head_dim: int) -> Tile:
     """Return the tile of generation: all warps share 16 rows and divide the keys."""
     if head_dim > 128:
-        return Tile(1, 2, 32, 2)
-    return Tile(1, 4, 64, 3 if head_dim <= 96 else 2)
+        return Tile(1, 1, 2, 32, 2)
+    return Tile(1, 1, 4, 64, 3 if head_dim <= 96 else 2)
 
 
-def many_rows_tile(head_dim: int) -> Tile:
-    """Return the tile of prompts; within the 99 KiB that sm_89 has."""
-    return Tile(4, 1, 64 if head_dim <= 128 else 32, 2)
+def many_rows_tile(head_dim: int, gpu: Gpu) -> Tile:
+    """Return the tile of prompts.
+
+    Warps of 32 rows read half as much shared memory for a product as those of 16, but fill the
+    registers: so there are 8 of them on a multiprocessor, two blocks, if they fit.  Larger heads
+    leave no registers for 32 rows.
+    """
+    if head_dim > 128:
+        return Tile(4, 1, 1, 32, 2)
+    for keys in (64, 32):
+        tile = Tile(4, 2, 1, keys, 2)
+        if gpu.blocks(tile, head_dim) >= 2:
+            return tile
+    return Tile(8, 1, 1, 32, 2)
 
 
 def work(

@@ -20,7 +20,7 @@ from tests.gpu.settings import Part, Settings
 from tests.gpu.trail import Figures
 from tests.gpu.verify import Wrong
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
-from tests.kernels.shim.backend import WANTED_BLOCKS, Shim
+from tests.kernels.shim.backend import GPU, Shim
 from tests.kernels.shim.recording import DeviceMemory, Recorder
 from worker.compute.graphs import DecodeGraphs, graphs_of
 from worker.compute.kv_cache import TorchKVCache
@@ -94,8 +94,7 @@ def _record(shim: Shim | None, model: Model, cache: TorchKVCache, max_len: int) 
         assert graphs is not None
         return graphs
     assert isinstance(model, Transformer)
-    sizes = {"max_model_len": max_len, "wanted_blocks": WANTED_BLOCKS}
-    return DecodeGraphs(model, cache, **sizes, record=Recorder(shim))
+    return DecodeGraphs(model, cache, max_model_len=max_len, gpu=GPU, record=Recorder(shim))
 
 
 def _difference(

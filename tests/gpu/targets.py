@@ -47,9 +47,9 @@ class Verdict(NamedTuple):
 TARGETS = (
     Target("decode, KV of 1 GB / copy", "attend", "decode_long_gbs", "copy_gbs", 0.80, 0.95),
     Target("decode, 16 x 1k, GQA 8 / copy", "attend", "decode_short_gbs", "copy_gbs", 0.60, 0.75),
-    Target("prefill 8k / SDPA flash", "attend", "prefill_8k_tflops", "flash_8k_tflops", 0.85, None),
+    Target("prefill 8k / SDPA flash", "attend", "prefill_8k_tflops", "flash_8k_tflops", 0.90, None),
     Target(
-        "prefill 16k / SDPA flash", "attend", "prefill_16k_tflops", "flash_16k_tflops", 0.85, None
+        "prefill 16k / SDPA flash", "attend", "prefill_16k_tflops", "flash_16k_tflops", 0.90, None
     ),
     Target(
         "prefill 16k / SDPA cuDNN", "attend", "prefill_16k_tflops", "cudnn_16k_tflops", None, 0.90

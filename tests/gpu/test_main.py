@@ -57,7 +57,11 @@ def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> No
     assert (out / "report.txt").read_text() in done.stdout
     lines = (out / "findings.jsonl").read_text().splitlines()
     ended = [it for it in map(json.loads, lines) if it["state"] == "ok"]
-    assert [it["part"] for it in ended] == ["tiled 64 bfloat16", "plain 24 bfloat16"]
+    assert [it["part"] for it in ended] == [
+        "tiled 64 bfloat16",
+        "prompts",
+        "plain 24 bfloat16",
+    ]
     assert record.PATH.read_bytes() == before
     files = {path.name for path in out.iterdir()}
     assert files == {"findings.jsonl", "log.txt", "report.txt"}  # and verified.json of a full run

@@ -10,7 +10,7 @@ import torch
 
 from kernels import GELU_TANH, SILU, Activation, reference
 from kernels.cpu import backend as cpu
-from kernels.cuda import launch, staging
+from kernels.cuda import launch, prompts, staging
 from kernels.cuda.staging import Way
 from tests.gpu.inputs import FLOOR, TOLERANCE, Shape, error, formula, lengths, paged
 from tests.gpu.settings import (
@@ -77,6 +77,7 @@ def attention_parts(settings: Settings) -> dict[str, Part]:
     parts: dict[str, Part] = {
         f"tiled {d} {_name(t)}": partial(_attention, settings, d, t, longest) for d, t in tiled
     }
+    parts["prompts"] = partial(_prompts, settings)
     return parts | {
         f"plain {d} {_name(t)}": partial(_attention, settings, d, t, plain_longest)
         for d, t in plain
@@ -86,6 +87,20 @@ def attention_parts(settings: Settings) -> dict[str, Part]:
 def staging_parts(settings: Settings) -> dict[str, Part]:
     """Every way between pool and host; and that copies wait for what computes."""
     return {"ways": partial(_ways, settings), "order": partial(_order, settings)}
+
+
+def _prompts(settings: Settings) -> Figures:
+    """Whole prompts by torch, as `kernels.cuda.prompts` gathers them."""
+    draw, worst = settings.random("prompts"), 0.0
+    for heads, kv_heads in HEADS:
+        lens = [(length, length) for length in draw.sample(range(1, 300), 3)]
+        case = paged(lens, Shape(heads, kv_heads, 64, 16, BF16), settings.device, draw)
+        got = prompts.flash(case.query, case.pool[:, 1], case.batch, 0.125)
+        share = error(got, formula(case, 1, 0.125, None), TOLERANCE[BF16], FLOOR[BF16])
+        if not share <= 1:
+            raise Wrong(f"{share:.3g} of what is tolerated: {heads=}, {kv_heads=}, {lens=}")
+        worst = max(worst, share)
+    return {"cases": 3 * len(HEADS), "worst share of the tolerance": round(worst, 3)}
 
 
 def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: int) -> Figures:

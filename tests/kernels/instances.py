@@ -6,15 +6,20 @@ import torch
 
 from kernels.cuda import tiling
 from kernels.cuda.launch import DTYPE_NAMES, WIDE_BYTES, attend_name, is_tiled
+from tests.kernels.shim.backend import GPU, LARGE_GPU
+
+# Shared memory of a multiprocessor by architecture.
+SHARED_BYTES = {"sm_80": 164 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
 
 
-def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Return those of attention of this dtype and head size."""
+def attention_kernels(dtype: torch.dtype, head_dim: int, *gpus: tiling.Gpu) -> list[str]:
+    """Return those of attention of this dtype and head size, on the shim's GPUs by default."""
     name = DTYPE_NAMES[dtype]
     if not is_tiled(dtype, head_dim):
         return [f"attend_plain<{name}>"]
-    tiles = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
-    return [attend_name(name, head_dim, tile) for tile in tiles]
+    tiles = [tiling.many_rows_tile(head_dim, gpu) for gpu in gpus or (GPU, LARGE_GPU)]
+    tiles.append(tiling.few_rows_tile(head_dim))
+    return [attend_name(name, head_dim, tile) for tile in dict.fromkeys(tiles)]
 
 
 def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:

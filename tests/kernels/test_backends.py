@@ -13,10 +13,11 @@ from kernels import GELU_TANH, SILU, KernelError, reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.tiling import Gpu
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.rowwise_scenes import CLAMPED, clamped
 from tests.kernels.scenes import Scene, check, check_moves, fresh, heads_error, scene, sinks_of
-from tests.kernels.shim.backend import Shim, why_not
+from tests.kernels.shim.backend import GPU, LARGE_GPU, Shim, why_not
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
@@ -39,13 +40,15 @@ BATCHES = {
 
 
 @cache
-def shim(head_dim: int, dtype: torch.dtype, order: int = 2, late: bool = True) -> Shim:
+def shim(
+    head_dim: int, dtype: torch.dtype, order: int = 2, late: bool = True, gpu: Gpu = GPU
+) -> Shim:
     names = {
-        "attention": attention_kernels(dtype, head_dim),
+        "attention": attention_kernels(dtype, head_dim, gpu),
         "kv": kv_kernels(dtype, dtype),
         "rowwise": rowwise_kernels(dtype),
     }
-    return Shim(names, order=order, late=late)
+    return Shim(names, order=order, late=late, gpu=gpu)
 
 
 def backend(name: str, head_dim: int, dtype: torch.dtype) -> Backend:
@@ -140,6 +143,18 @@ def test_heads_for_which_there_are_no_tiles(name: str) -> None:
     it = scene([(70, 33), (129, 1), (5, 5)], num_heads=6, head_dim=24, dtype=BF16)
     for window, cap, sinks in ((24, None, sinks_of(it)), (None, 3.0, sinks_of(it, 1))):
         check(to_device(it, name), window, serving, cap=cap, sinks=sinks)
+
+
+@pytest.mark.parametrize("window", [None, 24], ids=["all", "window"])
+@pytest.mark.parametrize("batch", ["a prompt", "chunks", "split prompts"])
+def test_tiles_of_a_card_with_more_shared_memory(
+    shape: tuple[int, torch.dtype], batch: str, window: int | None
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    head_dim, dtype = shape
+    it = scene(BATCHES[batch], head_dim=head_dim, dtype=dtype)
+    check(it, window, shim(head_dim, dtype, gpu=LARGE_GPU))
 
 
 @pytest.mark.parametrize("order", [0, 1])

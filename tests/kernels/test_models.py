@@ -22,7 +22,7 @@ from tests.kernels.instances import (
     kv_kernels,
     rowwise_kernels,
 )
-from tests.kernels.shim.backend import Shim, why_not
+from tests.kernels.shim.backend import GPU, Shim, why_not
 from tests.kv import whole
 from tests.worker.paged import Text, advance
 from worker.compute.compiled import CompiledTransformer
@@ -58,6 +58,7 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setattr(kernels, "backend_of", lambda _: cuda)
             monkeypatch.setattr(cuda, "start", lambda _, launches: backend.run(launches))
             monkeypatch.setattr(cuda, "multiprocessors", lambda _: 12)
+            monkeypatch.setattr(cuda, "gpu", lambda _: GPU)
 
     return serve
 

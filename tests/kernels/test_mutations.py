@@ -17,27 +17,57 @@ from tests.kernels.instances import (
 )
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, heads_error, scene, sinks_of
-from tests.kernels.shim.backend import CSRC, Shim, why_not
+from tests.kernels.shim.backend import CSRC, GPU, Shim, why_not
 
 ATTENTION = {
     "no barrier before a tile": ("    __syncthreads();  // everybody's", "    // everybody's"),
     "the wait is one group too weak": ("copies_wait<STAGES - 2>", "copies_wait<STAGES - 1>"),
-    "one key too many": ("key <= position &&", "key <= position + 1 &&"),
+    "numbers of blocks are not waited for": (
+        "  copies_wait<0>();\n  __syncthreads();  // everybody's",
+        "  __syncthreads();  // everybody's",
+    ),
+    "numbers of blocks are replaced too early": (
+        "__syncthreads();  // nobody needs",
+        "// nobody needs",
+    ),
+    "numbers of blocks are those of another tile": (
+        "find(tile + 2 * (STAGES - 1))",
+        "find(tile + STAGES)",
+    ),
+    "every tile is whole": ("const bool is_whole =", "const bool is_whole = true ||"),
+    "whole tiles end one key too late": (
+        "position_of(warp_row) + 1 &&",
+        "position_of(warp_row) + 2 &&",
+    ),
+    "whole tiles begin one key too early": ("first_key > position_of", "first_key >= position_of"),
+    "the last rows of a warp do not count": (
+        "position_of(warp_row + WM - 1)",
+        "position_of(warp_row)",
+    ),
+    "positions are those of the first rows": (
+        "first_position + (first_row + row) / group;",
+        "first_position + row / group;",
+    ),
+    "the second matrix has the first's rows": ("q_row + m * 16 * LD", "q_row"),
+    "warps with rows rest": (
+        "if (warp_row >= num_rows) continue;",
+        "if (warp_row + 16 >= num_rows) continue;",
+    ),
+    "one key too many": ("key > position ||", "key > position + 1 ||"),
     "the window is one too wide": ("position - a.window : -1", "position - a.window - 1 : -1"),
-    "no mask beyond the end": ("bool valid = key < key_end;", "bool valid = true;"),
     "another head": ("kv_head * group + row % group", "kv_head * group + (row + 1) % group"),
     "minus infinity unguarded": ("now == MINUS_INFINITY ? 0.f : now", "now"),
-    "the sum is not rescaled": ("sum[h] * shrink + added", "sum[h] + added"),
-    "the ring is one short": ("load(tile + STAGES - 1);\n    c", "load(tile + STAGES);\n    c"),
-    "half a row is summed": ("    sum[h] += from_lane_xor(sum[h], 2);\n", ""),
+    "the sum is not rescaled": ("sum[m][h] * shrink + added", "sum[m][h] + added"),
+    "the ring is one short": ("load(tile + STAGES - 1);\n      f", "load(tile + STAGES);\n      f"),
+    "half a row is summed": ("    sum[m][h] += from_lane_xor(sum[m][h], 2);\n", ""),
     "parts are not weighted": ("power_of_two(from[D] - base)", "1"),
-    "values for keys": ("T* values = keys + BN * LD", "T* values = keys"),
+    "values for keys": ("v_row = (BN + warp_key", "v_row = (warp_key"),
     "a ragged tail of keys is left out": (
-        "(key_end - key_begin + BN - 1) / BN",
-        "(key_end - key_begin) / BN",
+        "tile * BN < num_keys; tile",
+        "(tile + 1) * BN < num_keys; tile",
     ),
     "rows past the last are written": (
-        "(num_rows - first_row < BM ? num_rows - first_row : BM)",
+        "(num_rows < BM ? num_rows : BM)",
         "BM",
     ),
     "rows are those of the first tile": (
@@ -68,23 +98,24 @@ ATTENTION = {
         "sink_of(a, kv_head * group + row % group)",
     ),
     "every part counts the sink": (
-        "KEYS_W, 16 * LDO, d, MINUS_INFINITY)",
-        "KEYS_W, 16 * LDO, d, sink_of(a, kv_head * group + (first_row + row) % group))",
+        "KEYS_W, WM * LDO, d, MINUS_INFINITY)",
+        "KEYS_W, WM * LDO, d, sink_of(a, kv_head * group + (first_row + row) % group))",
     ),
     "no sink": ("power_of_two(sink - base)}", "0}"),
     "scores are capped before they are scaled": (
-        "seen ? capped(a, x * a.scale)",
-        "seen ? a.scale * capped(a, x)",
+        "capped(a, (&s[0][0][0])[i] * scale);",
+        "scale * capped(a, (&s[0][0][0])[i]);",
     ),
-    "no cap": ("if (a.cap == 0) return score;", "return score;"),
-    "half the slope of a cap": ("power_of_two(2 * LOG2_E *", "power_of_two(LOG2_E *"),
+    "capped scores are scaled again": ("      scale = 1;\n", ""),
+    "no cap": ("    if (a.cap != 0) {", "    if (false) {"),
+    "half the slope of a cap": ("power_of_two(2 * LOG2_E /", "power_of_two(LOG2_E /"),
     "offsets into the pool have 32 bits": (
-        "return ((row << a.block_bits) + offset) * head_dim;",
-        "return (u32)(((row << a.block_bits) + offset) * head_dim);",
+        "(long long)block[n] * block_size +",
+        "(u32)block[n] * (u32)block_size +",
     ),
     "offsets into the pool have a sign": (
-        "return ((row << a.block_bits) + offset) * head_dim;",
-        "return (int)(((row << a.block_bits) + offset) * head_dim);",
+        "(long long)block[n] * block_size +",
+        "block[n] * block_size +",
     ),
 }
 KV = {
@@ -212,8 +243,12 @@ MUTATIONS = {
 }
 
 
+# A device that one thread block fills: no keys are split.
+UNSPLIT = GPU._replace(multiprocessors=1)
+
+
 def check_attention(text: str) -> None:
-    names = attention_kernels(torch.bfloat16, 64)
+    names = attention_kernels(torch.bfloat16, 64, GPU)
     it = Shim({"attention": names}, texts={"attention": text})
     # The last two are of several tiles of many rows, whose keys are split.
     crowds = (
@@ -229,6 +264,15 @@ def check_attention(text: str) -> None:
         made = scene(lens, num_heads=6, head_dim=64, dtype=torch.bfloat16)
         for cap, sinks in ((None, sinks_of(made)), (3.0, None), (30.0, sinks_of(made, 1))):
             check(made, None, it, cap=cap, sinks=sinks)
+    # A row's window begins where a tile does; and tiles that are not split, copied at once.
+    check(
+        scene([(100, 12)], num_heads=16, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16), 40, it
+    )
+    for order, late in ((1, False), (2, True)):
+        whole = Shim(
+            {"attention": names}, order=order, late=late, gpu=UNSPLIT, texts={"attention": text}
+        )
+        check(scene([(700, 1), (330, 1)], head_dim=64, dtype=torch.bfloat16), None, whole)
     far = scene([(40, 20), (70, 1)], head_dim=64, dtype=torch.bfloat16, is_far=True)
     check(far, None, it)
     loud = scene([(700, 1), (700, 40)], head_dim=64, dtype=torch.bfloat16, first_key=8.0)

@@ -15,16 +15,17 @@ import pytest
 import torch
 
 from kernels.cuda import backend as cuda
-from kernels.cuda import launch
+from kernels.cuda import launch, tiling
 from tests.kernels.instances import (
     SAMPLING_KERNELS,
+    SHARED_BYTES,
     attention_kernels,
     kv_kernels,
     rowwise_kernels,
 )
 from tests.kernels.shim.backend import cuda_headers
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
+ARCHITECTURES = tuple(SHARED_BYTES)
 TILED = [(d, t) for d in launch.TILED_HEAD_DIMS for t in launch.TILED_DTYPES]
 DEFAULT = [(64, launch.TILED_DTYPES[0]), (128, launch.TILED_DTYPES[1])]
 
@@ -76,9 +77,17 @@ def check_resources(log: str, num_kernels: int) -> None:
 def test_attention_compiles(architecture: str, pytestconfig: pytest.Config) -> None:
     shapes = TILED if pytestconfig.getoption("--full") else DEFAULT
     for head_dim, dtype in shapes:
-        kernels = attention_kernels(dtype, head_dim)
+        gpu = tiling.Gpu(1, SHARED_BYTES[architecture])
+        kernels = attention_kernels(dtype, head_dim, gpu)
         ptx, log = compile_for(architecture, "attention", kernels)
         check_resources(log, len(kernels))
+        for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim, gpu)):
+            mangled = "".join(f"Li{number}E" for number in (head_dim, *tile))
+            used = re.search(rf"'_Z6attend\w+{mangled}\w*'.*?Used (\d+) registers", log, re.S)
+            assert (
+                used
+                and int(used[1]) * tile.threads * gpu.blocks(tile, head_dim) <= tiling.REGISTERS
+            )
         kind = b"bf16" if "bf16" in launch.DTYPE_NAMES[dtype] else b"f16"
         for instruction in (
             b"mma.sync.aligned.m16n8k16.row.col.f32." + kind,

@@ -11,13 +11,14 @@ from unittest.mock import patch
 import torch
 
 import kernels
+from kernels.cuda import backend as cuda
 from tests.kernels.instances import (
     SAMPLING_KERNELS,
     attention_kernels,
     kv_kernels,
     rowwise_kernels,
 )
-from tests.kernels.shim.backend import WANTED_BLOCKS, Shim
+from tests.kernels.shim.backend import GPU, Shim
 from tests.kernels.shim.recording import DeviceMemory, Recorder
 from wire.layout import KVLayout
 from worker.compute.graphs import DecodeGraphs
@@ -56,7 +57,7 @@ def gpu_on_cpu(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> Iterat
     shim = Shim({"attention": attention_kernels(dtype, head_dim)} | needed)
 
     def graphs_of(model: Transformer, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs:
-        sizes: dict[str, Any] = {"max_model_len": max_model_len, "wanted_blocks": WANTED_BLOCKS}
+        sizes: dict[str, Any] = {"max_model_len": max_model_len, "gpu": GPU}
         return DecodeGraphs(model, cache, **sizes, record=Recorder(shim))
 
     def make_cache(_: Model, layout: KVLayout, blocks: int, size: int, *__: int) -> TorchKVCache:
@@ -66,6 +67,7 @@ def gpu_on_cpu(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> Iterat
         for owner, name, stand_in in (
             (kernels, "backend_of", lambda _: shim),
             (gpu, "graphs_of", graphs_of),
+            (cuda, "measure_prompts", lambda *_: ()),
             (torch_executor, "make_cache", make_cache),
             (torch.cuda, "Event", Event),
             (torch.cuda, "current_stream", lambda _: None),

@@ -19,6 +19,7 @@ from kernels.contract import Windowed
 from kernels.cuda import backend as cuda
 from kernels.cuda.pinned import put
 from kernels.cuda.plan import FixedPlan
+from kernels.cuda.tiling import Gpu
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 from worker.compute.transformer import Transformer
@@ -46,7 +47,7 @@ class DecodeStep:
         size: int,
         *,
         num_columns: int,
-        wanted_blocks: int,
+        gpu: Gpu,
     ) -> None:
         """Allocate on the cache's device, for `size` sequences; see `FixedPlan`."""
         self._model, self._pool, device = model, cache.pool, cache.pool.device
@@ -56,7 +57,7 @@ class DecodeStep:
             num_sequences=size,
             num_columns=num_columns,
             num_heads=model.config.num_heads,
-            wanted_blocks=wanted_blocks,
+            gpu=gpu,
         )
         self._plan = plan(cache.pool, windows={None}, spare_block=cache.num_blocks)
         self._batch, self._window_plan = self._plan.batch, None
@@ -113,20 +114,18 @@ class DecodeGraphs:
         cache: TorchKVCache,
         *,
         max_model_len: int,
-        wanted_blocks: int,
+        gpu: Gpu,
         record: Record,
     ) -> None:
         """Prepare; nothing is recorded yet.
 
         Args:
             cache: It has a spare block in each pool, which no sequence owns.
-            wanted_blocks: Thread blocks that fill the device.
+            gpu: What the device has.
             record: `record_graph`, or a stand-in for it where there is no GPU.
         """
         num_columns = -(-max_model_len // cache.block_size)
-        self._make_step = partial(
-            DecodeStep, model, cache, num_columns=num_columns, wanted_blocks=wanted_blocks
-        )
+        self._make_step = partial(DecodeStep, model, cache, num_columns=num_columns, gpu=gpu)
         self._device = cache.pool.device.index or 0
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
@@ -194,7 +193,7 @@ def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGr
         model,
         cache,
         max_model_len=max_model_len,
-        wanted_blocks=cuda.wanted_blocks(cache.pool.device.index or 0),
+        gpu=cuda.gpu(cache.pool.device.index or 0),
         record=record_graph,
     )
 

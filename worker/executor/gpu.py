@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
 import torch
 
+from kernels.cuda import backend as cuda
 from kernels.cuda.pinned import Download, upload
 from worker.compute.contract import KVCache
 from worker.compute.device import find_device
@@ -21,6 +23,8 @@ from worker.executor.batch import Batch, Sampling
 from worker.executor.contract import ModelInfo, SampledToken
 from worker.executor.masks import is_limited
 from worker.executor.torch import Step, TorchExecutor, with_pools
+
+log = structlog.get_logger("worker")
 
 
 def create(
@@ -66,9 +70,12 @@ class GpuExecutor(TorchExecutor):
         return cache
 
     def prepare(self) -> int:
-        """Record the decode steps; see `worker.executor.contract.Preparer`."""
+        """Record decode steps, and time prompts; see `worker.executor.contract.Preparer`."""
+        assert self._model is not None and self._cache is not None
         if self._graphs is not None:
             self._graphs.prepare()
+        table = cuda.measure_prompts(self._cache.pool, self._model.config.num_heads)
+        log.info("prompts are attended to", ways={n: way.value for n, way in table})
         return super().prepare()
 
     def _compute(self, step: Step) -> torch.Tensor:

@@ -17,6 +17,7 @@ from kernels.cuda.launch import Launch
 from tests.kernels import draw_scenes
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
+from tests.kernels.shim.backend import GPU
 from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy, standing_in
 from tests.kernels.shim.cupy import cupy as cupy
 
@@ -118,8 +119,10 @@ def test_all_but_the_first_launch_of_a_kernel_are_one_call_of_the_driver(
         assert cupy.calls == ["ctxGetCurrent", "launchKernel", "launchKernel"]
 
 
-def test_as_many_thread_blocks_are_wanted_as_fill_the_device(cupy: Cupy) -> None:
-    assert [cuda.wanted_blocks(index) for index in (0, 1)] == [2 * num for num in MULTIPROCESSORS]
+def test_what_a_device_has_for_tiles(cupy: Cupy) -> None:
+    assert [cuda.gpu(index) for index in (0, 1)] == [
+        GPU._replace(multiprocessors=n) for n in MULTIPROCESSORS
+    ]
 
 
 def test_the_kernel_that_cannot_be_started_is_the_last_one_noted(

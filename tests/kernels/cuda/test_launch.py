@@ -18,7 +18,7 @@ from kernels.cuda.pieces import PIECES
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
 from tests.kernels.scenes import scene
-from tests.kernels.shim.backend import Shim, why_not
+from tests.kernels.shim.backend import GPU, Shim, why_not
 
 BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {"int": ctypes.c_int, "float": ctypes.c_float, "u64": ctypes.c_void_p}
@@ -82,7 +82,7 @@ def test_layers_share_all_of_attention_but_what_is_their_own() -> None:
 
     def attend(layer: int, **changes: Any) -> list[Launch]:
         own = it.query, it.pool, layer, it.batch, torch.empty_like(it.query)
-        return launch.attention(*own, **settings | changes, wanted_blocks=8)
+        return launch.attention(*own, **settings | changes, gpu=GPU)
 
     first, second = attend(0), attend(1, sinks=torch.zeros(4))
     assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend"]
@@ -260,3 +260,9 @@ def test_what_is_refused() -> None:
         launch.norm(torch.zeros(6, 4).T, weight, 1e-6, x)
     with pytest.raises(KernelError, match=r"gate_up is torch\.float32 \[4, 6\], not .* \[4, 4\]"):
         launch.gate(x, torch.zeros(4, 2), SILU, wanted_blocks=24)
+
+
+def test_attention_takes_scales_above_0() -> None:
+    it = scene([(5, 5)], head_dim=64, dtype=BF16)
+    with pytest.raises(KernelError, match=r"scale is -0\.1, not above 0"):
+        launch.attention(it.query, it.pool, 0, it.batch, it.query, scale=-0.1, window=None, gpu=GPU)

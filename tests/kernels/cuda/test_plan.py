@@ -10,6 +10,7 @@ from kernels import PagedBatch
 from kernels.cuda.launch import OnDevice
 from kernels.cuda.pinned import put
 from kernels.cuda.plan import NOTHING, FixedPlan
+from kernels.cuda.tiling import Gpu
 from tests.kernels.shim.copies import LateCopies
 
 NUM_SEQUENCES, COLUMNS, SPARE, BLOCK_SIZE = 6, 64, 9, 16
@@ -36,7 +37,13 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
     pool = torch.zeros(10, 1, 2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
     windows = (None, 100)
     plan = FixedPlan(
-        pool, NUM_SEQUENCES, COLUMNS, 2 * group, windows, spare_block=SPARE, wanted_blocks=wanted
+        pool,
+        NUM_SEQUENCES,
+        COLUMNS,
+        2 * group,
+        windows,
+        spare_block=SPARE,
+        gpu=Gpu(wanted, 100 << 10),
     )
     held = plan.batch.scratch.of(OnDevice)
     pointers = {name: it.data_ptr() for name, it in held.tensors.items()}
@@ -66,8 +73,8 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
 
 def test_a_step_reads_its_own_tables_though_the_next_has_been_planned() -> None:
     pool = torch.zeros(10, 1, 2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
-    sizes = {"spare_block": SPARE, "wanted_blocks": 40}
-    plan = FixedPlan(pool, NUM_SEQUENCES, COLUMNS, 8, (None,), **sizes)
+    gpu = Gpu(20, 100 << 10)
+    plan = FixedPlan(pool, NUM_SEQUENCES, COLUMNS, 8, (None,), spare_block=SPARE, gpu=gpu)
     held = plan.batch.scratch.of(OnDevice)
     (room,) = held.works[None, 8]
     there = [*held.tensors.values(), room.items]

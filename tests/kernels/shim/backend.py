@@ -21,14 +21,16 @@ from kernels import reference
 from kernels.contract import Activation, PagedBatch
 from kernels.cuda import launch, sampling
 from kernels.cuda.launch import Launch
+from kernels.cuda.tiling import Gpu
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 CSRC = ROOT / "kernels" / "csrc"
 # Shared by the runs of one checkout, and by the workers of one run.
 BUILD = ROOT / ".pytest_cache" / "shim"
-# How many thread blocks the host believes the device to want: small, so that keys are split.
-WANTED_BLOCKS = 24
+# What the host believes the device to have: shared memory as sm_89 or sm_90, and few
+# multiprocessors, so that some keys are split and others are not.
+GPU, LARGE_GPU = Gpu(24, 100 << 10), Gpu(8, 228 << 10)
 # What a thread block must leave alone stands on both sides of a result.
 MARGIN, UNTOUCHED = 64, 192.0
 
@@ -127,6 +129,7 @@ class Shim:
         *,
         order: int = 2,
         late: bool = True,
+        gpu: Gpu = GPU,
         texts: dict[str, str] | None = None,
     ) -> None:
         self._kernels = {source: list(names) for source, names in kernels.items()}
@@ -134,7 +137,7 @@ class Shim:
             source: compile_kernels(source, names, (texts or {}).get(source))
             for source, names in self._kernels.items()
         }
-        self._order, self._late, self._seed = order, late, 0
+        self._order, self._late, self._seed, self._gpu = order, late, 0, gpu
 
     check_pool = staticmethod(launch.check_pool)
     route, expert_mlp = staticmethod(reference.route), staticmethod(reference.expert_mlp)
@@ -179,7 +182,7 @@ class Shim:
                 window=window,
                 cap=cap,
                 sinks=sinks,
-                wanted_blocks=WANTED_BLOCKS,
+                gpu=self._gpu,
             )
         )
         return checked(whole, out)
@@ -225,7 +228,7 @@ class Shim:
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         whole, out = between_margins(shape, gate_up.dtype)
-        self.run(launch.gate(gate_up, out, activation, wanted_blocks=WANTED_BLOCKS))
+        self.run(launch.gate(gate_up, out, activation, wanted_blocks=24))
         return checked(whole, out)
 
     def draw(

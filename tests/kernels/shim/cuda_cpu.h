@@ -38,7 +38,7 @@ namespace shim {
 enum State { READY, AT_BARRIER, IN_WARP, RETURNED };
 enum Operation { EXCHANGE, MATRICES, TRANSPOSED, MULTIPLY_BF16, MULTIPLY_FP16 };
 struct Index { unsigned x, y, z; };
-struct Copy { void* to; const void* from; bool valid; int group; };
+struct Copy { void* to; const void* from; size_t size; bool valid; int group; };
 using Stores = std::vector<std::function<void()>>;
 
 constexpr size_t STACK = 64 << 10;
@@ -263,11 +263,19 @@ void publish(T* to, T value) {
   shim::current->stores.push_back([=] { *to = value; });
 }
 
+static inline void copy(const shim::Copy& it) {
+  it.valid ? memcpy(it.to, it.from, it.size) : memset(it.to, 0, it.size);
+}
+static inline void copy_later(void* to, const void* from, size_t size, bool valid) {
+  shim::check_shared(to, size);
+  shim::Copy it = {to, from, size, valid, shim::current->group};
+  shim::late ? shim::current->copies.push_back(it) : copy(it);
+}
 static inline void copy_async(void* to, const void* from, bool valid) {
-  shim::check_shared(to, 16);
-  shim::Copy copy = {to, from, valid, shim::current->group};
-  if (shim::late) return shim::current->copies.push_back(copy);
-  valid ? memcpy(to, from, 16) : memset(to, 0, 16);
+  copy_later(to, from, 16, valid);
+}
+static inline void copy_number_async(void* to, const int* from, bool valid) {
+  copy_later(to, from, 4, valid);
 }
 static inline void copies_commit() { shim::current->group++; }
 template <int PENDING>
@@ -275,7 +283,7 @@ static inline void copies_wait() {
   auto& copies = shim::current->copies;
   auto done = [](shim::Copy& c) { return c.group < shim::current->group - PENDING; };
   for (auto& c : copies)
-    if (done(c)) c.valid ? memcpy(c.to, c.from, 16) : memset(c.to, 0, 16);
+    if (done(c)) copy(c);
   copies.erase(std::remove_if(copies.begin(), copies.end(), done), copies.end());
 }
 static inline void load_matrices(unsigned* r, const void* row) {
@@ -302,6 +310,7 @@ static inline void multiply(__nv_bfloat16, float* c, const unsigned* a, unsigned
 static inline void multiply(__half, float* c, const unsigned* a, unsigned b0, unsigned b1) {
   multiply_any(shim::MULTIPLY_FP16, c, a, b0, b1);
 }
+static inline float __fdividef(float x, float y) { return x / y; }
 static inline float power_of_two(float x) { return exp2f(x); }
 template <typename T>
 static inline T from_lane_xor(T x, int mask) {

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kernels.cuda import backend
-from tests.kernels.shim.backend import compile_kernels, why_not
+from tests.kernels.shim.backend import GPU, compile_kernels, why_not
 
 # Of two devices: what fills them, their current streams, and their contexts.
 MULTIPROCESSORS = [12, 13]
@@ -156,11 +156,17 @@ def held_at(address: int, kind: type[C]) -> C:
 @contextmanager
 def standing_in(made: Cupy) -> Iterator[Cupy]:
     """Have `kernels.cuda.backend` run its kernels on the CPU."""
-    devices = [SimpleNamespace(multi_processor_count=count) for count in MULTIPROCESSORS]
+    devices = [
+        SimpleNamespace(
+            multi_processor_count=count, shared_memory_per_multiprocessor=GPU.shared_bytes
+        )
+        for count in MULTIPROCESSORS
+    ]
     caches: tuple[Any, ...] = (
         backend._cupy,  # noqa: SLF001
         backend._context,  # noqa: SLF001
         backend._function,  # noqa: SLF001
+        backend.gpu,
         backend.multiprocessors,
     )
     with pytest.MonkeyPatch.context() as patch:

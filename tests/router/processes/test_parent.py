@@ -18,6 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
+from router.core.cluster import ProcessState
 from router.processes.parent import PARENT_ONLY, STUCK_S, Process, serve_by_several
 from router.processes.summed import families
 from tests.scarce import no_descriptor_left
@@ -87,11 +88,12 @@ def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None
     process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
     Counter("baton_requests", "Ends.", registry=registry).inc()
     process.is_listening, process.metrics = True, families(registry.collect())
-    process.is_aborted = True
+    process.is_aborted, process.state = True, ProcessState(7, 1, 0, [], [])
     assert [family.name for family in process.forget()] == ["baton_requests"]
     assert process.forget() == []
     assert not process.is_listening, "nobody is to wait for its answers"
     assert process.drained.is_set(), "nor for its clients"
+    assert process.state is None, "nor is anybody to count its requests"
     assert not process.is_aborted, "if the next one is stuck too, it shows its stacks"
 
 
@@ -128,6 +130,7 @@ async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_noti
         environ = environ_of(it.pids(0)[0])
         assert not [name for name in PARENT_ONLY if name in environ]
         ready = it.ready.read_text()
+        assert len(set(json.loads(ready)["bus"].split(","))) == 2
         os.kill(it.pids(1)[0], signal.SIGTERM)
         await until(lambda: len(it.pids(1)) == 2)
         assert len(it.pids(0)) == 1 and it.ready.read_text() == ready
@@ -211,6 +214,7 @@ async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ende
         url = json.loads(it.ready.read_text())["http"]
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
             assert (await client.get("/metrics")).status_code == 200
+            assert (await client.get("/v1/responses/resp_1")).status_code == 404, "it has none yet"
         monkeypatch.setattr("router.processes.parent.STUCK_S", 600.0)
         monkeypatch.setattr("router.processes.parent.START_S", 0.0)
         await until(lambda: is_gone(hung))
@@ -290,12 +294,16 @@ async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_ser
     assert it.serving.result() == 0
 
 
-async def test_what_cannot_begin_ends_the_whole(tmp_path: Path) -> None:
+async def test_what_cannot_begin_ends_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second bus has the port after the first one's, and here somebody has it."""
+    monkeypatch.setenv("WATCHDOG_USEC", "60000000")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bus = f"tcp://127.0.0.1:{taken.getsockname()[1] - 1}"
         async with parent(tmp_path, bus) as it:
             assert await it.serving == 1
+            assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not it.ready.exists()
     assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
 

@@ -21,7 +21,7 @@ from kernels.cuda import backend as cuda
 from kernels.cuda.launch import OnDevice
 from scripts.models.make_model import make_model
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
-from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
+from tests.kernels.shim.backend import GPU, Shim, why_not
 from tests.kernels.shim.recording import DeviceMemory, FreedMemory, Recorder
 from worker.compute import graphs
 from worker.compute.graphs import DecodeGraphs
@@ -65,9 +65,8 @@ def graphs_on_shim(
     """Return a model's graphs, and what records them."""
     shim = shim_of(model)
     monkeypatch.setattr(kernels, "backend_of", lambda _: shim)
-    sizes = {"max_model_len": 1024, "wanted_blocks": WANTED_BLOCKS}
     record = Recorder(shim)
-    return DecodeGraphs(model, cache, **sizes, record=record), record
+    return DecodeGraphs(model, cache, max_model_len=1024, gpu=GPU, record=record), record
 
 
 def batch_of(lens: list[int], seed: int) -> PagedBatch:
@@ -264,7 +263,8 @@ def launched(tmp_path: Path, name: str, sizes: dict[str, Any], monkeypatch: Any)
     # The real backend, for the shim's own looks at the margins of its results.
     monkeypatch.setattr(kernels, "backend_of", lambda _: cuda)
     monkeypatch.setattr(cuda, "start", lambda _, launches: record.shim.run(launches))
-    monkeypatch.setattr(cuda, "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(cuda, "gpu", lambda _: GPU)
+    monkeypatch.setattr(cuda, "multiprocessors", lambda _: GPU.multiprocessors)
     batch = windowed(batch_of([17, 900, 16], 0), cache)
     recorded.forward(torch.zeros(3, dtype=torch.int32), batch.context_lens - 1, batch)
     return record.launched

@@ -1,0 +1,72 @@
+"""Whole prompts go the way that was quicker when both were timed; all else is our kernel's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import PagedBatch
+from kernels.cuda import backend as cuda
+from kernels.cuda import prompts
+from kernels.cuda.prompts import Way
+from tests.kernels.scenes import check, scene, sinks_of
+from tests.kernels.shim.cupy import Cupy
+from tests.kernels.shim.cupy import cupy as cupy
+
+PROMPTS = [(37, 37), (90, 90)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_prompts", {})
+
+
+def seconds(way: Way, length: int) -> float:
+    """Flash takes less from 100 tokens on, but has no room for 4096."""
+    return {Way.OURS: length, Way.FLASH: 100 if length < 4096 else float("inf")}[way]
+
+
+def test_a_table_has_the_quicker_way_of_each_length() -> None:
+    found = prompts.measure(seconds, lengths=(50, 200, 4096))
+    assert found == ((50, Way.OURS), (200, Way.FLASH), (4096, Way.OURS))
+
+
+@pytest.mark.parametrize(
+    ("lens", "way"),
+    [
+        ([(37, 37)], Way.OURS),  # shorter than any that was measured
+        ([(300, 300), (200, 200)], Way.FLASH),
+        ([(300, 300), (199, 199)], Way.OURS),
+        ([(5000, 5000)], Way.OURS),
+        ([(300, 299)], Way.OURS),  # has a past
+        ([(300, 300), (5, 1)], Way.OURS),
+        ([(1, 1)] * 3, Way.OURS),  # as a recorded step is at first
+    ],
+)
+def test_a_step_goes_as_its_shortest_prompt(lens: list[tuple[int, int]], way: Way) -> None:
+    table = ((200, Way.FLASH), (4096, Way.OURS))
+    queries = torch.tensor([0, *(count for _, count in lens)])
+    contexts = torch.tensor([context for context, _ in lens], dtype=torch.int32)
+    none = torch.zeros(0, dtype=torch.int32)
+    batch = PagedBatch(none, queries.cumsum(0, dtype=torch.int32), contexts, none)
+    assert prompts.choose(table, batch) is way
+    assert prompts.choose((), batch) is way, "it is asked once a step"
+
+
+def test_a_prompt_goes_to_torch_where_that_was_quicker(cupy: Cupy) -> None:
+    for head_dim in (64, 128):
+        it = scene([(300, 300), (256, 256)], head_dim=head_dim, dtype=torch.bfloat16)
+        cuda.measure_prompts(it.pool, 4, lambda way, _: int(way is Way.OURS))
+        check(it, None, cuda)
+        assert not cupy.launched, "torch has attended"
+
+
+def test_what_has_a_past_a_window_a_cap_or_sinks_is_our_kernel_s(cupy: Cupy) -> None:
+    it = scene(PROMPTS, head_dim=64, dtype=torch.bfloat16)
+    past = scene([(90, 40)], head_dim=64, dtype=torch.bfloat16)
+    cuda._prompts[prompts.kind(it.pool, 4)] = ((1, Way.FLASH),)  # noqa: SLF001
+    check(it, 24, cuda)
+    check(it, None, cuda, cap=3.0)
+    check(it, None, cuda, sinks=sinks_of(it))
+    check(past, None, cuda)
+    assert len(cupy.launched) == 2 * 4
