@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.contract import PagedBatch
+from kernels.cuda.pinned import upload
 
 # The least of so many times counts; the first compiles.
 REPEATS = 5
@@ -40,9 +41,14 @@ Seconds = Callable[[Way, int], float]
 
 @dataclass(slots=True)
 class Chosen:
-    """The way of a step, for all its layers; None until the first asks."""
+    """What the layers of a step have in common, once the first has asked.
+
+    Attributes:
+        blocks: Those of each sequence's own tokens, int32 on the device.
+    """
 
     way: Way | None = None
+    blocks: list[torch.Tensor] = field(default_factory=list)
 
 
 def kind(pool: torch.Tensor, num_heads: int) -> tuple[object, ...]:
@@ -111,11 +117,13 @@ def flash(query: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, scale: float
         query: [T, Hq, D].
         kv: [N, 2, Hkv, B, D], a layer of the pool.
     """
-    out = torch.empty_like(query)
-    for (start, stop), table in zip(
-        pairwise(batch.query_starts.tolist()), batch.block_tables, strict=True
-    ):
-        blocks = table[: -(-(stop - start) // kv.shape[3])].to(kv.device)
+    out, held = torch.empty_like(query), batch.scratch.of(Chosen)
+    ranges = [*pairwise(batch.query_starts.tolist())]
+    if not held.blocks:
+        counts = (-(-(stop - start) // kv.shape[3]) for start, stop in ranges)
+        tables = zip(batch.block_tables.numpy(), counts, strict=True)
+        held.blocks = upload([table[:count] for table, count in tables], kv.device)
+    for (start, stop), blocks in zip(ranges, held.blocks, strict=True):
         key, value = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, : stop - start]
         own = query[start:stop].transpose(0, 1)[None]
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
