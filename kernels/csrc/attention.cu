@@ -4,68 +4,7 @@
 // thread block attends with one tile of rows to one range of keys, given by a work item.  Few rows
 // (generation) leave few tiles, so their keys are split over several blocks; each leaves a partial
 // result, and the last of a tile's blocks to arrive combines them.
-#include "prims.cuh"
-
-struct Attention {
-  const void* query;  // [T, Hq, D]
-  const void* pool;   // [N, L, 2, Hkv, B, D]
-  void* out;          // [T, Hq, D]
-  float* parts;       // [slots, Hkv, tile rows, D + 4]: partial results, see `combine`
-  u32* tickets;       // [slots, Hkv]: how many blocks of a tile have left theirs, by its first slot
-  const int* starts;    // [S + 1]
-  const int* contexts;  // [S]
-  const int* tables;    // [S, M]
-  // [items, 7]: sequence or -1, first row, first key, end of keys; slot or -1, and of its tile the
-  // first slot and the number of slots
-  const int* work;
-  const float* sinks;   // [Hq] or null: scores without a value
-  int num_heads, num_kv_heads, head_dim, num_layers, layer, block_bits, num_columns, window;
-  float scale, cap;  // times log2(e), so that scores are exponents of 2; a cap of 0 is none
-};
-
-constexpr float LOG2_E = 1.4426950408889634f;
-
-// cap * tanh(score / cap), of which no exponent is too large: 2^x ends at infinity and at 0.
-PRIM float capped(const Attention& a, float score) {
-  return a.cap - __fdividef(2 * a.cap, 1 + power_of_two(2 * LOG2_E / a.cap * score));
-}
-
-PRIM float sink_of(const Attention& a, int head) {
-  return a.sinks ? a.sinks[head] * LOG2_E : MINUS_INFINITY;
-}
-
-// What some keys give a row: values times their weights, not yet divided by the sum of weights.
-// Weights are powers of 2 of scores less the highest one.  In memory: D values, `top`, `sum`.
-struct alignas(16) Four { float at[4]; };
-struct Partial {
-  Four value;
-  float top, sum;
-};
-
-// Combine the values from `d` on of `count` results that lie `stride` apart, and a sink's weight.
-template <int D>
-PRIM Partial combine(const float* first, int count, long long stride, int d, float sink) {
-  float top = sink;
-#pragma unroll 4
-  for (int i = 0; i < count; i++) top = fmaxf(top, first[i * stride + D]);
-  const float base = top == MINUS_INFINITY ? 0.f : top;  // no key seen: -inf - -inf is NaN
-  Partial all = {{0, 0, 0, 0}, top, power_of_two(sink - base)};
-#pragma unroll 4
-  for (int i = 0; i < count; i++) {
-    const float* from = first + i * stride;
-    const float weight = power_of_two(from[D] - base);
-    const Four part = *(const Four*)(from + d);
-    for (int k = 0; k < 4; k++) all.value.at[k] += weight * part.at[k];
-    all.sum += weight * from[D + 1];
-  }
-  return all;
-}
-
-// Where the K of (block, head, offset) begins; V lies Hkv * B * D further.
-PRIM long long key_offset(const Attention& a, int block, int head, int offset, int head_dim) {
-  long long row = ((long long)block * a.num_layers + a.layer) * 2 * a.num_kv_heads + head;
-  return ((row << a.block_bits) + offset) * head_dim;
-}
+#include "attention.cuh"
 
 // ROWS_W warps of 16 M rows by KEYS_W warps that share the keys of a tile of BN; a ring of STAGES
 // tiles of K and V.  Shared rows are one 16-byte chunk longer than D: an odd number of chunks, so
@@ -82,12 +21,11 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   T* const ring = q_tile + BM * LD;  // [STAGES][K, V][BN][LD]
 
   const int* item = a.work + 7 * blockIdx.x;
-  const int sequence = item[0], first_row = item[1], key_begin = item[2], key_end = item[3];
+  const int sequence = item[0], key_begin = item[2], key_end = item[3];
   if (sequence < 0) return;
-  const int kv_head = blockIdx.y, group = a.num_heads / a.num_kv_heads;
   const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int warp_row = warp / KEYS_W * WM, warp_key = warp % KEYS_W * KN;
-  const int table = sequence * a.num_columns, head_offset = (int)key_offset(a, 0, kv_head, 0, D);
+  const int table = sequence * a.num_columns, head_offset = (int)key_offset(a, 0, blockIdx.y, 0, D);
   const int v_offset = (a.num_kv_heads << a.block_bits) * D;
   const int block_size = 2 * a.num_layers * v_offset;
 
@@ -119,23 +57,15 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   };
   for (int tile = 0; tile < STAGES; tile++) find(tile);
 
-  const int first_token = a.starts[sequence];
-  const int num_queries = a.starts[sequence + 1] - first_token;
-  const int num_rows = num_queries * group - first_row;  // from here on
-  const int first_position = a.contexts[sequence] - num_queries;
-  auto row_offset = [&](int row) {  // of packed row `row` in query and out
-    int head = kv_head * group + row % group;
-    return ((long long)(first_token + row / group) * a.num_heads + head) * D;
-  };
+  const Rows it(a, item);
   for (int i = thread; i < BM * CHUNKS; i += THREADS) {
-    int row = i / CHUNKS, chunk = i % CHUNKS;
-    bool valid = row < num_rows;
-    const T* from = (const T*)a.query + row_offset(valid ? first_row + row : 0) + chunk * 8;
-    copy_async(q_tile + row * LD + chunk * 8, from, valid);
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const T* from = (const T*)a.query + it.offset(a, row < it.count ? row : 0, D) + chunk * 8;
+    copy_async(q_tile + row * LD + chunk * 8, from, row < it.count);
   }
   auto position_of = [&](int row) -> int& { return *(int*)(q_tile + row * LD + D); };
   for (int row = thread; row < BM; row += THREADS)  // likewise where a row ends
-    position_of(row) = first_position + (first_row + row) / group;
+    position_of(row) = it.position(row);
   copies_commit();
   copies_wait<0>();
   __syncthreads();  // everybody's numbers of blocks, and positions, are visible
@@ -170,7 +100,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
       find(tile + 2 * (STAGES - 1));
     }
     copies_commit();
-    if (warp_row >= num_rows) continue;  // this warp's rows are nobody's: it only copies
+    if (warp_row >= it.count) continue;  // this warp's rows are nobody's: it only copies
     const T *const keys = slot_of(tile) + k_row, *const values = slot_of(tile) + v_row;
 
     float s[M][KN / 8][4];
@@ -194,52 +124,19 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
       }
     }
 
-    float scale = a.scale;  // what is left to multiply scores by
-    if (a.cap != 0) {
-#pragma unroll
-      for (int i = 0; i < M * KN / 2; i++) (&s[0][0][0])[i] = capped(a, (&s[0][0][0])[i] * scale);
-      scale = 1;
-    }
     const int first_key = key_begin + tile * BN + warp_key;
     // A range of keys ends within a tile only at the last row's own key: the masks know that end.
     const bool is_whole = first_key + KN <= position_of(warp_row) + 1 &&
                           (a.window == 0 || first_key > position_of(warp_row + WM - 1) - a.window);
 #pragma unroll
-    for (int i = 0; i < 2 * M; i++) {  // rows lane / 4 and lane / 4 + 8 of each 16
-      const int m = i / 2, h = i % 2;
-      if (!is_whole) {
-        const int position = position_of(warp_row + m * 16 + lane / 4 + 8 * h);
-        const int oldest = a.window > 0 ? position - a.window : -1;
+    for (int m = 0; m < M; m++) {
+      float shrink[2];
+      weigh<KN / 8>(a, s[m], top[m], sum[m], shrink, is_whole, first_key,
+                    [&](int h) { return position_of(warp_row + m * 16 + lane / 4 + 8 * h); });
 #pragma unroll
-        for (int n = 0; n < KN / 8; n++)
+      for (int d = 0; d < D / 8; d++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const int key = first_key + n * 8 + lane % 4 * 2 + e;
-            if (key > position || key <= oldest) s[m][n][2 * h + e] = MINUS_INFINITY;
-          }
-      }
-      float highest = MINUS_INFINITY;
-#pragma unroll
-      for (int n = 0; n < KN / 8; n++)
-        highest = fmaxf(highest, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-      highest = fmaxf(highest, from_lane_xor(highest, 1));
-      highest = fmaxf(highest, from_lane_xor(highest, 2));
-      const float now = fmaxf(top[m][h], highest * scale);
-      const float base = now == MINUS_INFINITY ? 0.f : now;  // no key seen yet: -inf - -inf is NaN
-      const float shrink = power_of_two(top[m][h] - base);
-      float added = 0;
-#pragma unroll
-      for (int n = 0; n < KN / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float& x = s[m][n][2 * h + e];
-          x = power_of_two(x * scale - base);
-          added += x;
-        }
-      sum[m][h] = sum[m][h] * shrink + added;
-      top[m][h] = now;
-#pragma unroll
-      for (int d = 0; d < D / 8; d++) o[m][d][2 * h] *= shrink, o[m][d][2 * h + 1] *= shrink;
+        for (int i = 0; i < 4; i++) o[m][d][i] *= shrink[i / 2];
     }
 
 #pragma unroll
@@ -264,62 +161,14 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   }
 
   // Every warp leaves its rows in shared memory, which the tiles no longer need.
-  constexpr int LDO = D + 4;
   float* const rows = (float*)shared;
   copies_wait<0>();
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < 2 * M; i++) {
-    const int m = i / 2, h = i % 2;
-    sum[m][h] += from_lane_xor(sum[m][h], 1);
-    sum[m][h] += from_lane_xor(sum[m][h], 2);
-    float* mine = rows + (warp * WM + m * 16 + lane / 4 + 8 * h) * LDO;
-#pragma unroll
-    for (int d = 0; d < D / 8; d++) {
-      mine[d * 8 + lane % 4 * 2] = o[m][d][2 * h];
-      mine[d * 8 + lane % 4 * 2 + 1] = o[m][d][2 * h + 1];
-    }
-    if (lane % 4 == 0) mine[D] = top[m][h], mine[D + 1] = sum[m][h];
-  }
+  for (int m = 0; m < M; m++)
+    leave_rows<D>(rows + (warp * WM + m * 16) * (D + 4), o[m], top[m], sum[m]);
   __syncthreads();
-
-  const int slot = item[4], first_slot = item[5], num_slots = item[6];
-  auto in_slot = [&](int slot, int row) {
-    return a.parts + (((long long)slot * a.num_kv_heads + kv_head) * BM + row) * LDO;
-  };
-  auto write = [&](int row, int d, const float* first, int count, long long stride) {
-    // Of keys that are split, every part would count the sink: it counts here, once.
-    const float sink = sink_of(a, kv_head * group + (first_row + row) % group);
-    const Partial all = combine<D>(first, count, stride, d, sink);
-    const float *value = all.value.at, share = 1 / all.sum;
-    struct alignas(8) Out { u32 low, high; };
-    *(Out*)((T*)a.out + row_offset(first_row + row) + d) = {
-        pair<T>(value[0] * share, value[1] * share), pair<T>(value[2] * share, value[3] * share)};
-  };
-  const int num_fours = (num_rows < BM ? num_rows : BM) * (D / 4);
-  for (int i = thread; i < num_fours; i += THREADS) {
-    const int row = i / (D / 4), d = i % (D / 4) * 4;
-    const float* first = rows + (row / WM * KEYS_W * WM + row % WM) * LDO;
-    if (slot < 0) {
-      write(row, d, first, KEYS_W, WM * LDO);
-      continue;
-    }
-    const Partial mine = combine<D>(first, KEYS_W, WM * LDO, d, MINUS_INFINITY);
-    publish((Four*)(in_slot(slot, row) + d), mine.value);
-    if (d == 0) publish((Four*)(in_slot(slot, row) + D), Four{mine.top, mine.sum});
-  }
-  if (slot < 0) return;
-  __threadfence();  // what this thread published, others see before the ticket
-  __syncthreads();
-  u32* ticket = a.tickets + (long long)first_slot * a.num_kv_heads + kv_head;
-  // The last one's makes it 0 again, for the next launch.
-  if (!__syncthreads_or(thread == 0 && atomicInc(ticket, num_slots - 1) == num_slots - 1)) return;
-  __threadfence();
-  const long long stride = in_slot(1, 0) - in_slot(0, 0);
-  for (int i = thread; i < num_fours; i += THREADS) {
-    const int row = i / (D / 4), d = i % (D / 4) * 4;
-    write(row, d, in_slot(first_slot, row), num_slots, stride);
-  }
+  finish<T, D, BM, KEYS_W, WM, THREADS>(a, item, it, rows, thread);
 }
 
 // One warp for one query and head, key by key: any dtype, any D up to 256; for what has no tiles.

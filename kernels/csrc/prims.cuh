@@ -66,6 +66,8 @@ PRIM float power_of_two(float x) {
 }
 template <typename T>
 PRIM T from_lane_xor(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <typename T>
+PRIM T from_lane(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 PRIM u32 bits_of(float x) { return __float_as_uint(x); }
 PRIM u64 bits_of(double x) { return __double_as_longlong(x); }
@@ -78,6 +80,99 @@ PRIM double widen_exactly(u32 bits) {
   asm("cvt.f64.f32 %0,%1;" : "=d"(y) : "f"(__uint_as_float(bits)));
   return y;
 }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// A barrier in shared memory: a phase of it ends when so many have arrived.
+PRIM void barrier_make(u64* barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+               : "memory");
+}
+PRIM void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrive when all copies that this thread has asked for are done.
+PRIM void copies_arrive(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+// Wait for the end of a phase, even or odd; of some seconds in which it does not end, return false.
+PRIM bool barrier_wait(u64* barrier, u32 parity) {
+  constexpr long long PATIENCE = 1ll << 33;  // cycles
+  u32 is_over;
+  const long long begin = clock64();
+  do {
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(is_over) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  } while (!is_over && clock64() - begin < PATIENCE);
+  return is_over;
+}
+
+// What was copied, and waited for, is visible to the products of matrices in shared memory.
+PRIM void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Registers of a thread from here on, of all warps of a warpgroup alike.
+template <int COUNT>
+PRIM void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+PRIM void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// Products of a warpgroup run on while the warps do; they may not touch the operands in registers
+// between `products_begin` and the wait.
+PRIM void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+PRIM void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+PRIM void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// Sums that were waited for: the compiler may read them from here on, and no sooner.
+template <int EIGHTS>
+PRIM void products_done(float (*c)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * EIGHTS; i++) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
+}
+
+// c[64xN] += a[64x16] b[16xN] over a warpgroup, a warp having 16 rows as of `multiply`; N is 64 or
+// 128.  In shared memory matrices are given by descriptors, see attention_hopper.cu.
+#define SUMS4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define SUMS32(i) SUMS4(i), SUMS4(i + 1), SUMS4(i + 2), SUMS4(i + 3), SUMS4(i + 4), SUMS4(i + 5), \
+                  SUMS4(i + 6), SUMS4(i + 7)
+#define NAMES32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,"     \
+                "%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES64 NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"  \
+                "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA(n, type) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " "
+// The rows of b lie as a's, which is what K is to Q; if not `add`, c is what it was no more.
+#define SCORES(T, type)                                                                          \
+  PRIM void multiply_shared(T, float (*c)[4], u64 a, u64 b, bool add) {                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %66, 0;\n" WGMMA("128", type)                 \
+                 "{" NAMES64 "}, %64, %65, p, 1, 1, 0, 0;\n}"                                    \
+                 : SUMS32(0), SUMS32(8) : "l"(a), "l"(b), "r"((u32)add));                        \
+  }
+// b lies as it is, a row of N after the other, which is what V is to weights.
+#define VALUES(T, type)                                                                          \
+  PRIM void multiply_values(T, float (&c)[8][4], const u32* a, u64 b) {                          \
+    asm volatile(WGMMA("64", type) "{" NAMES32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"          \
+                 : SUMS32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));              \
+  }                                                                                              \
+  PRIM void multiply_values(T, float (&c)[16][4], const u32* a, u64 b) {                         \
+    asm volatile(WGMMA("128", type) "{" NAMES64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"         \
+                 : SUMS32(0), SUMS32(8)                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
+  }
+SCORES(bf16, "bf16")
+SCORES(fp16, "f16")
+VALUES(bf16, "bf16")
+VALUES(fp16, "f16")
+#undef SUMS4
+#undef SUMS32
+#undef NAMES32
+#undef NAMES64
+#undef WGMMA
+#undef SCORES
+#undef VALUES
+#endif
 
 // Write what other thread blocks will read in this launch, after a `__threadfence`.
 template <typename T>

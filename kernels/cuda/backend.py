@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 from functools import cache, partial
@@ -23,13 +24,17 @@ from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import launch, prompts, sampling
 from kernels.cuda.launch import Launch
 from kernels.cuda.launch import check_pool as check_pool
-from kernels.cuda.tiling import Gpu
+from kernels.cuda.prompts import Way
+from kernels.cuda.tiling import WIDE_HEAD_DIMS, Gpu
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route
 
 _LOG = logging.getLogger("kernels")
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
+# wgmma is of Hopper alone: what NVRTC makes for sm_90a runs on no other architecture.
+HOPPER = (9, 0)
+OPTIONS = {"attention_hopper": ("-arch=sm_90a",)}
 # As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
@@ -87,10 +92,27 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if window is None and cap is None and sinks is None:
-        table = _prompts.get(prompts.kind(pool, query.shape[1]), ())
-        if table and prompts.choose(table, batch) is prompts.Way.FLASH:
+    table, way = _prompts.get(prompts.kind(pool, query.shape[1])), Way.OURS
+    if table:
+        _, way = table[0]
+        is_plain = window is None and cap is None and sinks is None
+        if is_plain and prompts.choose(table, batch) is Way.FLASH:
             return prompts.flash(query, pool[:, layer], batch, scale)
+    return attend(way, query, pool, layer, batch, scale, window, cap, sinks)
+
+
+def attend(
+    way: Way,
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend by our kernels, many rows that way; arguments as of `paged_attention`."""
     query = query.contiguous()
     out = torch.empty_like(query)
     launches = launch.attention(
@@ -103,7 +125,7 @@ def paged_attention(
         window=window,
         cap=cap,
         sinks=sinks,
-        gpu=gpu(pool.device.index or 0),
+        gpu=gpu(pool.device.index or 0, way is Way.WIDE),
     )
     start(pool.device, launches)
     return out
@@ -112,14 +134,32 @@ def paged_attention(
 def measure_prompts(
     pool: torch.Tensor, num_heads: int, seconds: prompts.Seconds | None = None
 ) -> prompts.Table:
-    """Time whole prompts both ways; from now on they go the quicker one, on such pools.
+    """Time prompts every way that there is; from now on they go the quickest, on such pools.
 
     Args:
         seconds: What measures; by default, runs on the pool's device.
     """
-    seconds = seconds or partial(prompts.seconds, paged_attention, pool, num_heads)
-    table = _prompts[prompts.kind(pool, num_heads)] = prompts.measure(seconds)
+    seconds = seconds or partial(prompts.seconds, attend, pool, num_heads)
+    table = prompts.measure(seconds, has_wide=_has_wide(pool, num_heads))
+    _prompts[prompts.kind(pool, num_heads)] = table
     return table
+
+
+def _has_wide(pool: torch.Tensor, num_heads: int) -> bool:
+    """Whether the device has the instructions of `attend_wide`, and does with them as `attend`."""
+    dtype, head_dim = pool.dtype, pool.shape[5]
+    if dtype not in launch.TILED_DTYPES or head_dim not in WIDE_HEAD_DIMS:
+        return False
+    if torch.cuda.get_device_capability(pool.device.index or 0) != HOPPER:
+        return False
+    try:
+        if prompts.agree(attend, pool, num_heads):
+            return True
+        error = "its results are not those of attend"
+    except Exception as raised:
+        error = str(raised)
+    _LOG.error("attend_wide is not used for %s heads of %s: %s", dtype, head_dim, error)
+    return False
 
 
 def pack_kv(
@@ -239,10 +279,10 @@ def _cupy() -> Any:
 
 
 @cache
-def gpu(device: int) -> Gpu:
+def gpu(device: int, is_wide: bool = False) -> Gpu:
     """Return what a device has for attention's tiles."""
     it = torch.cuda.get_device_properties(device)
-    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor))
+    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor), is_wide)
 
 
 @cache
@@ -267,7 +307,9 @@ def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
     CuPy keeps the binary on disk under a hash of the text.
     """
     module = _cupy().RawModule(
-        code=source_text(source), options=("-std=c++17",), name_expressions=(kernel,)
+        code=source_text(source),
+        options=("-std=c++17", *OPTIONS.get(source, ())),
+        name_expressions=(kernel,),
     )
     with _cupy().cuda.Device(device):
         function = module.get_function(kernel)
@@ -278,7 +320,11 @@ def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
 
 @cache
 def source_text(source: str) -> str:
-    """Return a kernel file with its header in it: CuPy's cache does not see included files."""
+    """Return a kernel file with its headers in it: CuPy's cache does not see included files."""
     folder = resources.files("kernels") / "csrc"
-    header = (folder / "prims.cuh").read_text().replace("#pragma once\n", "")
-    return (folder / f"{source}.cu").read_text().replace('#include "prims.cuh"\n', header)
+
+    def text(name: str) -> str:
+        own = (folder / name).read_text().replace("#pragma once\n", "")
+        return re.sub(r'#include "(.*)"\n', lambda found: text(found[1]), own)
+
+    return text(f"{source}.cu")

@@ -47,7 +47,7 @@ def struct(pointers: str, ints: str, floats: str = "") -> type[Structure]:
     return Arguments
 
 
-# The structs of attention.cu and kv.cu, field by field.
+# The structs of attention.cuh and kv.cu, field by field.
 ATTENTION = struct(
     "query pool out parts tickets starts contexts tables work sinks",
     "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
@@ -78,7 +78,7 @@ class Launch(NamedTuple):
     """One kernel to start.
 
     Attributes:
-        source: "attention", "kv" or "rowwise", a file of csrc/.
+        source: "attention", "kv" or another file of csrc/.
         kernel: the instantiation, as C++ names it.
         arguments: the struct that the kernel is given.
         keep: the tensors it points to, which must live until the kernel has run.
@@ -102,7 +102,7 @@ class Planned(NamedTuple):
         tickets: int32, counts of those that are there; every launch leaves them at 0.
     """
 
-    tile: tiling.Tile
+    tile: tiling.AnyTile
     work: tiling.Work
     items: torch.Tensor
     parts: torch.Tensor
@@ -350,9 +350,9 @@ def _attending(
     for tile, work, items, parts, tickets in works[key]:
         mine = _copy(arguments)
         point(mine, work=items, parts=parts, tickets=tickets)
-        kernel, shared = attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
+        (source, kernel), shared = tile.kernel(name, head_dim), tile.shared_bytes(head_dim)
         grid, keep = (len(work.items), pool.shape[3]), (*of_batch, items, parts, tickets)
-        launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
+        launches.append(Launch(source, kernel, grid, tile.threads, shared, mine, keep))
     return launches
 
 
@@ -386,7 +386,7 @@ def _works(
     return planned
 
 
-def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Planned:
+def on_device(tile: tiling.AnyTile, work: tiling.Work, pool: torch.Tensor) -> Planned:
     """Upload work, and make room for its partial results."""
     num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
     tickets = torch.zeros(work.num_slots * num_kv_heads, dtype=torch.int32, device=device)
@@ -403,11 +403,6 @@ def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Plann
 def is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether tensor cores compute attention of this dtype and head size."""
     return dtype in TILED_DTYPES and head_dim in TILED_HEAD_DIMS
-
-
-def attend_name(dtype: str, head_dim: int, tile: tiling.Tile) -> str:
-    """Return the instantiation for a tile, as C++ names it."""
-    return f"attend<{dtype},{head_dim},{','.join(map(str, tile))}>"
 
 
 def _arguments(layout: type[Structure], pool: torch.Tensor) -> Structure:

@@ -62,7 +62,7 @@ class FixedPlan:
         held.tensors["tables"] = tables.to(device)
         head_dim = pool.shape[5]
         few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim, gpu)
-        self._tile = few if self._group <= few.rows else many
+        self._tile: tiling.AnyTile = few if self._group <= few.rows else many
         self._wanted_blocks = gpu.wanted_blocks(self._tile, head_dim)
         self._rooms: dict[int | None, Planned] = {}
         if is_tiled(pool.dtype, head_dim):

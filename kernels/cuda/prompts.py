@@ -1,4 +1,4 @@
-"""Prompts without history: by our kernel, or by torch's attention where that was quicker.
+"""Prompts: by the quicker of our kernels, or by torch's attention where that was quicker still.
 
 Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered for it first, and
 that is timed with it.  Whatever has a past, a window, a cap or sinks is our kernel's.  cuDNN is not
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -18,25 +18,31 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.contract import PagedBatch
+from kernels.contract import PagedBatch, Scratch
 from kernels.cuda.pinned import upload
 
 # The least of so many times counts; the first compiles.
 REPEATS = 5
 # Tokens; a prompt goes as the longest of these that is no longer than it.
 LENGTHS = (256, 1024, 4096)
+# (context, queries) on which our two kernels must agree: chunks, ragged tails, keys that are split.
+TRIALS = [(700, 300), (129, 129), (2100, 70), (64, 64)]
 
 
 class Way(Enum):
-    """What attends to a prompt."""
+    """What attends to a prompt; `attend_wide` of Hopper is "wide"."""
 
     OURS = "ours"
+    WIDE = "wide"
     FLASH = "flash"
 
 
-# The way to go from each measured length on, ascending; ours below.
+# The way to go from each length on, ascending.  The first is that of one of our kernels, from 0 on,
+# and of all that is not a step of whole prompts.
 Table = tuple[tuple[int, Way], ...]
 Seconds = Callable[[Way, int], float]
+# What one of our kernels makes of the arguments of `paged_attention`.
+Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -56,37 +62,63 @@ def kind(pool: torch.Tensor, num_heads: int) -> tuple[object, ...]:
     return pool.device, pool.dtype, num_heads, *pool.shape[3:]
 
 
-def measure(seconds: Seconds, lengths: Sequence[int] = LENGTHS) -> Table:
-    """Return the table of `seconds(way, length)`."""
-    return tuple((length, min(Way, key=lambda way: seconds(way, length))) for length in lengths)
+def measure(seconds: Seconds, lengths: Sequence[int] = LENGTHS, *, has_wide: bool = False) -> Table:
+    """Return the table of `seconds(way, length)`; our kernels are compared at the longest."""
+    ours = Way.OURS
+    if has_wide and seconds(Way.WIDE, lengths[-1]) < seconds(Way.OURS, lengths[-1]):
+        ours = Way.WIDE
+    ways = ours, Way.FLASH
+    quicker = [(n, min(ways, key=lambda way: seconds(way, n))) for n in lengths]
+    return (0, ours), *quicker
 
 
-def seconds(
-    ours: Callable[..., torch.Tensor], pool: torch.Tensor, num_heads: int, way: Way, length: int
-) -> float:
-    """Return the time of a prompt that way; infinity if there is no room, or no such way.
-
-    Args:
-        ours: `paged_attention`.
-    """
-    num_blocks = -(-length // pool.shape[4])
-    batch = PagedBatch(
-        slots=torch.arange(length, dtype=torch.int32),
-        query_starts=torch.tensor([0, length], dtype=torch.int32),
-        context_lens=torch.tensor([length], dtype=torch.int32),
-        block_tables=torch.randperm(num_blocks, dtype=torch.int32)[None],
-    )
-    batch.scratch.of(Chosen).way = way
+def seconds(attend: Attend, pool: torch.Tensor, num_heads: int, way: Way, length: int) -> float:
+    """Return the time of a prompt that way; infinity if there is no room, or no such way."""
     try:
-        # Not the pool itself, which may be small; and no zeros, by which a GPU is quicker.
-        own = torch.randn(num_blocks, 1, *pool.shape[2:], dtype=pool.dtype, device=pool.device)
-        query = own.new_empty(length, num_heads, pool.shape[5]).normal_()
-        call = partial(ours, query, own, 0, batch, 1.0, None)
+        query, own, batch = _random([(length, length)], pool, num_heads)
+        call = partial(attend, way, query, own, 0, batch, 1.0, None)
         if way is Way.FLASH:
             call = partial(flash, query, own[:, 0], batch, 1.0)
         return min(_elapsed_s(call) for _ in range(REPEATS))
     except RuntimeError:
         return math.inf
+
+
+def agree(attend: Attend, pool: torch.Tensor, num_heads: int) -> bool:
+    """Whether our kernels give the same, but for how they round, of random prompts."""
+    query, own, batch = _random(TRIALS, pool, num_heads)
+    limit = 4 * torch.finfo(pool.dtype).eps
+    for window in (None, 100):
+        ours, wide = (
+            # A scale of 1 makes few keys outweigh the others: each of them counts.
+            attend(way, query, own, 0, replace(batch, scratch=Scratch()), 1.0, window)
+            for way in (Way.OURS, Way.WIDE)
+        )
+        if not torch.allclose(ours, wide, rtol=limit, atol=limit):
+            return False
+    return True
+
+
+def _random(
+    lens: list[tuple[int, int]], pool: torch.Tensor, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
+    """Return queries, a pool of one layer, and the batch of such (context, queries).
+
+    It is not the pool itself, which may be small; and no zeros, by which a GPU is quicker.
+    """
+    counts = [-(-context // pool.shape[4]) for context, _ in lens]
+    tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    blocks = torch.randperm(sum(counts), dtype=torch.int32)
+    for table, count in zip(tables, counts, strict=True):
+        table[:count], blocks = blocks[:count], blocks[count:]
+    contexts, queries = torch.tensor(lens, dtype=torch.int32).unbind(1)
+    starts = torch.cat((queries.new_zeros(1), queries.cumsum(0, dtype=torch.int32)))
+    num_tokens = int(starts[-1])
+    slots = torch.arange(num_tokens, dtype=torch.int32)
+    batch = PagedBatch(slots, starts, contexts.contiguous(), tables)
+    own = torch.randn(sum(counts), 1, *pool.shape[2:], dtype=pool.dtype, device=pool.device)
+    query = own.new_empty(num_tokens, num_heads, pool.shape[5]).normal_()
+    return query, own, batch
 
 
 def _elapsed_s(call: Callable[[], torch.Tensor]) -> float:
@@ -99,14 +131,12 @@ def _elapsed_s(call: Callable[[], torch.Tensor]) -> float:
 
 
 def choose(table: Table, batch: PagedBatch) -> Way:
-    """Return the way of a step, as of its shortest prompt; ours if any sequence has a past."""
+    """Return the way of a step, as of its shortest prompt; the first if any sequence has a past."""
     chosen = batch.scratch.of(Chosen)
     if chosen.way is None:
-        chosen.way, tokens = Way.OURS, batch.query_starts.diff()
-        if torch.equal(tokens, batch.context_lens):
-            shortest = int(tokens.min())
-            ways = [way for length, way in table if length <= shortest]
-            chosen.way = ways[-1] if ways else Way.OURS
+        tokens = batch.query_starts.diff()
+        shortest = int(tokens.min()) if torch.equal(tokens, batch.context_lens) else 0
+        chosen.way = [way for length, way in table if length <= shortest][-1]
     return chosen.way
 
 

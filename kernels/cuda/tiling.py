@@ -19,7 +19,9 @@ MIN_SPLIT_KEYS = 128
 RESERVED_BYTES = 1 << 10
 # Of a multiprocessor; NVRTC says how many a thread needs, see `Gpu.blocks` and its test.
 REGISTERS = 1 << 16
-# Numbers of an item, see attention.cu.
+# Heads that are whole panels of 64 values, and leave registers for 128 keys.
+WIDE_HEAD_DIMS = (64, 128)
+# Numbers of an item, see attention.cuh.
 ITEM = 7
 
 
@@ -45,26 +47,63 @@ class Tile(NamedTuple):
         tiles = (self.rows + self.stages * 2 * self.keys) * (head_dim + 8) * 2
         return max(tiles, self.rows * self.key_warps * (head_dim + 4) * 4)
 
+    def registers(self, head_dim: int) -> int:
+        """Return how many a thread needs at most."""
+        return 168 if self.warp_matrices == 1 and head_dim <= 128 else 256
+
+    def kernel(self, dtype: str, head_dim: int) -> tuple[str, str]:
+        """Return the source and the instantiation, as C++ names it."""
+        return "attention", f"attend<{dtype},{head_dim},{','.join(map(str, self))}>"
+
+
+class WideTile(NamedTuple):
+    """The tile of `attend_wide`, whose third warpgroup copies; the numbers are constants there."""
+
+    rows: int = 128
+    keys: int = 128
+    stages: int = 2
+    threads: int = 384
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Return the bytes of tiles that begin at a multiple of 1024, and of barriers."""
+        return 1024 + (self.rows + self.stages * 2 * self.keys) * head_dim * 2 + self.stages * 4 * 8
+
+    def registers(self, head_dim: int) -> int:
+        """Return how many a thread has at the start; the warpgroups then divide them anew."""
+        return 168
+
+    def kernel(self, dtype: str, head_dim: int) -> tuple[str, str]:
+        """Return the source and the instantiation, as C++ names it."""
+        return "attention_hopper", f"attend_wide<{dtype},{head_dim}>"
+
+
+AnyTile = Tile | WideTile
+
 
 class Gpu(NamedTuple):
-    """What tiles and splits depend on: multiprocessors, and the shared memory of each."""
+    """What tiles and splits depend on: multiprocessors, and the shared memory of each.
+
+    Attributes:
+        is_wide: Prompts are attended to by `attend_wide`, which only Hopper can run.
+    """
 
     multiprocessors: int
     shared_bytes: int
+    is_wide: bool = False
 
-    def blocks(self, tile: Tile, head_dim: int) -> int:
+    def blocks(self, tile: AnyTile, head_dim: int) -> int:
         """Return how many thread blocks fill a multiprocessor."""
         by_memory = self.shared_bytes // (tile.shared_bytes(head_dim) + RESERVED_BYTES)
-        registers = 168 if tile.warp_matrices == 1 and head_dim <= 128 else 256
-        return max(1, min(by_memory, REGISTERS // (tile.threads * registers)))
+        by_registers = REGISTERS // (tile.threads * tile.registers(head_dim))
+        return max(1, min(by_memory, by_registers))
 
-    def wanted_blocks(self, tile: Tile, head_dim: int) -> int:
+    def wanted_blocks(self, tile: AnyTile, head_dim: int) -> int:
         """Return how many fill the device, to which keys are split."""
         return self.multiprocessors * self.blocks(tile, head_dim)
 
 
 class Work(NamedTuple):
-    """What the thread blocks of one launch do; see attention.cu for the columns.
+    """What the thread blocks of one launch do; see attention.cuh for the columns.
 
     Attributes:
         items: [I, ITEM].
@@ -82,13 +121,15 @@ def few_rows_tile(head_dim: int) -> Tile:
     return Tile(1, 1, 4, 64, 3 if head_dim <= 96 else 2)
 
 
-def many_rows_tile(head_dim: int, gpu: Gpu) -> Tile:
+def many_rows_tile(head_dim: int, gpu: Gpu) -> AnyTile:
     """Return the tile of prompts.
 
     Warps of 32 rows read half as much shared memory for a product as those of 16, but fill the
     registers: so there are 8 of them on a multiprocessor, two blocks, if they fit.  Larger heads
     leave no registers for 32 rows.
     """
+    if gpu.is_wide and head_dim in WIDE_HEAD_DIMS:
+        return WideTile()
     if head_dim > 128:
         return Tile(4, 1, 1, 32, 2)
     for keys in (64, 32):
@@ -105,7 +146,7 @@ def work(
     *,
     group: int,
     num_kv_heads: int,
-    tile: Tile,
+    tile: AnyTile,
     window: int | None,
     wanted_blocks: int,
 ) -> Work:
@@ -144,7 +185,7 @@ def _keys(
     sequence: int,
     row: int,
     group: int,
-    tile: Tile,
+    tile: AnyTile,
     window: int | None,
 ) -> tuple[int, int]:
     """Return the range of keys that some row of a tile sees."""

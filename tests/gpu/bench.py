@@ -18,7 +18,15 @@ from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
 from tests.gpu.inputs import Paged, batch_of
 from tests.gpu.lent import lent
-from tests.gpu.settings import Part, Settings, kernels_of, lane_of, launching, start
+from tests.gpu.settings import (
+    Part,
+    Settings,
+    kernels_of,
+    lane_of,
+    launching,
+    start,
+    wide_of,
+)
 from tests.gpu.timing import device_s, launch_s, replay_s, wall_s
 from tests.gpu.trail import Figures
 from tests.kernels.draw_scenes import logits_of, settings_of
@@ -79,6 +87,7 @@ def kernel_parts(settings: Settings) -> dict[str, Part]:
         f"decode {name}": partial(_decode, settings, name) for name in decode_lens(settings)
     }
     parts |= {f"prefill {k}k": partial(_prefill, settings, k) for k in (8, 16)}
+    parts |= {f"prefill wide {k}k": partial(_prefill_wide, settings, k) for k in (8, 16)}
     parts["heads"] = partial(_heads, settings)
     return parts | {"pack and unpack": partial(_pack, settings), "draw": partial(_draw, settings)}
 
@@ -175,6 +184,14 @@ def _prefill(settings: Settings, kilo: int) -> Figures:
     it, kernels = pages(settings, [(length, length)], heads), backend_of(settings, heads)
     seconds = device_s(lambda: _attend(kernels, it), repeats=7)
     return {f"prefill_{kilo}k_tflops": flops(settings, length) / seconds / 1e12}
+
+
+def _prefill_wide(settings: Settings, kilo: int) -> Figures:
+    heads, length = prompt_heads(settings), prompt_length(settings, kilo)
+    it, attend = pages(settings, [(length, length)], heads), wide_of(settings, BF16, heads[2])
+    scale = heads[2] ** -0.5
+    seconds = device_s(lambda: attend(it.query, it.pool, 0, it.batch, scale, None), repeats=7)
+    return {f"prefill_wide_{kilo}k_tflops": flops(settings, length) / seconds / 1e12}
 
 
 def _heads(settings: Settings) -> Figures:

@@ -28,6 +28,7 @@ END: Final = "<!-- end of kernels on a GPU -->"
 # The first word of a part to the kernels that it runs.
 COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
     "tiled": ("attend",),
+    "wide": ("attend_wide",),
     "plain": ("attend_plain",),
     "heads": ("rotate_and_append",),
     "move": ("move",),

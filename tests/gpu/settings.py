@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,8 +16,9 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.lane import Lane, SideStream
 from kernels.cuda.launch import Launch
+from kernels.cuda.prompts import Way
 from tests.gpu.trail import Figures
-from tests.kernels.instances import kv_kernels
+from tests.kernels.instances import attention_kernels, kv_kernels, wide_kernels
 
 Part = Callable[[], Figures]
 T = TypeVar("T")
@@ -63,9 +65,26 @@ def kernels_of(settings: Settings, needed: dict[str, list[str]]) -> Backend:
         return cuda
     if settings.backend == "reference":
         return reference
-    from tests.kernels.shim.backend import Shim
+    from tests.kernels.shim.backend import GPU, HOPPER, Shim
 
-    return Shim(needed)
+    return Shim(needed, gpu=HOPPER if "attention_hopper" in needed else GPU)
+
+
+def wide_of(settings: Settings, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor]:
+    """Return `paged_attention` with many rows by `attend_wide`.
+
+    Raises:
+        Unavailable: The GPU is no Hopper.
+    """
+    if settings.backend == "cuda":
+        if torch.cuda.get_device_capability(settings.device) != cuda.HOPPER:
+            raise Unavailable("attend_wide runs on Hopper (compute capability 9.0) alone")
+        return partial(cuda.attend, Way.WIDE)
+    names = {
+        "attention": attention_kernels(dtype, head_dim),
+        "attention_hopper": wide_kernels(dtype, head_dim),
+    }
+    return kernels_of(settings, names).paged_attention
 
 
 def start(settings: Settings, kernels: Any, launches: list[Launch]) -> None:

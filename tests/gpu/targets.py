@@ -54,6 +54,17 @@ TARGETS = (
     Target(
         "prefill 16k / SDPA cuDNN", "attend", "prefill_16k_tflops", "cudnn_16k_tflops", None, 0.90
     ),
+    *(
+        Target(
+            f"prefill {kilo}k on Hopper / SDPA cuDNN",
+            "attend_wide",
+            f"prefill_wide_{kilo}k_tflops",
+            f"cudnn_{kilo}k_tflops",
+            0.80,
+            0.95,
+        )
+        for kilo in (8, 16)
+    ),
     Target("heads of 16k tokens / copy", "rotate_and_append", "heads_gbs", "copy_gbs", 0.80, 0.90),
     Target("pack on the device / copy", "move", "pack_gbs", "copy_gbs", 0.85, 0.95),
     Target("unpack on the device / copy", "move", "unpack_gbs", "copy_gbs", 0.85, 0.95),

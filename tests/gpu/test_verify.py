@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import reference
 from kernels.contract import Backend, Scratch
+from kernels.cuda.backend import source_text
 from tests.gpu import verify
 from tests.gpu.inputs import FLOOR, TOLERANCE, Shape, error, formula, lengths, paged
 from tests.gpu.settings import Part, Settings
-from tests.kernels.shim.backend import CSRC, Shim, why_not
+from tests.kernels.shim.backend import Shim, why_not
 
 SETTINGS = Settings("shim", seed=5, is_quick=True)
 
@@ -34,7 +34,7 @@ def breaking(old: str, new: str) -> Callable[[Settings, dict[str, list[str]]], B
     def kernels_of(settings: Settings, needed: dict[str, list[str]]) -> Backend:
         texts = {}
         for source in needed:
-            text = Path(CSRC, f"{source}.cu").read_text()
+            text = source_text(source)
             assert text.count(old) == 1, "the mutation no longer fits the source"
             texts[source] = text.replace(old, new)
         return Shim(needed, texts=texts)

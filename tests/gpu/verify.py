@@ -12,6 +12,7 @@ from kernels import GELU_TANH, SILU, Activation, reference
 from kernels.cpu import backend as cpu
 from kernels.cuda import launch, prompts, staging
 from kernels.cuda.staging import Way
+from kernels.cuda.tiling import WIDE_HEAD_DIMS
 from tests.gpu.inputs import FLOOR, TOLERANCE, Shape, error, formula, lengths, paged
 from tests.gpu.settings import (
     Part,
@@ -22,6 +23,7 @@ from tests.gpu.settings import (
     is_computing,
     kernels_of,
     lane_of,
+    wide_of,
 )
 from tests.gpu.timing import spend
 from tests.gpu.trail import Figures
@@ -68,7 +70,7 @@ def draw_parts(settings: Settings) -> dict[str, Part]:
 
 
 def attention_parts(settings: Settings) -> dict[str, Part]:
-    """Attention with tiles (`attend`) and without (`attend_plain`), on random batches."""
+    """Attention with tiles (`attend`, `attend_wide`) and without, on random batches."""
     # The longest is split.  The plain kernel goes key by key, and the shim
     # would take a minute for long ones, and the formula on a CPU several for all of 3000 tokens.
     full = 3000 if settings.backend == "cuda" else 800
@@ -76,6 +78,11 @@ def attention_parts(settings: Settings) -> dict[str, Part]:
     plain, plain_longest = (PLAIN[:1], 90) if settings.is_small else (PLAIN, full)
     parts: dict[str, Part] = {
         f"tiled {d} {_name(t)}": partial(_attention, settings, d, t, longest) for d, t in tiled
+    }
+    wide = [(d, t) for d, t in tiled if d in WIDE_HEAD_DIMS]
+    parts |= {
+        f"wide {d} {_name(t)}": partial(_attention, settings, d, t, longest, is_wide=True)
+        for d, t in wide
     }
     parts["prompts"] = partial(_prompts, settings)
     return parts | {
@@ -103,9 +110,15 @@ def _prompts(settings: Settings) -> Figures:
     return {"cases": 3 * len(HEADS), "worst share of the tolerance": round(worst, 3)}
 
 
-def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: int) -> Figures:
+def _attention(
+    settings: Settings, head_dim: int, dtype: torch.dtype, longest: int, *, is_wide: bool = False
+) -> Figures:
     draw = settings.random(f"attention {head_dim} {dtype}")
-    it = kernels_of(settings, {"attention": attention_kernels(dtype, head_dim)})
+    if is_wide:
+        attend = wide_of(settings, dtype, head_dim)
+    else:
+        needed = {"attention": attention_kernels(dtype, head_dim)}
+        attend = kernels_of(settings, needed).paged_attention
     worst, num_cases = 0.0, 2 if settings.is_small else 10
     tolerance = TOLERANCE[dtype] * max(1.0, head_dim / 64)
     for number in range(num_cases):
@@ -118,7 +131,7 @@ def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: i
         cap = draw.choice([2.0, 30.0]) if number % 3 == 1 else None
         sinks = _random((heads,), settings, draw) * 4 if number % 4 in (1, 2) else None
         softmax = (scale, window, cap, sinks)
-        got = it.paged_attention(case.query, case.pool, layer, case.batch, *softmax)
+        got = attend(case.query, case.pool, layer, case.batch, *softmax)
         share = error(got, formula(case, layer, *softmax), tolerance, FLOOR[dtype])
         if not share <= 1:
             given = f"{shape}, {window=}, {cap=}, {sinks=}, {layer=}, {lens=}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cuda import tiling
-from kernels.cuda.launch import DTYPE_NAMES, WIDE_BYTES, attend_name, is_tiled
+from kernels.cuda.launch import DTYPE_NAMES, WIDE_BYTES, is_tiled
 from tests.kernels.shim.backend import GPU, LARGE_GPU
 
 # Shared memory of a multiprocessor by architecture.
@@ -19,7 +19,13 @@ def attention_kernels(dtype: torch.dtype, head_dim: int, *gpus: tiling.Gpu) -> l
         return [f"attend_plain<{name}>"]
     tiles = [tiling.many_rows_tile(head_dim, gpu) for gpu in gpus or (GPU, LARGE_GPU)]
     tiles.append(tiling.few_rows_tile(head_dim))
-    return [attend_name(name, head_dim, tile) for tile in dict.fromkeys(tiles)]
+    names = [tile.kernel(name, head_dim) for tile in dict.fromkeys(tiles)]
+    return [kernel for source, kernel in names if source == "attention"]
+
+
+def wide_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return those of attention with many rows on Hopper."""
+    return [tiling.WideTile().kernel(DTYPE_NAMES[dtype], head_dim)[1]]
 
 
 def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:

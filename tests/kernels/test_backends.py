@@ -14,10 +14,15 @@ from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.tiling import Gpu
-from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.instances import (
+    attention_kernels,
+    kv_kernels,
+    rowwise_kernels,
+    wide_kernels,
+)
 from tests.kernels.rowwise_scenes import CLAMPED, clamped
 from tests.kernels.scenes import Scene, check, check_moves, fresh, heads_error, scene, sinks_of
-from tests.kernels.shim.backend import GPU, LARGE_GPU, Shim, why_not
+from tests.kernels.shim.backend import GPU, HOPPER, LARGE_GPU, Shim, why_not
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
@@ -45,6 +50,7 @@ def shim(
 ) -> Shim:
     names = {
         "attention": attention_kernels(dtype, head_dim, gpu),
+        "attention_hopper": wide_kernels(dtype, head_dim) if gpu.is_wide else [],
         "kv": kv_kernels(dtype, dtype),
         "rowwise": rowwise_kernels(dtype),
     }
@@ -155,6 +161,52 @@ def test_tiles_of_a_card_with_more_shared_memory(
     head_dim, dtype = shape
     it = scene(BATCHES[batch], head_dim=head_dim, dtype=dtype)
     check(it, window, shim(head_dim, dtype, gpu=LARGE_GPU))
+
+
+WIDE = [(64, BF16), (128, FP16)]
+MORE_WIDE = [(64, FP16), (128, BF16)]
+
+
+def wide(shape: tuple[int, torch.dtype], config: pytest.Config) -> Shim:
+    """Return the kernels of Hopper; skips what needs --full."""
+    if reason := why_not():
+        pytest.skip(reason)
+    if shape in MORE_WIDE and not config.getoption("--full"):
+        pytest.skip("a compile of several seconds: with --full")
+    return shim(*shape, gpu=HOPPER)
+
+
+@pytest.mark.parametrize("wide_shape", WIDE + MORE_WIDE, ids=str)
+@pytest.mark.parametrize("window", [None, 24, 130])
+@pytest.mark.parametrize("batch", ["a prompt", "chunks", "split prompts", "wide"])
+def test_many_rows_on_hopper(
+    wide_shape: tuple[int, torch.dtype],
+    batch: str,
+    window: int | None,
+    pytestconfig: pytest.Config,
+) -> None:
+    lens = BATCHES.get(batch, [(300, 300), (64, 64), (129, 128), (513, 33)])
+    serving = wide(wide_shape, pytestconfig)
+    it = scene(lens, head_dim=wide_shape[0], dtype=wide_shape[1])
+    check(it, window, serving)
+    it = scene(lens, head_dim=wide_shape[0], dtype=wide_shape[1], num_heads=6, block_size=64)
+    check(it, window, serving, cap=3.0, sinks=sinks_of(it))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "block_size"), [(4, 4, 8), (8, 1, 32), (20, 1, 16)])
+def test_shared_heads_and_blocks_on_hopper(
+    heads: int, kv_heads: int, block_size: int, pytestconfig: pytest.Config
+) -> None:
+    serving = wide(WIDE[0], pytestconfig)
+    it = scene(
+        [(150, 80), (90, 1), (3, 3)],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        dtype=BF16,
+        block_size=block_size,
+    )
+    check(it, None, serving)
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -8,16 +8,18 @@ from itertools import product
 import pytest
 import torch
 
+from kernels.cuda.backend import source_text
 from tests.kernels import draw_scenes
 from tests.kernels.instances import (
     SAMPLING_KERNELS,
     attention_kernels,
     kv_kernels,
     rowwise_kernels,
+    wide_kernels,
 )
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, heads_error, scene, sinks_of
-from tests.kernels.shim.backend import CSRC, GPU, Shim, why_not
+from tests.kernels.shim.backend import GPU, HOPPER, Shim, why_not
 
 ATTENTION = {
     "no barrier before a tile": ("    __syncthreads();  // everybody's", "    // everybody's"),
@@ -50,16 +52,16 @@ ATTENTION = {
     ),
     "the second matrix has the first's rows": ("q_row + m * 16 * LD", "q_row"),
     "warps with rows rest": (
-        "if (warp_row >= num_rows) continue;",
-        "if (warp_row + 16 >= num_rows) continue;",
+        "if (warp_row >= it.count) continue;",
+        "if (warp_row + 16 >= it.count) continue;",
     ),
     "one key too many": ("key > position ||", "key > position + 1 ||"),
     "the window is one too wide": ("position - a.window : -1", "position - a.window - 1 : -1"),
-    "another head": ("kv_head * group + row % group", "kv_head * group + (row + 1) % group"),
+    "another head": ("{ return kv_head * group + ", "{ return group + "),
     "minus infinity unguarded": ("now == MINUS_INFINITY ? 0.f : now", "now"),
-    "the sum is not rescaled": ("sum[m][h] * shrink + added", "sum[m][h] + added"),
+    "the sum is not rescaled": ("sum[h] * shrink[h] + added", "sum[h] + added"),
     "the ring is one short": ("load(tile + STAGES - 1);\n      f", "load(tile + STAGES);\n      f"),
-    "half a row is summed": ("    sum[m][h] += from_lane_xor(sum[m][h], 2);\n", ""),
+    "half a row is summed": ("    sum[h] += from_lane_xor(sum[h], 2);\n", ""),
     "parts are not weighted": ("power_of_two(from[D] - base)", "1"),
     "values for keys": ("v_row = (BN + warp_key", "v_row = (warp_key"),
     "a ragged tail of keys is left out": (
@@ -67,12 +69,12 @@ ATTENTION = {
         "(tile + 1) * BN < num_keys; tile",
     ),
     "rows past the last are written": (
-        "(num_rows < BM ? num_rows : BM)",
+        "(it.count < BM ? it.count : BM)",
         "BM",
     ),
     "rows are those of the first tile": (
-        "row_offset(first_row + row) + d) =",
-        "row_offset(row) + d) =",
+        "first_token + (first_row + row) / group;",
+        "first_token + row / group;",
     ),
     "parts of many rows overlap": ("kv_head) * BM + row) * LDO;", "kv_head) * 16 + row) * LDO;"),
     "the first part is left out": (
@@ -90,24 +92,21 @@ ATTENTION = {
         "atomicInc(ticket, num_slots - 1) == 0",
     ),
     "tickets are not reset": ("atomicInc(ticket, num_slots - 1)", "atomicInc(ticket, 1u << 31)"),
-    "heads share a ticket": ("first_slot * a.num_kv_heads + kv_head;", "first_slot;"),
+    "heads share a ticket": ("first_slot * a.num_kv_heads + it.kv_head;", "first_slot;"),
     "every head has the first sink": ("a.sinks[head] * LOG2_E", "a.sinks[0] * LOG2_E"),
     "sinks are exponents of e": ("a.sinks[head] * LOG2_E", "a.sinks[head]"),
-    "the sink is of another row": (
-        "sink_of(a, kv_head * group + (first_row + row) % group)",
-        "sink_of(a, kv_head * group + row % group)",
-    ),
+    "the sink is of another row": ("sink_of(a, it.head(row))", "sink_of(a, it.head(row + 1))"),
     "every part counts the sink": (
         "KEYS_W, WM * LDO, d, MINUS_INFINITY)",
-        "KEYS_W, WM * LDO, d, sink_of(a, kv_head * group + (first_row + row) % group))",
+        "KEYS_W, WM * LDO, d, sink_of(a, it.head(row)))",
     ),
     "no sink": ("power_of_two(sink - base)}", "0}"),
     "scores are capped before they are scaled": (
-        "capped(a, (&s[0][0][0])[i] * scale);",
-        "scale * capped(a, (&s[0][0][0])[i]);",
+        "capped(a, s[i / 4][i % 4] * scale);",
+        "scale * capped(a, s[i / 4][i % 4]);",
     ),
-    "capped scores are scaled again": ("      scale = 1;\n", ""),
-    "no cap": ("    if (a.cap != 0) {", "    if (false) {"),
+    "capped scores are scaled again": ("    scale = 1;\n", ""),
+    "no cap": ("  if (a.cap != 0) {", "  if (false) {"),
     "half the slope of a cap": ("power_of_two(2 * LOG2_E /", "power_of_two(LOG2_E /"),
     "offsets into the pool have 32 bits": (
         "(long long)block[n] * block_size +",
@@ -117,6 +116,76 @@ ATTENTION = {
         "(long long)block[n] * block_size +",
         "block[n] * block_size +",
     ),
+}
+HOPPER_ATTENTION = {
+    "barriers are used before they are made": ("__syncthreads();  // the barriers", "// the"),
+    "a slot is filled before it is free": (
+        "      barrier_wait(empty + half, phase_of(tile) ^ 1);\n",
+        "",
+    ),
+    "a slot is free in the other phase": ("phase_of(tile) ^ 1);", "phase_of(tile));"),
+    "a slot is full in the other phase": (
+        "is_v), phase_of(tile));",
+        "is_v), phase_of(tile) ^ 1);",
+    ),
+    "phases are those of a ring of one": ("tile / STAGES % 2", "tile % 2"),
+    "two lanes of a warp give a slot back": ("if (lane == 0) b", "if (lane < 2) b"),
+    "half the warps give a slot back": ("MULTIPLYING / 32", "MULTIPLYING / 64"),
+    "half the copies fill a slot": ("full + thread, COPYING", "full + thread, COPYING / 2"),
+    "products do not see copies": ("    show_copies();\n", ""),
+    "operands are touched before scores": (
+        "ROW;\n    products_begin();\n",
+        "ROW;\n",
+    ),
+    "operands are touched before values": (
+        "    products_begin();\n#pragma unroll\n    for (int n = 0; n < BN",
+        "#pragma unroll\n    for (int n = 0; n < BN",
+    ),
+    "the first scores are not waited for": (
+        "  products_wait<0>();\n  products_done<BN / 8>(s);",
+        "  products_wait<1>();\n  products_done<BN / 8>(s);",
+    ),
+    "scores are not waited for": ("products_wait<1>();", "products_wait<2>();"),
+    "keys are given back before scores are there": (
+        "    products_wait<1>();\n    products_done<BN / 8>(s);\n    release(tile, false);\n",
+        "    release(tile, false);\n    products_wait<1>();\n    products_done<BN / 8>(s);\n",
+    ),
+    "values are given back before they are added": (
+        "    products_wait<0>();\n    products_done<D / 8>(o);\n    release(tile - 1, true);\n",
+        "    release(tile - 1, true);\n    products_wait<0>();\n    products_done<D / 8>(o);\n",
+    ),
+    "sums are scaled while values are added": (
+        "    products_wait<0>();\n    products_done<D / 8>(o);\n    r",
+        "    products_wait<1>();\n    products_done<D / 8>(o);\n    r",
+    ),
+    "the last values are not waited for": (
+        "ask_values(num_tiles - 1);\n  products_wait<0>();",
+        "ask_values(num_tiles - 1);\n  products_wait<1>();",
+    ),
+    "sums are not scaled": ("o[d][i] *= shrink[i / 2];", ";"),
+    "results replace what is multiplied": ("__syncthreads();  // nobody multiplies", "// nobody"),
+    "tiles begin anywhere": ("shared + (0u - shared_address(shared)) % (8 * ROW)", "shared"),
+    "chunks are not permuted": ("(chunk % 8 ^ first % 8) * 16", "chunk % 8 * 16"),
+    "one panel": ("chunk / 8 * PANEL +", ""),
+    "one panel of keys": ("d / 4 * PANEL + d % 4 * 32", "d % 4 * 32"),
+    "one panel of values": ("values + n * 16 * ROW, PANEL)", "values + n * 16 * ROW, 0)"),
+    "the same sixteen weights": ("multiply_values(T(), o, p[n],", "multiply_values(T(), o, p[0],"),
+    "scores are added to the last ones": ("at, 0), d > 0);", "at, 0), true);"),
+    "everybody has the first warpgroup's rows": ("group_row * ROW;", "0;"),
+    "a row is in its neighbour's block": ("* CHUNKS + n);", "* CHUNKS + (n ^ 1));"),
+    "a tile is in the blocks of the first": ("      block = find(tile + 2);  // ahead", "      //"),
+    "keys for values": ("(is_v ? values : keys)", "keys"),
+    "values past the end": ("key < key_end ? row : NO_ROW", "row"),
+    "every layer is the first": (
+        "a.num_layers + a.layer) * 2 * a.num_kv_heads + it.",
+        "a.num_layers) * 2 * a.num_kv_heads + it.",
+    ),
+    "offsets into the pool have 32 bits": ("keys) + (u64)row * D", "keys) + row * D"),
+    "whole tiles end one key too late": ("BN <= lowest + 1 &&", "BN <= lowest + 2 &&"),
+    "whole tiles begin one key too early": ("first_key > highest -", "first_key >= highest -"),
+    "the last rows of a warp do not count": ("it.position(warp_row + 15)", "lowest"),
+    "rows have the positions of those before": ("lane / 4 + 8)};", "lane / 4)};"),
+    "rows of a warp are left in another's place": ("rows + warp_row * (D + 4)", "rows"),
 }
 KV = {
     "heads: offsets into the pool have 32 bits": (
@@ -235,6 +304,7 @@ MUTATIONS = {
     f"{source}: {bug}": (source, *texts)
     for source, bugs in (
         ("attention", ATTENTION),
+        ("attention_hopper", HOPPER_ATTENTION),
         ("kv", KV),
         ("rowwise", ROWWISE),
         ("sampling", SAMPLING),
@@ -279,6 +349,24 @@ def check_attention(text: str) -> None:
     check(loud, None, it)
 
 
+def check_hopper_attention(text: str) -> None:
+    for head_dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
+        names = {
+            "attention": attention_kernels(dtype, head_dim, HOPPER),
+            "attention_hopper": wide_kernels(dtype, head_dim),
+        }
+        for order, late in ((2, True), (2, False), (1, False)):
+            it = Shim(names, order=order, late=late, gpu=HOPPER, texts={"attention_hopper": text})
+            # Tiles that are whole and ragged; shorter than a block; keys that are split.
+            for lens in ([(700, 300)], [(10, 10), (129, 64)], [(900, 70), (513, 33)]):
+                for window in (None, 24, 130):
+                    check(scene(lens, head_dim=head_dim, dtype=dtype), window, it)
+            made = scene([(300, 50)], num_heads=6, head_dim=head_dim, dtype=dtype, first_key=8.0)
+            check(made, None, it, cap=3.0, sinks=sinks_of(made))
+    far = scene([(140, 60)], head_dim=128, dtype=torch.float16, is_far=True)
+    check(far, None, it)
+
+
 def check_kv(text: str) -> None:
     names = kv_kernels(torch.bfloat16, torch.bfloat16)
     it = Shim({"kv": names}, texts={"kv": text})
@@ -303,6 +391,7 @@ def check_sampling(text: str) -> None:
 
 CHECKS = {
     "attention": check_attention,
+    "attention_hopper": check_hopper_attention,
     "kv": check_kv,
     "rowwise": check_rowwise,
     "sampling": check_sampling,
@@ -331,7 +420,7 @@ def survives(source: str, text: str) -> bool:
 def test_the_scenes_pass_what_is_whole(source: str) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    assert survives(source, (CSRC / f"{source}.cu").read_text())
+    assert survives(source, source_text(source))
 
 
 @pytest.mark.parametrize("bug", MUTATIONS)
@@ -341,6 +430,6 @@ def test_a_bug_is_caught(bug: str, pytestconfig: pytest.Config) -> None:
     if list(MUTATIONS).index(bug) % 4 and not pytestconfig.getoption("--full"):
         pytest.skip("a compile of several seconds: with --full")
     source, old, new = MUTATIONS[bug]
-    text = (CSRC / f"{source}.cu").read_text()
+    text = source_text(source)
     assert text.count(old) == 1, "the mutation no longer fits the source"
     assert not survives(source, text.replace(old, new))

@@ -22,6 +22,7 @@ from tests.kernels.instances import (
     attention_kernels,
     kv_kernels,
     rowwise_kernels,
+    wide_kernels,
 )
 from tests.kernels.shim.backend import cuda_headers
 
@@ -95,6 +96,44 @@ def test_attention_compiles(architecture: str, pytestconfig: pytest.Config) -> N
             b"ldmatrix.sync.aligned.m8n8.x4.trans",
         ):
             assert instruction in ptx
+
+
+def test_attention_of_hopper_compiles() -> None:
+    kernels = [
+        k for d in tiling.WIDE_HEAD_DIMS for t in launch.TILED_DTYPES for k in wide_kernels(t, d)
+    ]
+    ptx, log = compile_for("sm_90a", "attention_hopper", kernels)
+    check_resources(log, len(kernels))
+    tile = tiling.WideTile()
+    assert "wgmma" not in log, "ptxas says where it has to make products wait for each other"
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
+    assert set(registers) == {tile.registers(128)}
+    # What the warpgroups then have together is no more than that.
+    fewer, more = (
+        int(re.findall(rb"setmaxnreg\.%b\.sync\.aligned\.u32\s+(\d+)" % kind, ptx)[0])
+        for kind in (b"dec", b"inc")
+    )
+    assert 128 * fewer + 256 * more <= tile.registers(128) * tile.threads <= tiling.REGISTERS
+    for instruction in (
+        b"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
+        b"wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",
+        b"cp.async.mbarrier.arrive.noinc",
+        b"mbarrier.try_wait.parity",
+        b"fence.proxy.async",
+    ):
+        assert instruction in ptx
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_of_hopper_is_seen_by_no_other(architecture: str) -> None:
+    (kernel,) = attention_kernels(launch.POOL_DTYPES[0], 64)
+    for source in ("attention", "attention_hopper"):
+        text = cuda.source_text(source)
+        assert "wgmma" in text
+    ptx, _ = compile_for(architecture, "attention", [kernel])
+    assert b"wgmma" not in ptx and b"mbarrier" not in ptx
+    with pytest.raises(AssertionError, match="attend_wide"):
+        compile_for(architecture, "attention_hopper", ["attend_wide<bf16,64>"])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -23,13 +23,19 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seconds(way: Way, length: int) -> float:
-    """Flash takes less from 100 tokens on, but has no room for 4096."""
-    return {Way.OURS: length, Way.FLASH: 100 if length < 4096 else float("inf")}[way]
+    """Flash takes less from 100 tokens on, but has no room for 4096; the wide one from 1000 on."""
+    flash = 100 if length < 4096 else float("inf")
+    return {Way.OURS: length, Way.WIDE: length / 2 + 500, Way.FLASH: flash}[way]
 
 
 def test_a_table_has_the_quicker_way_of_each_length() -> None:
-    found = prompts.measure(seconds, lengths=(50, 200, 4096))
-    assert found == ((50, Way.OURS), (200, Way.FLASH), (4096, Way.OURS))
+    lengths = (50, 200, 4096)
+    found = prompts.measure(seconds, lengths)
+    assert found == ((0, Way.OURS), (50, Way.OURS), (200, Way.FLASH), (4096, Way.OURS))
+    found = prompts.measure(seconds, lengths, has_wide=True)
+    assert found == ((0, Way.WIDE), (50, Way.FLASH), (200, Way.FLASH), (4096, Way.WIDE))
+    found = prompts.measure(seconds, lengths[:2], has_wide=True)
+    assert found == ((0, Way.OURS), (50, Way.OURS), (200, Way.FLASH))
 
 
 @pytest.mark.parametrize(
@@ -45,13 +51,13 @@ def test_a_table_has_the_quicker_way_of_each_length() -> None:
     ],
 )
 def test_a_step_goes_as_its_shortest_prompt(lens: list[tuple[int, int]], way: Way) -> None:
-    table = ((200, Way.FLASH), (4096, Way.OURS))
+    table = ((0, Way.OURS), (200, Way.FLASH), (4096, Way.OURS))
     queries = torch.tensor([0, *(count for _, count in lens)])
     contexts = torch.tensor([context for context, _ in lens], dtype=torch.int32)
     none = torch.zeros(0, dtype=torch.int32)
     batch = PagedBatch(none, queries.cumsum(0, dtype=torch.int32), contexts, none)
     assert prompts.choose(table, batch) is way
-    assert prompts.choose((), batch) is way, "it is asked once a step"
+    assert prompts.choose(((0, Way.WIDE),), batch) is way, "it is asked once a step"
 
 
 def test_a_prompt_goes_to_torch_where_that_was_quicker(cupy: Cupy) -> None:
@@ -65,7 +71,7 @@ def test_a_prompt_goes_to_torch_where_that_was_quicker(cupy: Cupy) -> None:
 def test_what_has_a_past_a_window_a_cap_or_sinks_is_our_kernel_s(cupy: Cupy) -> None:
     it = scene(PROMPTS, head_dim=64, dtype=torch.bfloat16)
     past = scene([(90, 40)], head_dim=64, dtype=torch.bfloat16)
-    cuda._prompts[prompts.kind(it.pool, 4)] = ((1, Way.FLASH),)  # noqa: SLF001
+    cuda._prompts[prompts.kind(it.pool, 4)] = (0, Way.OURS), (1, Way.FLASH)  # noqa: SLF001
     check(it, 24, cuda)
     check(it, None, cuda, cap=3.0)
     check(it, None, cuda, sinks=sinks_of(it))
@@ -84,3 +90,57 @@ def test_layers_share_one_upload_of_their_blocks(monkeypatch: pytest.MonkeyPatch
     for layer in range(2):
         prompts.flash(it.query, it.pool[:, layer], it.batch, 0.125)
     assert uploaded == [len(PROMPTS)]
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cuda.HOPPER)
+
+
+def wide_first(way: Way, _: int) -> float:
+    return float([Way.WIDE, Way.OURS, Way.FLASH].index(way))
+
+
+def test_many_rows_go_the_wide_way_where_that_is_quicker(
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = scene([(300, 300), (90, 40), (70, 1)], head_dim=64, dtype=torch.bfloat16)
+    assert cuda.measure_prompts(it.pool, 4, wide_first)[0] == (0, Way.OURS), "it is no Hopper"
+    on_hopper(monkeypatch)
+    assert cuda.measure_prompts(it.pool, 4, wide_first)[0] == (0, Way.WIDE)
+    for window, cap in ((None, None), (24, 3.0)):
+        cupy.launched.clear()
+        check(it, window, cuda, cap=cap, sinks=sinks_of(it))
+        names = {name.partition("<")[0] for *_, name in cupy.launched}
+        assert names == {"attend", "attend_wide"}, "generation is what attend is for"
+
+
+@pytest.mark.parametrize("bug", ["wrong", "no compiler"])
+def test_a_wide_kernel_that_does_not_do_as_the_other_is_never_used(
+    bug: str, cupy: Cupy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = cuda.source_text
+
+    def broken(source: str) -> str:
+        if source == "attention_hopper" and bug == "no compiler":
+            raise ValueError("sm_90a is unknown")
+        return text(source).replace("values + n * 16 * ROW", "values + n * 8 * ROW")
+
+    monkeypatch.setattr(cuda, "source_text", broken)
+    on_hopper(monkeypatch)
+    it = scene([(70, 70)], head_dim=64, dtype=torch.bfloat16)
+    assert cuda.measure_prompts(it.pool, 4, wide_first)[0] == (0, Way.OURS)
+    (record,) = caplog.records
+    reason = {"wrong": "its results are not those of attend", "no compiler": "sm_90a is unknown"}
+    assert record.levelname == "ERROR" and reason[bug] in record.message
+    cupy.launched.clear()
+    check(it, None, cuda)
+    assert {name.partition("<")[0] for *_, name in cupy.launched} == {"attend"}
+
+
+def test_heads_that_are_no_panels_are_not_tried_the_wide_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_hopper(monkeypatch)
+    for head_dim, dtype in ((80, torch.bfloat16), (64, torch.float32)):
+        pool = torch.zeros(1, 1, 2, 1, 16, head_dim, dtype=dtype)
+        assert cuda.measure_prompts(pool, 1, wide_first)[0] == (0, Way.OURS)

@@ -20,17 +20,18 @@ import torch
 from kernels import reference
 from kernels.contract import Activation, PagedBatch
 from kernels.cuda import launch, sampling
+from kernels.cuda.backend import source_text
 from kernels.cuda.launch import Launch
 from kernels.cuda.tiling import Gpu
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-CSRC = ROOT / "kernels" / "csrc"
 # Shared by the runs of one checkout, and by the workers of one run.
 BUILD = ROOT / ".pytest_cache" / "shim"
 # What the host believes the device to have: shared memory as sm_89 or sm_90, and few
 # multiprocessors, so that some keys are split and others are not.
 GPU, LARGE_GPU = Gpu(24, 100 << 10), Gpu(8, 228 << 10)
+HOPPER = LARGE_GPU._replace(is_wide=True)
 # What a thread block must leave alone stands on both sides of a result.
 MARGIN, UNTOUCHED = 64, 192.0
 
@@ -58,7 +59,7 @@ def why_not() -> str | None:
 
 def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
-    text = text or (CSRC / f"{source}.cu").read_text()
+    text = text or source_text(source)
     struct = {
         "rotate_and_append": "Heads",
         "move": "Move",
@@ -79,8 +80,8 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
 
 def library(name: str, program: str) -> Path:
     """Compile a program, unless that has been done."""
-    shared = (HERE / "cuda_cpu.h").read_text() + (CSRC / "prims.cuh").read_text()
-    target = BUILD / f"{name}-{hashlib.sha256((program + shared).encode()).hexdigest()[:16]}.so"
+    digest = hashlib.sha256((program + (HERE / "cuda_cpu.h").read_text()).encode()).hexdigest()
+    target = BUILD / f"{name}-{digest[:16]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
@@ -93,7 +94,7 @@ def library(name: str, program: str) -> Path:
 def _compile(program: str, target: Path) -> None:
     made = target.with_suffix(".part")
     command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-x", "c++", "-"]
-    command += [f"-I{place}" for place in (HERE, CSRC, *cuda_headers())]
+    command += [f"-I{place}" for place in (HERE, *cuda_headers())]
     done = subprocess.run(
         [*command, "-o", str(made)], input=program, text=True, capture_output=True, check=False
     )
@@ -136,6 +137,7 @@ class Shim:
         self._libraries = {
             source: compile_kernels(source, names, (texts or {}).get(source))
             for source, names in self._kernels.items()
+            if names
         }
         self._order, self._late, self._seed, self._gpu = order, late, 0, gpu
 

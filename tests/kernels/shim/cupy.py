@@ -67,6 +67,7 @@ class Cupy:
     ) -> RawModule:
         self.calls.append("RawModule")
         assert "-std=c++17" in options
+        assert ("-arch=sm_90a" in options) == ("wgmma" in code and "attend_wide" in code)
         return RawModule(self, code, name_expressions)
 
     def load(self, name: str, code: str) -> Function:
@@ -174,6 +175,7 @@ def standing_in(made: Cupy) -> Iterator[Cupy]:
         current = STREAMS.__getitem__
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", current, raising=False)  # noqa: SLF001
         patch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
         for each in caches:
             each.cache_clear()
         yield made
