@@ -1,10 +1,10 @@
 // Causal attention with many rows on Hopper: by `wgmma`, whose operands lie in shared memory.
 //
-// Work items, rows and results are those of attention.cu.
-// One warpgroup copies, two multiply, 64 rows each.  Q is loaded once, K and V of 128 keys go through
-// a ring of two tiles; each half of a slot has a barrier that says that it is full and one that says
-// that it is free again.  What multiplies asks for the scores of the next tile and for the values of
-// this one at once, and makes weights of the scores while the values are added.
+// Work items, rows and results are those of attention.cu.  One warpgroup copies, two multiply, 64 rows
+// each.  Q is loaded once, K and V of 128 keys go through a ring of two tiles; each half of a slot has
+// a barrier that says that it is full and one that says that it is free again.  What multiplies asks
+// for the scores of the next tile and for the values of this one at once, and makes weights of the
+// scores while the values are added.
 //
 // A tile lies as `wgmma` takes it with a swizzle of 128 bytes: in panels of 64 of the D values, a
 // row of a panel being 128 bytes, whose eight chunks of 16 bytes are permuted by the row's number.

@@ -156,7 +156,7 @@ def _has_wide(pool: torch.Tensor, num_heads: int) -> bool:
         if prompts.agree(attend, pool, num_heads):
             return True
         error = "its results are not those of attend"
-    except Exception as raised:
+    except Exception as raised:  # CuPy's and the driver's are of many classes
         error = str(raised)
     _LOG.error("attend_wide is not used for %s heads of %s: %s", dtype, head_dim, error)
     return False

@@ -87,9 +87,9 @@ def kernel_parts(settings: Settings) -> dict[str, Part]:
         f"decode {name}": partial(_decode, settings, name) for name in decode_lens(settings)
     }
     parts |= {f"prefill {k}k": partial(_prefill, settings, k) for k in (8, 16)}
-    parts |= {f"prefill wide {k}k": partial(_prefill_wide, settings, k) for k in (8, 16)}
     parts["heads"] = partial(_heads, settings)
-    return parts | {"pack and unpack": partial(_pack, settings), "draw": partial(_draw, settings)}
+    parts |= {"pack and unpack": partial(_pack, settings), "draw": partial(_draw, settings)}
+    return parts | {f"prefill wide {k}k": partial(_prefill_wide, settings, k) for k in (8, 16)}
 
 
 def staging_parts(settings: Settings) -> dict[str, Part]:

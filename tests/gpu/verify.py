@@ -79,15 +79,16 @@ def attention_parts(settings: Settings) -> dict[str, Part]:
     parts: dict[str, Part] = {
         f"tiled {d} {_name(t)}": partial(_attention, settings, d, t, longest) for d, t in tiled
     }
-    wide = [(d, t) for d, t in tiled if d in WIDE_HEAD_DIMS]
-    parts |= {
-        f"wide {d} {_name(t)}": partial(_attention, settings, d, t, longest, is_wide=True)
-        for d, t in wide
-    }
     parts["prompts"] = partial(_prompts, settings)
-    return parts | {
+    parts |= {
         f"plain {d} {_name(t)}": partial(_attention, settings, d, t, plain_longest)
         for d, t in plain
+    }
+    # Last, for a fault ends the process.
+    return parts | {
+        f"wide {d} {_name(t)}": partial(_attention, settings, d, t, longest, is_wide=True)
+        for d, t in tiled
+        if d in WIDE_HEAD_DIMS
     }
 
 

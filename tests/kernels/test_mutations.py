@@ -363,6 +363,9 @@ def check_hopper_attention(text: str) -> None:
                     check(scene(lens, head_dim=head_dim, dtype=dtype), window, it)
             made = scene([(300, 50)], num_heads=6, head_dim=head_dim, dtype=dtype, first_key=8.0)
             check(made, None, it, cap=3.0, sinks=sinks_of(made))
+            # The first tile is whole but for the key before the window of a warp's last row.
+            shared = scene([(400, 30)], num_heads=8, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+            check(shared, 200, it)
     far = scene([(140, 60)], head_dim=128, dtype=torch.float16, is_far=True)
     check(far, None, it)
 

@@ -80,7 +80,8 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
 
 def library(name: str, program: str) -> Path:
     """Compile a program, unless that has been done."""
-    digest = hashlib.sha256((program + (HERE / "cuda_cpu.h").read_text()).encode()).hexdigest()
+    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    digest = hashlib.sha256((program + headers).encode()).hexdigest()
     target = BUILD / f"{name}-{digest[:16]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
