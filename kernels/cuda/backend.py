@@ -113,7 +113,7 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend by our kernels, many rows that way; arguments as of `paged_attention`."""
-    query = query.contiguous()
+    query, device = query.contiguous(), gpu(pool.device.index or 0)
     out = torch.empty_like(query)
     launches = launch.attention(
         query,
@@ -125,7 +125,7 @@ def attend(
         window=window,
         cap=cap,
         sinks=sinks,
-        gpu=gpu(pool.device.index or 0, way is Way.WIDE),
+        gpu=device._replace(is_wide=True) if way is Way.WIDE else device,
     )
     start(pool.device, launches)
     return out
@@ -279,10 +279,10 @@ def _cupy() -> Any:
 
 
 @cache
-def gpu(device: int, is_wide: bool = False) -> Gpu:
+def gpu(device: int) -> Gpu:
     """Return what a device has for attention's tiles."""
     it = torch.cuda.get_device_properties(device)
-    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor), is_wide)
+    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor))
 
 
 @cache
