@@ -14,21 +14,22 @@ from tests.kernels.shim.copies import LateCopies
 CPU = torch.device("cpu")
 
 
-def tables(seed: int) -> list[Any]:
+def tables(seed: int, dtype: Any = np.int32) -> list[Any]:
     draw = np.random.default_rng(seed)
-    return [draw.integers(0, 99, shape, np.int32) for shape in ((3,), (2, 5), (0, 4), (4, 2))]
+    return [draw.integers(0, 99, shape, dtype) for shape in ((3,), (2, 5), (0, 4), (4, 2))]
 
 
 def test_tables_of_any_shape_arrive_with_one_copy() -> None:
-    first, second = tables(1), tables(2)
+    first, second = tables(1), tables(2, np.int64)
     with LateCopies() as copies:
         got = [*upload(first, CPU), *upload(second, CPU)]
         for table in (*first, *second):
             table[...] = 77  # the host goes on
         copies.finish()
     assert copies.num_copies == 2
+    assert [it.dtype for it in got] == [torch.int32] * 4 + [torch.int64] * 4
     for tensor, table in zip(got, [*tables(1), *tables(2)], strict=True):
-        assert tensor.dtype == torch.int32 and tensor.tolist() == table.tolist()
+        assert tensor.tolist() == table.tolist()
 
 
 def test_tables_are_put_where_they_belong_step_after_step() -> None:
