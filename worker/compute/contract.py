@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.compute.shared_memory import Bytes, HostMemory, map_memory
+from worker.compute.shared_memory import Bytes, CopyDigested, HostMemory, map_memory
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
@@ -87,6 +87,7 @@ class KVCache(Protocol):
             ones run on the event loop, however many threads there are.
         memory: What blocks lie in, if other processes can read it: a decode worker on the same
             machine copies them out itself.
+        copy_digested: How copies from mapped memory of the host are made faster, if they can be.
     """
 
     num_blocks: int
@@ -99,6 +100,7 @@ class KVCache(Protocol):
     copies_at_once: int = 1
     copies_wait: bool = True
     memory: LentMemory | None = None
+    copy_digested: CopyDigested | None = None
 
     @abstractmethod
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
@@ -136,4 +138,4 @@ class KVCache(Protocol):
         """
         if about:
             raise OSError("it lies on a GPU, and this worker computes on none")
-        return HostMemory(map_memory(descriptor))
+        return HostMemory(map_memory(descriptor), self.copy_digested)

@@ -26,14 +26,7 @@ from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.contract import KVCache, Memory
 from worker.compute.pool_shape import PoolShape
-from worker.compute.shared_memory import (
-    Bytes,
-    CopyDigested,
-    HostMemory,
-    SharedMemory,
-    map_memory,
-    zeros,
-)
+from worker.compute.shared_memory import Bytes, CopyDigested, SharedMemory, zeros
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
@@ -81,7 +74,7 @@ class TorchKVCache(KVCache):
             self._lane,
         )
         is_copied = self._lane is None and self.memory is not None
-        self._copy = _compiled_copy() if is_copied else None
+        self.copy_digested = _compiled_copy() if is_copied else None
         if not layout.windows:
             self.window_pool = None
         # The pools that have layers, by whether these have a window.
@@ -138,9 +131,7 @@ class TorchKVCache(KVCache):
         """See `worker.compute.contract.KVCache`."""
         if about and self._lane is not None:
             return DeviceMemory.map(self._lane, descriptor, about)
-        if about:
-            raise OSError("it lies on a GPU, and this worker computes on none")
-        return HostMemory(map_memory(descriptor), self._copy)
+        return super().map_memory(descriptor, about)
 
     def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
         """Return the memory of a rectangle that is one block of some layers, in host memory."""
