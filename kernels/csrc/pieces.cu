@@ -1,8 +1,6 @@
 // Pieces of memory that another worker may write to: copied and digested in one pass.
 #include "prims.cuh"
 
-typedef unsigned long long u64;
-
 struct Pieces {
   const void* source;
   const u64* places;   // [n] where each piece begins, in bytes behind `source`

@@ -168,7 +168,8 @@ def add_rms_norm(
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    blocks = multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
+    of_device = gpu(gate_up.device.index or 0)
+    blocks = of_device.multiprocessors * GATE_BLOCKS_PER_MULTIPROCESSOR
     start(gate_up.device, launch.gate(gate_up, out, activation, wanted_blocks=blocks))
     return out
 
@@ -240,15 +241,9 @@ def _cupy() -> Any:
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Return what a device has for attention's tiles."""
+    """Return the multiprocessors of a device, and the shared memory of each."""
     it = torch.cuda.get_device_properties(device)
-    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor))
-
-
-@cache
-def multiprocessors(device: int) -> int:
-    """Return how many the device has."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return Gpu(int(it.multi_processor_count), int(it.shared_memory_per_multiprocessor))
 
 
 @cache

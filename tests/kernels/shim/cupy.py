@@ -167,7 +167,6 @@ def standing_in(made: Cupy) -> Iterator[Cupy]:
         backend._context,  # noqa: SLF001
         backend._function,  # noqa: SLF001
         backend.gpu,
-        backend.multiprocessors,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", made)

@@ -264,7 +264,6 @@ def launched(tmp_path: Path, name: str, sizes: dict[str, Any], monkeypatch: Any)
     monkeypatch.setattr(kernels, "backend_of", lambda _: cuda)
     monkeypatch.setattr(cuda, "start", lambda _, launches: record.shim.run(launches))
     monkeypatch.setattr(cuda, "gpu", lambda _: GPU)
-    monkeypatch.setattr(cuda, "multiprocessors", lambda _: GPU.multiprocessors)
     batch = windowed(batch_of([17, 900, 16], 0), cache)
     recorded.forward(torch.zeros(3, dtype=torch.int32), batch.context_lens - 1, batch)
     return record.launched
