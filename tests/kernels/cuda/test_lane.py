@@ -6,20 +6,17 @@ import pytest
 import torch
 
 from kernels import KernelError, reference
-from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.lane import SideStream, lane_of
 from tests.gpu.timing import spend
+from tests.kernels.backends import require_gpu
 from tests.kernels.shim.cupy import Cupy
 from tests.kernels.shim.cupy import cupy as cupy
 
 
 @pytest.fixture
 def lane() -> SideStream:
-    try:
-        cuda.require_device()
-    except KernelError as error:
-        pytest.skip(str(error))
+    require_gpu()
     return SideStream(torch.device("cuda", 0))
 
 
