@@ -2,16 +2,21 @@
 //
 // The G query heads of one KV head are packed: row r of a sequence is query r / G, head r % G.  A
 // thread block attends with one tile of rows to one range of keys, given by a work item.  Few rows
-// (generation) leave few tiles, so their keys are split over several blocks; each leaves a partial
-// result, and the last of a tile's blocks to arrive combines them.
+// (generation) leave few tiles, so their keys are split over several thread blocks; each writes a
+// partial result, and the last of a tile's blocks to finish combines them.
+//
+// For a row of Q, with keys K and values V of the positions it may see (online softmax):
+//   score = q k * scale, capped if there is a cap, times log2(e)
+//   top = max(score), weight = 2^(score - top), sum = sum(weight), out = sum(weight * v) / sum
+// `top`, `sum` and the output so far are kept in registers, and shrink when `top` grows.
 #include "prims.cuh"
 
 struct Attention {
   const void* query;  // [T, Hq, D]
   const void* pool;   // [N, L, 2, Hkv, B, D]
   void* out;          // [T, Hq, D]
-  float* parts;       // [slots, Hkv, tile rows, D + 4]: partial results, see `combine`
-  u32* tickets;       // [slots, Hkv]: how many blocks of a tile have left theirs, by its first slot
+  float* parts;       // [slots, Hkv, tile rows, D + 4]: partial results, see `Partial`
+  u32* tickets;       // [slots, Hkv]: parts of a tile that are written, at its first slot
   const int* starts;    // [S + 1]
   const int* contexts;  // [S]
   const int* tables;    // [S, M]
@@ -34,15 +39,17 @@ PRIM float sink_of(const Attention& a, int head) {
   return a.sinks ? a.sinks[head] * LOG2_E : MINUS_INFINITY;
 }
 
-// What some keys give a row: values times their weights, not yet divided by the sum of weights.
-// Weights are powers of 2 of scores less the highest one.  In memory: D values, `top`, `sum`.
+// The result of a row for some of its keys: the values times their weights, not yet divided by the
+// sum of the weights.  A weight is 2^(score - top).  In memory: D values, `top`, `sum`, padding to
+// D + 4.  A thread has four of the values.
 struct alignas(16) Four { float at[4]; };
 struct Partial {
   Four value;
   float top, sum;
 };
 
-// Combine the values from `d` on of `count` results that lie `stride` apart, and a sink's weight.
+// Combine the four values from `d` on of `count` results that lie `stride` floats apart.  `sink` is
+// one more score, without a value; minus infinity for none.
 template <int D>
 PRIM Partial combine(const float* first, int count, long long stride, int d, float sink) {
   float top = sink;
@@ -67,10 +74,17 @@ PRIM long long key_offset(const Attention& a, int block, int head, int offset, i
   return ((row << a.block_bits) + offset) * head_dim;
 }
 
-// ROWS_W warps of 16 M rows by KEYS_W warps that share the keys of a tile of BN; a ring of STAGES
-// tiles of K and V.  Shared rows are one 16-byte chunk longer than D: an odd number of chunks, so
-// that the eight rows of an ldmatrix lie in different banks.  What is K of a matrix is loaded once
-// for M of Q: with M = 2 it is the tensor cores that are waited for, not shared memory.
+// A thread block is ROWS_W x KEYS_W warps: each has 16 M rows, and KEYS_W warps divide the BN keys
+// of a tile.  Tiles of K and V go through a ring of STAGES in shared memory, whose rows are one chunk
+// of 16 bytes longer than D: an odd number of chunks, so that the eight rows of an ldmatrix lie in
+// different banks.  A warp loads each matrix of K once for its M matrices of Q: with M = 2 the
+// tensor cores should be the limit, not shared memory.
+//
+// 1. Copy the tile of Q, the numbers of the first blocks, and the first STAGES - 1 tiles of K and V.
+// 2. For each tile of keys, while the next ones are copied: s = Q K^T; scale, cap and mask s;
+//    weights and sums (above); o += weights V.
+// 3. Put the rows of all warps into shared memory, and combine those of KEYS_W warps.
+// 4. Of split keys: publish the partial result, take a ticket; the last block combines all parts.
 template <typename T, int D, int ROWS_W, int M, int KEYS_W, int BN, int STAGES>
 __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a) {
   constexpr int WM = 16 * M, BM = WM * ROWS_W, THREADS = ROWS_W * KEYS_W * 32;
@@ -91,8 +105,9 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   const int v_offset = (a.num_kv_heads << a.block_bits) * D;
   const int block_size = 2 * a.num_layers * v_offset;
 
-  // A tile's keys: in which blocks they are, then what is there.  The numbers of the blocks are in
-  // the ring ahead of K, in the chunk that ends a row, so that no copy waits for the block table.
+  // `find` copies the numbers of the blocks that a tile's keys are in, `load` the keys and values.
+  // The numbers are in the ring ahead of K, in the chunk that ends a row, so that no copy of KV
+  // waits for the block table.
   auto slot_of = [&](int tile) { return ring + tile % STAGES * 2 * BN * LD; };
   auto find = [&](int tile) {
     for (int row = thread; row < BN; row += THREADS) {
@@ -121,7 +136,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
 
   const int first_token = a.starts[sequence];
   const int num_queries = a.starts[sequence + 1] - first_token;
-  const int num_rows = num_queries * group - first_row;  // from here on
+  const int num_rows = num_queries * group - first_row;  // from this tile's first row on
   const int first_position = a.contexts[sequence] - num_queries;
   auto row_offset = [&](int row) {  // of packed row `row` in query and out
     int head = kv_head * group + row % group;
@@ -134,15 +149,15 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     copy_async(q_tile + row * LD + chunk * 8, from, valid);
   }
   auto position_of = [&](int row) -> int& { return *(int*)(q_tile + row * LD + D); };
-  for (int row = thread; row < BM; row += THREADS)  // likewise where a row ends
+  for (int row = thread; row < BM; row += THREADS)  // in the chunk that ends a row of Q
     position_of(row) = first_position + (first_row + row) / group;
   copies_commit();
   copies_wait<0>();
-  __syncthreads();  // everybody's numbers of blocks, and positions, are visible
+  __syncthreads();  // the block numbers and positions of all threads are visible
   const int num_keys = key_end - key_begin;
   for (int tile = 0; tile < STAGES - 1; tile++) {
     if (tile > 0) {
-      __syncthreads();  // nobody needs the numbers any more that these replace
+      __syncthreads();  // every thread has read the numbers that `find` replaces
       find(tile + STAGES - 1);
     }
     if (tile * BN < num_keys) load(tile);
@@ -164,13 +179,13 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
 
   for (int tile = 0; tile * BN < num_keys; tile++) {
     copies_wait<STAGES - 2>();
-    __syncthreads();  // everybody's copies of this tile are visible; nobody reads the one before
+    __syncthreads();  // all copies of this tile are visible, and the tile before it has been read
     if ((tile + STAGES - 1) * BN < num_keys) {
       load(tile + STAGES - 1);
       find(tile + 2 * (STAGES - 1));
     }
     copies_commit();
-    if (warp_row >= num_rows) continue;  // this warp's rows are nobody's: it only copies
+    if (warp_row >= num_rows) continue;  // this warp has no rows: it only copies
     const T *const keys = slot_of(tile) + k_row, *const values = slot_of(tile) + v_row;
 
     float s[M][KN / 8][4];
@@ -201,7 +216,8 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
       scale = 1;
     }
     const int first_key = key_begin + tile * BN + warp_key;
-    // A range of keys ends within a tile only at the last row's own key: the masks know that end.
+    // A range of keys that ends within a tile ends at the last row's own key, so the causal mask
+    // covers the keys behind it.
     const bool is_whole = first_key + KN <= position_of(warp_row) + 1 &&
                           (a.window == 0 || first_key > position_of(warp_row + WM - 1) - a.window);
 #pragma unroll
@@ -243,7 +259,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     }
 
 #pragma unroll
-    for (int n = 0; n < KN / 16; n++) {  // the weights are an operand as they lie
+    for (int n = 0; n < KN / 16; n++) {  // sums of Q K^T lie in registers as an operand has to
       u32 p[M][4];
 #pragma unroll
       for (int m = 0; m < M; m++)
@@ -263,7 +279,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     }
   }
 
-  // Every warp leaves its rows in shared memory, which the tiles no longer need.
+  // Every warp writes its rows to shared memory, which the tiles no longer need.
   constexpr int LDO = D + 4;
   float* const rows = (float*)shared;
   copies_wait<0>();
@@ -288,7 +304,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     return a.parts + (((long long)slot * a.num_kv_heads + kv_head) * BM + row) * LDO;
   };
   auto write = [&](int row, int d, const float* first, int count, long long stride) {
-    // Of keys that are split, every part would count the sink: it counts here, once.
+    // The sink is added here, once, and not in each part.
     const float sink = sink_of(a, kv_head * group + (first_row + row) % group);
     const Partial all = combine<D>(first, count, stride, d, sink);
     const float *value = all.value.at, share = 1 / all.sum;
@@ -309,10 +325,10 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     if (d == 0) publish((Four*)(in_slot(slot, row) + D), Four{mine.top, mine.sum});
   }
   if (slot < 0) return;
-  __threadfence();  // what this thread published, others see before the ticket
+  __threadfence();  // other blocks see what this thread published before they see its ticket
   __syncthreads();
   u32* ticket = a.tickets + (long long)first_slot * a.num_kv_heads + kv_head;
-  // The last one's makes it 0 again, for the next launch.
+  // The last ticket sets the count to 0 again, for the next launch.
   if (!__syncthreads_or(thread == 0 && atomicInc(ticket, num_slots - 1) == num_slots - 1)) return;
   __threadfence();
   const long long stride = in_slot(1, 0) - in_slot(0, 0);
@@ -322,7 +338,8 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   }
 }
 
-// One warp for one query and head, key by key: any dtype, any D up to 256; for what has no tiles.
+// The same formula for dtypes and head sizes that have no tiles: one warp for one query and head,
+// key by key, in any dtype and any D up to 256.
 template <typename T>
 __global__ void __launch_bounds__(32) attend_plain(const Attention a) {
   const int token = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;

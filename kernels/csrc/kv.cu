@@ -20,10 +20,10 @@ struct Heads {
 //   rotation, x of dimension d and y of d + D / 2: (x, y) -> (x cos - y sin, y cos + x sin)
 // Both are computed in float32, and the result is rounded once.  Values are copied.
 //
-// `lanes` neighbouring threads share one head of one token and sum its squares by shuffles.  Each has
-// WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the half
-// is no multiple of that.  If D / 2 / WIDE is no power of two, the last of the lanes have none.  Heads
-// follow one another over warps and thread blocks, token by token.
+// `lanes` neighbouring threads share one head of one token and sum its squares by shuffles.  Each
+// has WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the
+// half is no multiple of 16.  If D / 2 / WIDE is no power of two, the last lanes have no dimensions.
+// Heads follow one another over warps and thread blocks, token by token.
 template <typename T, int WIDE>
 __global__ void __launch_bounds__(128) rotate_and_append(const Heads a) {
   typedef Wide<T, WIDE> Unit;
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(128) rotate_and_append(const Heads a) {
         y.values[k] *= scale * to_y.values[k];
       }
     }
-    const Floats* const turn = (const Floats*)(a.rotation + (long long)token * a.head_dim);
-    const Floats cosine = turn[i], sine = turn[units + i];
+    const Floats* const angles = (const Floats*)(a.rotation + (long long)token * a.head_dim);
+    const Floats cosine = angles[i], sine = angles[units + i];
 #pragma unroll
     for (int k = 0; k < WIDE; k++) {
       low.values[k] = narrow<T>(x.values[k] * cosine.values[k] - y.values[k] * sine.values[k]);

@@ -2,8 +2,7 @@
 
 CuPy compiles and loads a kernel when it is first needed, and its binding of the driver starts it on
 torch's current stream.  CuPy is imported no sooner, so this module can be imported anywhere;
-`require_device` says what is missing.
-What the tiles do not cover (a pool that `launch.check_pool` refuses) is a KernelError.
+`require_device` says what is missing.  A pool that `launch.check_pool` refuses is a KernelError.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from kernels.reference import route as route
 _LOG = logging.getLogger("kernels")
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
-# As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
+# Thread blocks of `launch.MAX_GATE_THREADS` that a multiprocessor of Ampere or Hopper holds.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
 
 _started: dict[int, str] = {}
-# What `measure_prompts` found.
+# The tables that `measure_prompts` made, by `prompts.kind`.
 _prompts: dict[tuple[object, ...], prompts.Table] = {}
 
 
@@ -112,10 +111,11 @@ def paged_attention(
 def measure_prompts(
     pool: torch.Tensor, num_heads: int, seconds: prompts.Seconds | None = None
 ) -> prompts.Table:
-    """Time whole prompts both ways; from now on they go the quicker one, on such pools.
+    """Time prompts by our kernel and by torch's; such pools use the quicker from now on.
 
     Args:
-        seconds: What measures; by default, runs on the pool's device.
+        seconds: Returns the time of a way and a length; by default it runs them on the pool's
+            device.
     """
     seconds = seconds or partial(prompts.seconds, paged_attention, pool, num_heads)
     table = _prompts[prompts.kind(pool, num_heads)] = prompts.measure(seconds)

@@ -1,8 +1,8 @@
 """Prompts without history: by our kernel, or by torch's attention where that was quicker.
 
-Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered for it first, and
-that is timed with it.  Whatever has a past, a window, a cap or sinks is our kernel's.  cuDNN is not
-asked, for it plans anew for each length, while a step waits.
+Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered first; the measured
+time includes that.  Our kernel computes whatever has a past, a window, a cap or sinks.  cuDNN's
+attention is left out, for it makes a plan for each new length, and the step would wait for that.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.contract import PagedBatch
 
-# The least of so many times counts; the first compiles.
+# The least of so many times counts; the first run compiles.
 REPEATS = 5
-# Tokens; a prompt goes as the longest of these that is no longer than it.
+# Tokens; a prompt takes the way of the longest of these that is not longer than the prompt.
 LENGTHS = (256, 1024, 4096)
 
 
 class Way(Enum):
-    """What attends to a prompt."""
+    """The kernel that attends to a prompt."""
 
     OURS = "ours"
     FLASH = "flash"
 
 
-# The way to go from each measured length on, ascending; ours below.
+# (length, way) ascending: prompts from that length on take that way, shorter ones than all OURS.
 Table = tuple[tuple[int, Way], ...]
 Seconds = Callable[[Way, int], float]
 
@@ -46,22 +46,23 @@ class Chosen:
 
 
 def kind(pool: torch.Tensor, num_heads: int) -> tuple[object, ...]:
-    """Return what the time of a prompt depends on, beside the number of its tokens."""
+    """Return the key of a table: all that decides the time of a prompt, but for its length."""
     return pool.device, pool.dtype, num_heads, *pool.shape[3:]
 
 
 def measure(seconds: Seconds, lengths: Sequence[int] = LENGTHS) -> Table:
-    """Return the table of `seconds(way, length)`."""
+    """Return the table of the quicker way at each length, as `seconds(way, length)` says."""
     return tuple((length, min(Way, key=lambda way: seconds(way, length))) for length in lengths)
 
 
 def seconds(
     ours: Callable[..., torch.Tensor], pool: torch.Tensor, num_heads: int, way: Way, length: int
 ) -> float:
-    """Return the time of a prompt that way; infinity if there is no room, or no such way.
+    """Return the time of a prompt that way in seconds; infinity where it fails, as without room.
 
     Args:
         ours: `paged_attention`.
+        pool: [N, L, 2, Hkv, B, D] of the same kind; not read or written.
     """
     num_blocks = -(-length // pool.shape[4])
     batch = PagedBatch(
@@ -72,7 +73,7 @@ def seconds(
     )
     batch.scratch.of(Chosen).way = way
     try:
-        # Not the pool itself, which may be small; and no zeros, by which a GPU is quicker.
+        # Not the pool itself, which may be too small; and not zeros, with which a GPU is faster.
         own = torch.randn(num_blocks, 1, *pool.shape[2:], dtype=pool.dtype, device=pool.device)
         query = own.new_empty(length, num_heads, pool.shape[5]).normal_()
         call = partial(ours, query, own, 0, batch, 1.0, None)
@@ -93,7 +94,7 @@ def _elapsed_s(call: Callable[[], torch.Tensor]) -> float:
 
 
 def choose(table: Table, batch: PagedBatch) -> Way:
-    """Return the way of a step, as of its shortest prompt; ours if any sequence has a past."""
+    """Return the way of a step, by its shortest prompt; OURS if any sequence has a past."""
     chosen = batch.scratch.of(Chosen)
     if chosen.way is None:
         chosen.way, tokens = Way.OURS, batch.query_starts.diff()
@@ -110,6 +111,9 @@ def flash(query: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, scale: float
     Args:
         query: [T, Hq, D].
         kv: [N, 2, Hkv, B, D], a layer of the pool.
+
+    Returns:
+        [T, Hq, D].
     """
     out = torch.empty_like(query)
     for (start, stop), table in zip(

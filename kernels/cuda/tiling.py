@@ -15,16 +15,24 @@ Ints = npt.NDArray[np.int32]
 
 # A split shorter than this costs more to merge than it gains: two tiles of keys.
 MIN_SPLIT_KEYS = 128
-# Of a multiprocessor's shared memory the system takes this for each thread block.
+# Shared memory of a multiprocessor that CUDA takes for each thread block.
 RESERVED_BYTES = 1 << 10
-# Of a multiprocessor; NVRTC says how many a thread needs, see `Gpu.blocks` and its test.
+# Registers of a multiprocessor.
 REGISTERS = 1 << 16
-# Numbers of an item, see attention.cu.
+# Numbers of a work item, see attention.cu.
 ITEM = 7
 
 
 class Tile(NamedTuple):
-    """Template arguments of `attend` after the dtype and D; a warp has so many times 16 rows."""
+    """The template arguments of `attend` after the dtype and D.
+
+    Attributes:
+        row_warps: Warps that divide the rows of a thread block.
+        warp_matrices: Matrices of 16 rows that a warp has.
+        key_warps: Warps that divide the keys of a tile.
+        keys: Keys of a tile.
+        stages: Tiles of keys in the ring.
+    """
 
     row_warps: int
     warp_matrices: int
@@ -47,28 +55,29 @@ class Tile(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """What tiles and splits depend on: multiprocessors, and the shared memory of each."""
+    """A GPU as tiles and splits need it: multiprocessors, and the shared memory of each."""
 
     multiprocessors: int
     shared_bytes: int
 
     def blocks(self, tile: Tile, head_dim: int) -> int:
-        """Return how many thread blocks fill a multiprocessor."""
+        """Return how many thread blocks a multiprocessor holds at a time."""
+        # Registers of a thread at most; a test compares them with what NVRTC reports.
         by_memory = self.shared_bytes // (tile.shared_bytes(head_dim) + RESERVED_BYTES)
         registers = 168 if tile.warp_matrices == 1 and head_dim <= 128 else 256
         return max(1, min(by_memory, REGISTERS // (tile.threads * registers)))
 
     def wanted_blocks(self, tile: Tile, head_dim: int) -> int:
-        """Return how many fill the device, to which keys are split."""
+        """Return how many thread blocks fill the device; keys are split to make so many."""
         return self.multiprocessors * self.blocks(tile, head_dim)
 
 
 class Work(NamedTuple):
-    """What the thread blocks of one launch do; see attention.cu for the columns.
+    """The work of one launch.
 
     Attributes:
-        items: [I, ITEM].
-        num_slots: partial results.
+        items: [I, ITEM] int32, one for each thread block; attention.cu explains the columns.
+        num_slots: How many partial results the items write.
     """
 
     items: Ints
