@@ -96,7 +96,7 @@ class TorchKVCache(KVCache):
                 self._stagings[windowed] = staging = Staging(pool, self._lane)
                 _tell(staging)
                 if staging.why_plain:
-                    self.memory = None  # what packs nothing copies no block either
+                    self.memory = None  # our kernels cannot run here, so nobody copies by them
         # Copies by the host take cores from a step, so there is one at a time; those by a device
         # only have to be waited for.
         self.copies_wait = self._lane is not None
@@ -232,7 +232,7 @@ class TorchKVCache(KVCache):
             state.copy_(received.view(state.shape))
 
     def _working(self) -> AbstractContextManager[None]:
-        """Have what is asked of the device inside wait for the last marked step, and no later."""
+        """Have work inside wait for the last marked step and for no later one."""
         return nullcontext() if self._lane is None else self._lane.working()
 
     def _place(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
@@ -248,7 +248,11 @@ def _zeros(
     device: torch.device,
     lane: Lane | None,
 ) -> tuple[list[torch.Tensor], SharedMemory | DeviceMemory | None]:
-    """Make pools of so many blocks, and the memory that others can read them in."""
+    """Make zeroed pools of so many blocks, and their memory if other processes can read it.
+
+    Returns:
+        [N, L, 2, Hkv, B, D] pools in the order of `wanted`, and what they lie in.
+    """
     sizes = [
         (
             (number, it.num_layers, 2, it.num_kv_heads, block_size, it.head_dim),

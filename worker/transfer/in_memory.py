@@ -2,7 +2,7 @@
 
 A block is kept as it is sent.  So of whole blocks nothing is packed: the sender only reads them,
 for their digest, and the receiver copies them out of the sender's memory straight into blocks of
-its own.  Its digest is of that copy, and taken in the same pass over it where that can be.
+its own.  The receiver's digest is of that copy, and is taken in the same pass where possible.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fetch(
     if ours is not None and ours.kind == memory.kind and len(targets) == len(places):
         receiver.verify(segment, memory.copy(places, size, ours, targets, request_id))
         return
-    # Our blocks are cut otherwise, or lie elsewhere.
+    # Our blocks have another size, or lie in another kind of memory: copy, then unpack.
     room, starts = memory.room(size * len(places)), range(0, size * len(places), size)
     receiver.verify(segment, memory.copy(places, size, room, starts, request_id))
     for tokens, start in zip(rectangle.pieces(len(places)), starts, strict=True):

@@ -43,8 +43,8 @@ log = structlog.get_logger("worker")
 # What a transfer thread takes at a time, and what one ACK acknowledges: half of the credit, so that
 # the sender does not run out of it.
 BATCH_BYTES: Final = 8 << 20
-# Credit of a transfer whose KV is read in memory of a kind, and the part of all that may be in
-# flight: one segment is read while the next one comes.  A GPU reads 16 MiB in 10 us.
+# By kind of memory, the most credit of a transfer whose KV is read there: so many bytes, and one of
+# so many parts of all that may be in flight.  One segment is read while the next one comes.
 READ_CREDIT_BYTES: Final = {"host": (32 << 20, 8), "cuda": (2 * MAX_READ_BYTES, 4)}
 # Ids of ended transfers that are remembered: more than can end while an offer is on its way.  Each
 # takes 100 bytes.

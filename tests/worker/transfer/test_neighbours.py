@@ -103,7 +103,7 @@ async def test_memory_of_a_gpu_is_lent_with_its_size_and_read_on_gpus_only() -> 
         await ours.settle(PEER, one.offered)
     assert ours.is_settled(PEER, one.offered) and ours.memory_of(PEER) is None
     assert [entry["reason"] for entry in logs] == [
-        "it lies on a GPU, and this worker computes on none"
+        "the KV lies on a GPU, and this worker computes on none"
     ]
     ours.close()
     one.close()
