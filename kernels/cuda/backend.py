@@ -31,7 +31,7 @@ _LOG = logging.getLogger("kernels")
 MIN_CAPABILITY = (8, 0)
 # Thread blocks of `launch.MAX_GATE_THREADS` that a multiprocessor of Ampere or Hopper holds.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
-# More than this must be asked for, see `_function`.
+# A kernel with more dynamic shared memory needs an attribute, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
 
 _started: dict[int, str] = {}
@@ -188,8 +188,8 @@ def start(place: torch.device, launches: list[Launch]) -> None:
     """Start launches on torch's current stream of a device."""
     device = place.index or 0
     driver = _cupy().cuda.driver
-    # Asked anew each time: a stream that is being captured is another one.  Its handle alone, for
-    # an object of torch's would take longer than the launch.
+    # Read anew each time, for a recording uses another stream.  Only its handle: making torch's
+    # object of a stream takes longer than the launch.
     stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
     # Another device may be current on this thread; on a thread that is new to CUDA none is.
     context, before = _context(device), driver.ctxGetCurrent()
@@ -199,8 +199,8 @@ def start(place: torch.device, launches: list[Launch]) -> None:
         for it in launches:
             note_started(device, it.kernel)
             function = _function(it.source, it.kernel, it.shared_bytes, device)
-            # The driver takes a list of addresses and copies what lies there before it returns.
-            # A kernel has one argument, so this pointer is the list.
+            # The driver takes a list of the arguments' addresses, and copies the arguments before
+            # it returns.  A kernel has one argument, so a pointer to its address is the list.
             listed = c_void_p(addressof(it.arguments))
             sizes = (*it.grid, 1, it.threads, 1, 1, it.shared_bytes)
             driver.launchKernel(function.ptr, *sizes, stream, addressof(listed), 0)

@@ -159,7 +159,7 @@ def _on(device: torch.device, rows: Ints) -> torch.Tensor:
 
 
 def _settings(rows: list[Row]) -> npt.NDArray[np.int64]:
-    """Return what `kernels.draw` is told of each row."""
+    """Return the settings of rows, [R, 5] int64, as `kernels.draw` takes them."""
     options = [row.options for row in rows]
     settings = np.empty(len(rows), kernels.SAMPLING)
     for name in ("temperature", "top_k", "top_p", "min_p"):

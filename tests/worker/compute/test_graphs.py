@@ -22,7 +22,7 @@ from kernels.cuda.launch import OnDevice
 from scripts.models.make_model import make_model
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import GPU, Shim, why_not
-from tests.kernels.shim.recording import DeviceMemory, FreedMemory, Recorder
+from tests.kernels.shim.recording import CopiedUploads, FreedMemory, Recorder
 from worker.compute import graphs
 from worker.compute.graphs import DecodeGraphs
 from worker.compute.kv_cache import TorchKVCache
@@ -43,7 +43,7 @@ LIMITS = {"float32": 1e-5, "bfloat16": 8e-2, "float16": 1e-2}
 
 @pytest.fixture(autouse=True)
 def device_memory() -> Iterator[None]:
-    with DeviceMemory():
+    with CopiedUploads():
         yield
 
 
