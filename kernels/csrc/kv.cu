@@ -1,4 +1,4 @@
-// Heads between the model, the paged pool and the wire.
+// Queries, keys and values between the model, the paged pool and the wire.
 #include "prims.cuh"
 
 struct Heads {
@@ -94,8 +94,9 @@ struct Move {
   int first_head, num_moved_heads;
 };
 
-// Copy a rectangle of one sequence's KV out of its blocks or into them, eight values a thread.
-// blockIdx.y is a row of the segment, (layer, K or V, head).
+// Copy a rectangle of one sequence's KV out of its blocks into a contiguous segment, or back, eight
+// values a thread, converted between the two dtypes.  blockIdx.y is a row of the segment: (layer, K
+// or V, head).
 template <typename POOL, typename WIRE, bool INTO_POOL>
 __global__ void __launch_bounds__(128) move(const Move a) {
   const int eights = a.head_dim / 8, i = blockIdx.x * 128 + threadIdx.x;

@@ -35,18 +35,18 @@ __global__ void __launch_bounds__(THREADS) copy_pieces(const Pieces a) {
   const Unit* from = (const Unit*)((const char*)a.source + a.places[piece]);
   Unit* to = a.target ? (Unit*)((char*)a.target + a.targets[piece]) : nullptr;
   const int first = part * THREADS * UNITS + threadIdx.x;
-  Unit held[UNITS];
+  Unit loaded[UNITS];
 #pragma unroll
   for (int k = 0; k < UNITS; k++)
-    if (first + k * THREADS < a.num_units) held[k] = from[first + k * THREADS];
+    if (first + k * THREADS < a.num_units) loaded[k] = from[first + k * THREADS];
   u64 sum = 0;
 #pragma unroll
   for (int k = 0; k < UNITS; k++) {
     const int i = first + k * THREADS;
     if (i >= a.num_units) break;
-    if (to) to[i] = held[k];
+    if (to) to[i] = loaded[k];
     const u64 place = 2 * ((u64)piece * a.num_units + i);
-    sum += mix(held[k].words[0], place, a.seed) + mix(held[k].words[1], place + 1, a.seed);
+    sum += mix(loaded[k].words[0], place, a.seed) + mix(loaded[k].words[1], place + 1, a.seed);
   }
   sums[threadIdx.x] = sum;
   for (int half = THREADS / 2; half; half /= 2) {

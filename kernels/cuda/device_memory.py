@@ -57,8 +57,8 @@ class DeviceMemory:
 
     Attributes:
         kind: "cuda"; only memory of one kind can be copied into another.
-        about: What another process has to know of it, beside its descriptor.
-        descriptor: Of memory that is our own.
+        about: Describes the memory to a process that maps its descriptor.
+        descriptor: Of memory that this process has allocated; -1 of mapped memory.
     """
 
     kind: Final = "cuda"

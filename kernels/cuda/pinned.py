@@ -49,7 +49,7 @@ class Download:
         self._end.record(torch.cuda.current_stream(row.device))
 
     def read(self) -> list[int]:
-        """Wait for the copy, and for nothing that was asked of the device later.
+        """Wait for the copy, and for nothing that was started later.
 
         Raises:
             RuntimeError: The device has failed.

@@ -108,7 +108,7 @@ class TorchKVCache(KVCache):
         return [*self._pools.values()]
 
     def mark(self) -> None:
-        """Have copies from now on wait for what was asked of the device so far: see `Lane`."""
+        """Have copies from now on wait for all steps that were started so far; see `Lane`."""
         if self._lane is not None:
             self._lane.mark()
 

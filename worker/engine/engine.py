@@ -2,8 +2,8 @@
 
 Synchronous: all calls come from one thread (`worker.engine.thread`).  It serves both roles: `add`
 takes a prompt to be read here, `reserve` and `begin_decode` a prompt that another worker has read.
-Of an executor that is a `Drawer` the next step is begun before one is sampled and committed
-(`worker.engine.flight`).
+With an executor that is a `Drawer` the next step begins before the last one is sampled and
+committed (`worker.engine.flight`).
 When an executor raises `SequenceFailed`, or a request cannot be served, that sequence alone ends,
 with the output `Failed`.  Any other exception of the executor leaves `step`: nobody knows then what
 state the device is in, so the process has to end.

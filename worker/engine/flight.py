@@ -1,7 +1,7 @@
 """A step in flight: a device computes it while the host commits the one before and plans the next.
 
-After step n has begun, the host plans step n + 1 as if each sequence of n went on, has it begun as
-well, and only then reads the tokens of n.  A sequence that turns out to have ended has a row in
+After step n has begun, the host plans step n + 1 as if each sequence of n went on, starts it, too,
+and only then reads the tokens of n.  A sequence that turns out to have ended has a row in
 n + 1 for nothing: its token is dropped, and its KV lies behind all that is read.  Its blocks are
 free for others at once, who write to them later: a device computes steps in order, and a copy
 begins after the steps that were started before it.
