@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.contract import PagedBatch
+from kernels.cuda.pinned import upload
 
 # The least of so many times counts; the first run compiles.
 REPEATS = 5
@@ -40,9 +41,15 @@ Seconds = Callable[[Way, int], float]
 
 @dataclass(slots=True)
 class Chosen:
-    """The way of a step, for all its layers; None until the first asks."""
+    """The choice for a step and the uploads that it needs, made by the first layer for all.
+
+    Attributes:
+        way: None until the first layer chooses.
+        blocks: For each sequence the blocks of its tokens, int32 on the device.
+    """
 
     way: Way | None = None
+    blocks: list[torch.Tensor] = field(default_factory=list)
 
 
 def kind(pool: torch.Tensor, num_heads: int) -> tuple[object, ...]:
@@ -115,11 +122,13 @@ def flash(query: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, scale: float
     Returns:
         [T, Hq, D].
     """
-    out = torch.empty_like(query)
-    for (start, stop), table in zip(
-        pairwise(batch.query_starts.tolist()), batch.block_tables, strict=True
-    ):
-        blocks = table[: -(-(stop - start) // kv.shape[3])].to(kv.device)
+    out, chosen = torch.empty_like(query), batch.scratch.of(Chosen)
+    ranges = [*pairwise(batch.query_starts.tolist())]
+    if not chosen.blocks:
+        counts = (-(-(stop - start) // kv.shape[3]) for start, stop in ranges)
+        tables = zip(batch.block_tables.numpy(), counts, strict=True)
+        chosen.blocks = upload([table[:count] for table, count in tables], kv.device)
+    for (start, stop), blocks in zip(ranges, chosen.blocks, strict=True):
         key, value = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, : stop - start]
         own = query[start:stop].transpose(0, 1)[None]
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

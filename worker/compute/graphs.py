@@ -48,8 +48,14 @@ class DecodeStep:
         *,
         num_columns: int,
         gpu: Gpu,
+        logits: torch.Tensor,
     ) -> None:
-        """Allocate on the cache's device, for `size` sequences; see `FixedPlan`."""
+        """Allocate on the cache's device, for `size` sequences; see `FixedPlan`.
+
+        Args:
+            logits: [>= size, vocab] float32, where the step writes its own.
+        """
+        self.logits = logits[:size]
         self._model, self._pool, device = model, cache.pool, cache.pool.device
         self._token_ids, self._positions = torch.zeros(2, size, dtype=torch.int32, device=device)
         plan = partial(
@@ -87,22 +93,20 @@ class DecodeStep:
         if drawn is not None:
             fill_in(self._token_ids[:count], drawn)
 
-    def __call__(self) -> torch.Tensor:
-        """Compute the step, also for a recording; return the logits of all its rows."""
-        return self._model.forward(
-            self._token_ids, self._positions, self._pool, self._batch, rows=None
+    def __call__(self) -> None:
+        """Compute the step, also for a recording; it writes `logits`."""
+        self._model.forward(
+            self._token_ids, self._positions, self._pool, self._batch, rows=None, out=self.logits
         )
 
 
-# Takes a step; returns a function that repeats it, and the tensor that has the result after each
-# call.  The step has to live as long as it is repeated.
-Record = Callable[[DecodeStep], tuple[Callable[[], None], torch.Tensor]]
+# Takes a step; returns a function that repeats it.  The step has to live as long as it is repeated.
+Record = Callable[[DecodeStep], Callable[[], None]]
 
 
 class _Recorded(NamedTuple):
     step: DecodeStep
     replay: Callable[[], None]
-    logits: torch.Tensor
 
 
 class DecodeGraphs:
@@ -125,8 +129,13 @@ class DecodeGraphs:
             record: `record_graph`, or a stand-in for it where there is no GPU.
         """
         num_columns = -(-max_model_len // cache.block_size)
-        self._make_step = partial(DecodeStep, model, cache, num_columns=num_columns, gpu=gpu)
-        self._device = cache.pool.device.index or 0
+        device = cache.pool.device
+        # One for all sizes, of which one is computed at a time.
+        logits = torch.empty(SIZES[-1], model.config.vocab_size, device=device)
+        self._make_step = partial(
+            DecodeStep, model, cache, num_columns=num_columns, gpu=gpu, logits=logits
+        )
+        self._device = device.index or 0
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
@@ -168,12 +177,12 @@ class DecodeGraphs:
         it.step.set(token_ids, positions, batch, drawn)
         cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
-        return it.logits[:count]
+        return it.step.logits[:count]
 
     def _of(self, size: int) -> _Recorded:
         if size not in self._recorded:
             step = self._make_step(size)
-            self._recorded[size] = _Recorded(step, *self._record(step))
+            self._recorded[size] = _Recorded(step, self._record(step))
         return self._recorded[size]
 
 
@@ -194,12 +203,16 @@ def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGr
         cache,
         max_model_len=max_model_len,
         gpu=cuda.gpu(cache.pool.device.index or 0),
-        record=record_graph,
+        record=partial(record_graph, room=torch.cuda.graph_pool_handle()),
     )
 
 
-def record_graph(step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record a step as a CUDA graph; implements `Record`."""
+def record_graph(step: DecodeStep, room: Any) -> Callable[[], None]:
+    """Record a step as a CUDA graph; implements `Record`.
+
+    Args:
+        room: torch's handle of memory that graphs share, of which one is replayed at a time.
+    """
     # What only the first run compiles, loads or allocates must not happen while recording.
     aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
@@ -208,6 +221,6 @@ def record_graph(step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     # Other threads go on copying KV, and may allocate for it.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = step()
-    return graph.replay, result
+    with torch.cuda.graph(graph, pool=room, capture_error_mode="thread_local"):
+        step()
+    return graph.replay

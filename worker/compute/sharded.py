@@ -43,9 +43,9 @@ class ShardedTransformer(Transformer):
     def _logits(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         if self._shard.is_last:
             logits = self._ranks.gather(linear(normed, self._weights.head))
-            return logits[:, : self.config.vocab_size].float()
+            return logits[:, : self.config.vocab_size]
         self._ranks.send(hidden)
-        return self._empty(0, self.config.vocab_size).float()
+        return self._empty(0, self.config.vocab_size)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)

@@ -58,6 +58,7 @@ class Transformer:
         pool: torch.Tensor,
         batch: PagedBatch,
         rows: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one step and write its KV into the pool.
 
@@ -66,6 +67,7 @@ class Transformer:
             pool: [N, L, 2, Hkv, B, D] of the layers that see every position, in the order of
                 `worker.compute.pool_shape`; that of the others is `batch.windowed`'s.
             rows: [R] tokens whose logits are wanted; None for all of them.
+            out: [R, vocab] float32, where to write the logits; None for a new tensor.
 
         Returns:
             [R, vocab] float32 logits, valid until the next step.
@@ -92,7 +94,8 @@ class Transformer:
             if layer.mlp_post_norm is not None:
                 added = kernels.rms_norm(added, layer.mlp_post_norm, eps)
             normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
-        return self._logits(hidden, normed if rows is None else normed[rows])
+        logits = self._logits(hidden, normed if rows is None else normed[rows])
+        return logits.float() if out is None else out.copy_(logits)
 
     # What a process that has a part of the model does with others: `worker.compute.sharded`.
 
@@ -109,7 +112,7 @@ class Transformer:
 
     def _logits(self, _hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return the logits of the wanted rows, given what the last layer left."""
-        return linear(normed, self._weights.head).float()
+        return linear(normed, self._weights.head)
 
     def _attention(
         self,

@@ -7,7 +7,8 @@ import torch
 
 from kernels import PagedBatch
 from kernels.cuda import backend as cuda
-from kernels.cuda import prompts
+from kernels.cuda import pinned, prompts
+from kernels.cuda.pinned import Ints
 from kernels.cuda.prompts import Way
 from tests.kernels.scenes import check, scene, sinks_of
 from tests.kernels.shim.cupy import Cupy
@@ -70,3 +71,16 @@ def test_what_has_a_past_a_window_a_cap_or_sinks_is_our_kernel_s(cupy: Cupy) -> 
     check(it, None, cuda, sinks=sinks_of(it))
     check(past, None, cuda)
     assert len(cupy.launched) == 2 * 4
+
+
+def test_layers_share_one_upload_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, uploaded = scene(PROMPTS, head_dim=64, dtype=torch.bfloat16), list[int]()
+
+    def upload(tables: list[Ints], device: torch.device) -> list[torch.Tensor]:
+        uploaded.append(len(tables))
+        return pinned.upload(tables, device)
+
+    monkeypatch.setattr(prompts, "upload", upload)
+    for layer in range(2):
+        prompts.flash(it.query, it.pool[:, layer], it.batch, 0.125)
+    assert uploaded == [len(PROMPTS)]

@@ -164,11 +164,15 @@ def test_steps_are_recorded_before_they_are_needed(
     recorded.prepare()
     assert record.num_recorded == 3
     assert "done=3 of=3" in " ".join(capsys.readouterr().out.split())
+    places = set()
     for lens in ([1], [5, 6], [7, 8, 9]):
         batch = batch_of(lens, 0)
         token_ids = torch.zeros(len(lens), dtype=torch.int32)
-        recorded.forward(token_ids, batch.context_lens - 1, batch)
+        logits = recorded.forward(token_ids, batch.context_lens - 1, batch)
+        places.add(logits.data_ptr())
+        assert logits.isfinite().all()
     assert record.num_recorded == 3, "no request waits for a recording"
+    assert len(places) == 1, "24 sizes with logits of their own would take gigabytes"
 
 
 def replace_tensor(owner: Any, name: str) -> None:
