@@ -96,8 +96,8 @@ class LateDrawn:
 class LateExecutor(HashExecutor):
     """Implements `worker.executor.contract.Drawer`.
 
-    It draws for whoever asks for no logprobs and no penalties; it leaves some steps to the host, and
-    fails one sequence of a step now and then.
+    It draws for whoever asks for no logprobs and no penalties; now and then it leaves a step to the
+    host, or fails one sequence of a step.
 
     Attributes:
         num_behind: How many steps it was asked for while one before had not been read.

@@ -164,10 +164,11 @@ def test_steps_are_recorded_before_they_are_needed(
     recorded.prepare()
     assert record.num_recorded == 3
     assert "done=3 of=3" in " ".join(capsys.readouterr().out.split())
-    for lens in ([1], [5, 6], [7, 8, 9]):
-        batch = batch_of(lens, 0)
-        token_ids = torch.zeros(len(lens), dtype=torch.int32)
+    for count, size in ((1, 1), (2, 2), (3, 4), (4, 4)):
+        batch = batch_of([*range(5, 5 + count)], 0)
+        token_ids = torch.zeros(count, dtype=torch.int32)
         recorded.forward(token_ids, batch.context_lens - 1, batch)
+        assert cuda.last_started(0) == f"a graph of {size} sequences"
     assert record.num_recorded == 3, "no request waits for a recording"
 
 
