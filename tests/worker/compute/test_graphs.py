@@ -6,10 +6,13 @@ The recording is `tests.kernels.shim.recording`: it replays by address and keeps
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -233,6 +236,77 @@ def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
         with pytest.raises(FreedMemory):
             it.replay()
             pytest.fail(f"{name} is not read by address")
+
+
+class Stream:
+    """A stream of a simulated GPU; `ended` is the work that ends before its next work begins."""
+
+    def __init__(self) -> None:
+        self.ended: frozenset[str] = frozenset()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.ended |= other.ended
+
+
+class Streams:
+    """The parts of `torch.cuda` that record graphs; work is a name.
+
+    Attributes:
+        begun: What was run, and what had ended for certain when it began.
+    """
+
+    Stream = Stream
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, frozenset[str]]] = []
+        self._current = Stream()
+        self._graph: list[str] | None = None
+
+    def work(self, name: str) -> None:
+        if self._graph is not None:
+            return self._graph.append(name)
+        self.begun.append((name, self._current.ended))
+        self._current.ended |= {name}
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        calls: list[str] = []
+        return SimpleNamespace(calls=calls, replay=lambda: [*map(self.work, calls)])
+
+    @contextmanager
+    def graph(self, graph: SimpleNamespace, *, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "copies of KV go on meanwhile"
+        self._graph = graph.calls
+        yield
+        self._graph = None
+
+
+def test_a_step_has_run_once_when_it_is_recorded_and_again_at_each_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, results = Streams(), iter(torch.eye(3))
+
+    def step() -> torch.Tensor:
+        device.work("step")
+        return next(results)
+
+    monkeypatch.setattr(torch, "cuda", device)
+    device.work("the weights are there")
+    replay, logits = graphs.record_graph(cast("graphs.DecodeStep", step))
+    assert [name for name, _ in device.begun] == ["the weights are there", "step"]
+    assert logits.tolist() == [0, 1, 0], "where the recording writes, and no run before it"
+    replay()
+    assert [name for name, _ in device.begun[2:]] == ["step"]
+    for (before, _), (_, ended) in pairwise(device.begun):
+        assert before in ended, "it overtakes on another stream"
 
 
 def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:
