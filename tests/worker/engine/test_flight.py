@@ -54,8 +54,13 @@ class LateWorkload(Workload):
 
     def _executor(self) -> LateExecutor:
         info = ModelInfo("late", "late", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, self.layout)
-        eagerness, failing = self.other.choice([0, 0, 0.5]), self.other.choice([0, 0, 0, 0.03])
-        self.late = LateExecutor(info, self.other, eagerness=eagerness, failing=failing)
+        self.late = LateExecutor(
+            info,
+            self.other,
+            eagerness=self.other.choice([0, 0, 0.5]),
+            failing=self.other.choice([0, 0, 0, 0.03]),
+            refusing=self.other.choice([0, 0, 0.2]),
+        )
         return self.late
 
     def _request(self, request_id: int) -> Request:
@@ -140,6 +145,17 @@ def test_a_cancelled_sequence_gives_back_its_blocks_and_another_may_have_its_id(
     engine.check()
     engine.add(Sequence(1, [5, 4], GREEDY, 9))
     assert text_of(run(engine), 1) == [*full_text((5, 4), 9, GREEDY)]
+
+
+def test_a_token_that_was_drawn_before_the_deadline_is_told() -> None:
+    now = [0.0]
+    engine, _ = late_engine(clock=lambda: now[0])
+    engine.add(Sequence(1, [3, 4, 5], structs.replace(GREEDY, deadline_ms=5_000), 2))
+    outputs = [*engine.step(), *engine.step()]
+    now[0] = 5.0
+    outputs += run(engine)
+    assert not of_kind(outputs, Failed)
+    assert [it.finish_reason for it in of_kind(outputs, Token)] == [None, "length"]
 
 
 def test_who_wants_the_host_to_draw_is_told_the_tokens_first() -> None:
