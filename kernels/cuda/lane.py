@@ -99,8 +99,10 @@ class SideStream:
             with torch.cuda.stream(stream):
                 yield
         finally:
-            stream.synchronize()
-            self._idle.put(stream)
+            try:
+                stream.synchronize()  # which raises what has failed on the device
+            finally:
+                self._idle.put(stream)
 
     def upload(self, block_table: Sequence[int]) -> torch.Tensor:
         # From pageable memory, so it is there on return, and any stream may read it.

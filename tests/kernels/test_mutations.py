@@ -80,6 +80,10 @@ ATTENTION = {
         "write(row, d, in_slot(first_slot + 1, row), num_slots - 1,",
     ),
     "the last part is left out": ("row), num_slots, stride", "row), num_slots - 1, stride"),
+    "late copies fall into results": (
+        "  copies_wait<0>();\n  __syncthreads();\n#pragma unroll",
+        "  __syncthreads();\n#pragma unroll",
+    ),
     "the highest is not of the first part": (
         "i = 0; i < count; i++) top",
         "i = 1; i < count; i++) top",

@@ -229,11 +229,11 @@ void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, si
       auto& t = mine[i];
       t.index = {(unsigned)i, 0, 0};
       t.state = READY;
-      t.copies.clear();
       t.group = 0;
     }
     run_block(mine, order, random);
     for (auto& t : mine) {
+      if (!t.copies.empty()) fail("copies that nobody has waited for fall into later results");
       unfenced.insert(unfenced.end(), t.stores.begin(), t.stores.end());
       t.stores.clear();
     }

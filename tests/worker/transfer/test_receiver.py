@@ -132,6 +132,27 @@ async def test_frames_are_counted_and_those_for_a_peer_that_is_gone() -> None:
     copies.close()
 
 
+async def test_a_worker_that_leaves_waits_for_no_memory_that_it_has_asked_for() -> None:
+    config = Config(role="decode", executor="hash", kv_bind="tcp://127.0.0.1:0")
+    copies, plane, is_asked = Copies(1), KVPlane(1000), asyncio.Event()
+
+    async def fetch(*_: object) -> tuple[int, bytes]:
+        is_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody answers")
+
+    rest = Idle(), copies, plane, time.monotonic
+    cache = create().allocate(8, 16)
+    context = WorkerContext(config, Identity(Role.DECODE, 0, 1), cache, *rest, fetch=fetch)
+    transfers = IncomingTransfers(context, lambda _: False, lambda _: None, lambda *_: None)
+    async with ScriptedPrefill(transfers.endpoint) as prefill:
+        prefill.offer(1, PROMPT, memory="baton-silent")
+        await asyncio.wait_for(is_asked.wait(), 30)
+        await asyncio.wait_for(transfers.close(), 30)
+    await plane.close()
+    copies.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
