@@ -143,10 +143,12 @@ async def test_memory_of_a_peer_that_has_left_is_not_asked_for() -> None:
             self.on_message, self.on_lost = on_message, on_lost
             return super().hub(on_message, on_lost)
 
-    asked = []
+    asked, is_second_asked = [], asyncio.Event()
 
     async def fetch(name: str, greeting: bytes) -> tuple[int, bytes]:
         asked.append(name)
+        if name == "baton-2":
+            is_second_asked.set()
         raise ConnectionRefusedError
 
     config = Config(role="decode", executor="hash", kv_bind="tcp://127.0.0.1:0")
@@ -159,8 +161,7 @@ async def test_memory_of_a_peer_that_has_left_is_not_asked_for() -> None:
         plane.on_message(peer, encode(KvCache(number, 0, 0), offer))
         if number == 1:
             plane.on_lost(peer)  # it said this and left
-    while "baton-2" not in asked:
-        await asyncio.sleep(0)
+    await asyncio.wait_for(is_second_asked.wait(), 30)
     assert asked == ["baton-2"]
     await transfers.close()
     await plane.close()
