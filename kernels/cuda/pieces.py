@@ -43,8 +43,9 @@ def copy_pieces(
         ValueError: A place or the size is not a multiple of 16 bytes.
         RuntimeError: There is no pinned memory, or the device has failed.
     """
-    if any(each % UNIT_BYTES for each in (size, *places, *targets)):
-        raise ValueError(f"a piece of {size} bytes is not made of whole {UNIT_BYTES} bytes")
+    for each in (size, *places, *targets):
+        if each % UNIT_BYTES:
+            raise ValueError(f"a size or place is {each}, not a multiple of {UNIT_BYTES} bytes")
     num_units = size // UNIT_BYTES
     num_parts = -(-num_units // (_THREADS * _UNITS))
     with lane.working():

@@ -129,9 +129,12 @@ class TorchKVCache(KVCache):
 
     def map_memory(self, descriptor: int, about: bytes) -> Memory:
         """See `worker.compute.contract.KVCache`."""
-        if about and self._lane is not None:
-            return DeviceMemory.map(self._lane, descriptor, about)
-        return super().map_memory(descriptor, about)
+        if not about or self._lane is None:
+            return super().map_memory(descriptor, about)
+        for staging in self._stagings.values():
+            if staging.why_plain:  # what packs nothing copies no pieces either
+                raise OSError(staging.why_plain)
+        return DeviceMemory.map(self._lane, descriptor, about)
 
     def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
         """Return the memory of a rectangle that is one block of some layers, in host memory."""

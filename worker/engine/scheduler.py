@@ -211,10 +211,13 @@ class Scheduler:
         return plan
 
     def has_block_for_each(self) -> bool:
-        """Whether each running sequence can get one more block, so that none has to give way."""
-        count, windows = len(self.running), self.pool.windows
-        is_room = windows is None or windows.may_promise(0, 0, [1] * count)
-        return is_room and self.pool.can_allocate(count)
+        """Whether each running sequence can get the blocks that it lacks: none has to give way."""
+        # One that begins to decode may lack several: more tokens may come than were reserved.
+        pool, size = self.pool, self.pool.block_size
+        wanted = (-(-len(it.token_ids) // size) - len(it.block_table) for it in self.running)
+        lacking = [number for number in wanted if number > 0]
+        is_room = pool.windows is None or pool.windows.may_promise(0, 0, lacking)
+        return is_room and pool.can_allocate(sum(lacking))
 
     def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
         plan.overdue.append(sequence)

@@ -330,21 +330,18 @@ class IncomingTransfers:
             self._segments.expect(peer, offer.token)
         if unasked or self._neighbours.is_settled(peer, offer.memory):
             self._wait(transfer)
-            self._keep(transfer, unasked)
+            if transfer.share_bytes:  # else what came with it is not kept, and sent again
+                transfer.unasked = unasked
         else:
             assert offer.memory is not None
             mapping = asyncio.create_task(self._settle_memory(transfer, offer.memory))
             self._mappings.add(mapping)
             mapping.add_done_callback(self._mappings.discard)
 
-    def _keep(self, transfer: IncomingTransfer, unasked: list[tuple[Buffer, Buffer]]) -> None:
-        """Keep what came with an offer as bytes in flight, or not at all: it is sent again then."""
-        if transfer.share_bytes:
-            transfer.unasked = unasked
-
     async def _settle_memory(self, transfer: IncomingTransfer, memory: str) -> None:
         """See whether its KV can be read where it lies, before anything waits for it."""
-        await self._neighbours.settle(transfer.peer, memory)
+        if not transfer.is_dropped:  # a peer that is lost already is not lost again
+            await self._neighbours.settle(transfer.peer, memory)
         if not transfer.is_dropped:
             self._wait(transfer)
 

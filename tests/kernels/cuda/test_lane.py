@@ -91,11 +91,16 @@ class Event:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> tuple[SideStream, Stream, list[Stream]]:
     """A lane of streams of the CPU, the one that computes, and those that copies have taken."""
-    computing, taken = Stream(), []
+    computing, taken = Stream(), list[Stream]()
     stand_ins = {"Stream": Stream, "Event": Event, "default_stream": lambda _: computing}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(torch.cuda, "stream", lambda it: nullcontext(taken.append(it)))
+
+    def stream(it: Stream) -> nullcontext[None]:
+        taken.append(it)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     return SideStream(torch.device("cuda", 0)), computing, taken
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -148,8 +148,9 @@ def held_at(address: int, kind: type[C]) -> C:
     """Return what of a kind of ctypes somebody holds at an address: it is no freed memory."""
     for generation in range(3):  # of the garbage collector, which knows them; most are young
         for it in gc.get_objects(generation):
-            if isinstance(it, kind) and ctypes.addressof(it) == address:
-                return it
+            # By its type: a proxy of what is gone raises when it is asked.
+            if issubclass(type(it), kind) and ctypes.addressof(it) == address:
+                return cast(C, it)
     raise AssertionError(f"the driver is given the address of a {kind.__name__} that was freed")
 
 

@@ -23,12 +23,14 @@ from tests.worker.workload import (
     Request,
     Workload,
     full_text,
+    sent_kv,
 )
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Output, Token
+from worker.engine.outputs import Failed, Output, Reserved, Token
 from worker.engine.sequence import Sequence
+from worker.engine.unpacking import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
 
@@ -217,3 +219,22 @@ def test_who_has_ended_takes_no_part_when_the_host_draws() -> None:
     assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
     assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]
     assert text_of(outputs, 3) == [*full_text((4, 4), 4, GREEDY)]
+
+
+def test_a_step_in_flight_is_read_before_one_of_its_sequences_gives_way() -> None:
+    engine, executor = late_engine(num_blocks=14, block_size=1)
+    prompt, text = (3, 4, 5, 4), full_text((3, 4, 5, 4), 8, GREEDY)
+    engine.reserve(1, prompt)
+    engine.add(Sequence(2, [5, 4, 3], GREEDY, 9))
+    outputs = engine.step()
+    for rectangle, kv in sent_kv(LAYOUT, prompt, 0):
+        unpack(engine.cache, of_kind(outputs, Reserved)[0].block_table, rectangle, kv, 4)
+    for _ in range(3):
+        outputs += engine.step()
+    # One block more is there for each of the two, but not as many as the first one wants.
+    assert executor.num_behind and engine.pool.num_free == 3
+    engine.begin_decode(1, [*prompt, *text[:6]], GREEDY, 2)
+    outputs += run(engine)
+    assert engine.counters.preemptions
+    assert text_of(outputs, 1) == [*text[6:]]
+    assert text_of(outputs, 2) == [*full_text((5, 4, 3), 9, GREEDY)]

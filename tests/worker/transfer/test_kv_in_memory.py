@@ -15,6 +15,7 @@ import pytest
 
 from tests.kv import whole
 from tests.oracle import oracle
+from tests.scarce import num_mappings
 from tests.worker.scripted import (
     PATIENCE_S,
     ScriptedPrefill,
@@ -24,7 +25,6 @@ from tests.worker.scripted import (
     running_prefill,
     scripted_router,
 )
-from tests.worker.transfer.test_neighbours import num_mappings
 from wire.aio.unix import DescriptorPort, fetch_descriptor
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, KvCache, PrefillDone, Role, Tag
