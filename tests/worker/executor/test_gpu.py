@@ -97,7 +97,7 @@ def test_a_step_reads_what_the_one_before_has_drawn(path: Path) -> None:
     new = Text([50, 60], [4], request_id=3)
     for count in (1, 2):  # two tokens of the new one are no step for a graph
         new.computed = 2 - count
-        order = [(texts[2], 1), (new, count), (texts[0], 1)]
+        order = [(new, count), (texts[2], 1), (texts[0], 1)]
         for text, token in zip(texts, tokens, strict=True):
             text.token_ids[3:] = [token]
         batch = batch_of(order, BLOCK_SIZE)
