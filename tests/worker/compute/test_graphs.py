@@ -238,13 +238,13 @@ def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
             pytest.fail(f"{name} is not read by address")
 
 
-class Stream:
+class GpuStream:
     """A stream of a simulated GPU; `ended` is the work that ends before its next work begins."""
 
     def __init__(self) -> None:
         self.ended: frozenset[str] = frozenset()
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: GpuStream) -> None:
         self.ended |= other.ended
 
 
@@ -255,11 +255,11 @@ class Streams:
         begun: What was run, and what had ended for certain when it began.
     """
 
-    Stream = Stream
+    Stream = GpuStream
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, frozenset[str]]] = []
-        self._current = Stream()
+        self._current = GpuStream()
         self._graph: list[str] | None = None
 
     def work(self, name: str) -> None:
@@ -268,11 +268,11 @@ class Streams:
         self.begun.append((name, self._current.ended))
         self._current.ended |= {name}
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> GpuStream:
         return self._current
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: GpuStream) -> Iterator[None]:
         before, self._current = self._current, stream
         yield
         self._current = before
@@ -292,7 +292,8 @@ class Streams:
 def test_a_step_has_run_once_when_it_is_recorded_and_again_at_each_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device, results = Streams(), iter(torch.eye(3))
+    device = Streams()
+    results: Iterator[torch.Tensor] = iter(torch.eye(3))
 
     def step() -> torch.Tensor:
         device.work("step")
