@@ -203,7 +203,7 @@ class Scheduler:
         for sequence in reading:
             budget -= self._plan_chunk(sequence, budget, plan, shares)
         budget -= self._admit(plan, budget, shares)
-        self._spread(plan, budget)
+        self._spread(reading, plan, budget)
         if not plan.chunks:  # it was the prompts' turn, but none could be admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         self._add_drafts(plan)
@@ -304,17 +304,20 @@ class Scheduler:
             shares.spend(tenant, num_tokens)
         return num_tokens
 
-    def _spread(self, plan: Plan, budget: int) -> None:
-        """Lengthen chunks that a share cut short by the tokens that other tenants did not use.
+    def _spread(self, reading: list[Sequence], plan: Plan, budget: int) -> None:
+        """Read more of prompts that a share cut short by the tokens that other tenants did not use.
 
-        They use less than they need where prompts are in the prefix cache, or get no blocks.
+        They use less than they need where prompts are in the prefix cache, get no blocks, or have
+        to wait until another sequence has ended.
         """
-        for index, chunk in enumerate(plan.prefill):
+        planned = {chunk.sequence for chunk in plan.prefill}
+        left_out = [Chunk(sequence, 0) for sequence in reading if sequence not in planned]
+        for index, chunk in enumerate(plan.prefill + left_out):
             if budget == 0:
                 return
             sequence = chunk.sequence
             num_tokens = min(sequence.num_uncomputed_tokens, chunk.num_tokens + budget)
-            plan.prefill[index] = Chunk(sequence, num_tokens)
+            plan.prefill[index : index + 1] = [Chunk(sequence, num_tokens)]
             plan.filled.update(sequence.filled(num_tokens, self.pool))
             budget -= num_tokens - chunk.num_tokens
 

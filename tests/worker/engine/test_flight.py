@@ -70,7 +70,9 @@ class LateWorkload(Workload):
         asked: dict[str, Any] = self.other.choice(
             [{}] * 12 + [{"logprobs": 0}, {"presence_penalty": 0.5}]
         )
-        request.options = structs.replace(request.options, **asked)
+        # Of two tenants neither reads its prompts to the end before the other begins.
+        tenant = self.other.randint(0, 1)
+        request.options = structs.replace(request.options, tenant=tenant, **asked)
         return request
 
     def check(self) -> None:

@@ -97,7 +97,7 @@ def test_a_step_reads_what_the_one_before_has_drawn(path: Path) -> None:
     new = Text([50, 60], [4], request_id=3)
     for count in (1, 2):  # two tokens of the new one are no step for a graph
         new.computed = 2 - count
-        order = [(texts[2], 1), (new, count), (texts[0], 1)]
+        order = [(new, count), (texts[2], 1), (texts[0], 1)]
         for text, token in zip(texts, tokens, strict=True):
             text.token_ids[3:] = [token]
         batch = batch_of(order, BLOCK_SIZE)
@@ -107,6 +107,18 @@ def test_a_step_reads_what_the_one_before_has_drawn(path: Path) -> None:
         got = fed.forward(batch_of(order, BLOCK_SIZE))
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert [it.token_id for it in drawn.tokens()] == tokens
+
+
+@pytest.mark.usefixtures("shim")
+def test_a_prompt_of_which_every_row_is_wanted_is_no_step_for_a_graph(path: Path) -> None:
+    batch = batch_of([(Text([5, 6, 7], [0]), 3)], BLOCK_SIZE)
+    scoring = Scoring(PromptScores(3, 0), [6, 7], 0)
+    batch = replace(batch, score_rows=np.array([0, 1], np.int32), scorings=(scoring,))
+    graphed, plain = executor_of(path), executor_of(path)
+    for executor in (graphed, plain):
+        executor.allocate(64, BLOCK_SIZE)
+    vars(plain)["_graphs"] = None
+    torch.testing.assert_close(graphed.forward(batch), plain.forward(batch), rtol=0, atol=0)
 
 
 def test_what_the_device_can_draw(path: Path) -> None:
