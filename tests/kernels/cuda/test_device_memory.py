@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-
 from pathlib import Path
 
 import numpy as np
