@@ -130,9 +130,13 @@ class Card:
         self._patch("memory_allocated", lambda: weights // 2)  # torch has cached the rest
         self._patch("memory_reserved", lambda: weights)
         self._patch("mem_get_info", lambda: (self.total - self.taken, self.total))
-        of_all = {"memory_share": share, "num_devices": num_devices}
         kv_bytes = default_kv_cache_bytes(
-            MODEL, device, block_size=16, max_ubatch_tokens=20, **of_all
+            MODEL,
+            device,
+            memory_share=share,
+            block_size=16,
+            max_ubatch_tokens=20,
+            num_devices=num_devices,
         )
         self.taken += 200 + kv_bytes
         return kv_bytes

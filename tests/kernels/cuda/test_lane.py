@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -95,10 +95,15 @@ class Event:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> tuple[SideStream, Stream, list[Stream]]:
     """A lane of streams of the CPU, the one that computes, and those that copies have taken."""
     computing, taken = Stream(), []
-    stand_ins = {"Stream": Stream, "Event": Event, "default_stream": lambda _: computing}
-    for name, stand_in in stand_ins.items():
+
+    @contextmanager
+    def stream(it: Stream) -> Iterator[None]:
+        taken.append(it)
+        yield
+
+    made = {"Stream": Stream, "Event": Event, "default_stream": lambda _: computing}
+    for name, stand_in in {**made, "stream": stream}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(torch.cuda, "stream", lambda it: nullcontext(taken.append(it)))
     return SideStream(torch.device("cuda", 0)), computing, taken
 
 
