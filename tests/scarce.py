@@ -1,4 +1,4 @@
-"""What the system gives a process: nothing is left of it, or so much is taken."""
+"""A process that has used up what the system gives it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 
 @contextmanager
@@ -22,8 +21,3 @@ def no_descriptor_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def num_mappings() -> int:
-    """Return how often memory of a KV cache is mapped into this process."""
-    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")

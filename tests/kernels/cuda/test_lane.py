@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -91,16 +91,16 @@ class Event:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> tuple[SideStream, Stream, list[Stream]]:
     """A lane of streams of the CPU, the one that computes, and those that copies have taken."""
-    computing, taken = Stream(), list[Stream]()
-    stand_ins = {"Stream": Stream, "Event": Event, "default_stream": lambda _: computing}
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    computing, taken = Stream(), []
 
-    def stream(it: Stream) -> nullcontext[None]:
+    @contextmanager
+    def stream(it: Stream) -> Iterator[None]:
         taken.append(it)
-        return nullcontext()
+        yield
 
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    made = {"Stream": Stream, "Event": Event, "default_stream": lambda _: computing}
+    for name, stand_in in {**made, "stream": stream}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     return SideStream(torch.device("cuda", 0)), computing, taken
 
 

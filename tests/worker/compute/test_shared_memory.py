@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.scarce import num_mappings
+from tests.worker.transfer.mapped import num_mappings
 from worker.compute.shared_memory import SharedMemory, map_memory, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")

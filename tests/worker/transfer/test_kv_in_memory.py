@@ -25,6 +25,7 @@ from tests.worker.scripted import (
     running_prefill,
     scripted_router,
 )
+from tests.worker.transfer.mapped import num_mappings
 from wire.aio.unix import DescriptorPort, fetch_descriptor
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, KvCache, PrefillDone, Role, Tag

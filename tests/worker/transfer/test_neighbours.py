@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
-from tests.scarce import num_mappings
+from tests.worker.transfer.mapped import num_mappings
 from wire.aio.unix import DescriptorPort, fetch_descriptor
 from worker.compute.shared_memory import HostMemory, SharedMemory
 from worker.executor.hash import HashKVCache
