@@ -15,7 +15,6 @@ import pytest
 
 from tests.kv import whole
 from tests.oracle import oracle
-from tests.scarce import num_mappings
 from tests.worker.scripted import (
     PATIENCE_S,
     ScriptedPrefill,
