@@ -204,7 +204,7 @@ class Scheduler:
             budget -= self._plan_chunk(sequence, budget, plan, shares)
         budget -= self._admit(plan, budget, shares)
         self._spread(reading, plan, budget)
-        if not plan.chunks:  # it was the prompts' turn, but none could be admitted
+        if not plan.chunks:  # the prompts' turn, but none could be admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         self._add_drafts(plan)
         self._last_kind = plan.kind
@@ -212,9 +212,8 @@ class Scheduler:
 
     def has_block_for_each(self) -> bool:
         """Whether each running sequence can get the blocks that it lacks: none has to give way."""
-        # One that begins to decode may lack several: more tokens may come than were reserved.
-        pool, size = self.pool, self.pool.block_size
-        wanted = (-(-len(it.token_ids) // size) - len(it.block_table) for it in self.running)
+        pool = self.pool
+        wanted = [pool.blocks_for(len(it.token_ids)) - len(it.block_table) for it in self.running]
         lacking = [number for number in wanted if number > 0]
         is_room = pool.windows is None or pool.windows.may_promise(0, 0, lacking)
         return is_room and pool.can_allocate(sum(lacking))
@@ -307,8 +306,7 @@ class Scheduler:
     def _spread(self, reading: list[Sequence], plan: Plan, budget: int) -> None:
         """Read more of prompts that a share cut short by the tokens that other tenants did not use.
 
-        They use less than they need where prompts are in the prefix cache, get no blocks, or have
-        to wait until another sequence has ended.
+        Their prompts are in the prefix cache, get no blocks, or wait until another sequence ends.
         """
         planned = {chunk.sequence for chunk in plan.prefill}
         left_out = [Chunk(sequence, 0) for sequence in reading if sequence not in planned]
