@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POOL_RANK = 6
-# What `kernels.draw` is told of each row.
+# The settings of a row for `kernels.draw`.
 #
 # The CPU and the GPU draw the same token of the same float32 logits, for nothing in a draw depends
 # on the order in which numbers are added or compared:
@@ -335,8 +335,8 @@ def check_experts(
 def check_draw(
     logits: torch.Tensor, settings: torch.Tensor | None, allowed: torch.Tensor | None
 ) -> None:
-    """Raise ShapeError unless logits are [R, V], and what is given beside them is contiguous rows
-    of int64, one for each field of SAMPLING, and of int32."""
+    """Raise ShapeError unless logits are [R, V], settings contiguous rows of SAMPLING as int64, and
+    allowed contiguous rows of int32."""
     num_rows, size = logits.shape
     if not 1 <= size <= MAX_VOCABULARY:
         raise ShapeError(f"logits are of {size} tokens, not 1 to {MAX_VOCABULARY}")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from worker.executor.contract import MemoryRequirements
 
-# What blocks take on a host, whose memory is for others too.
+# KV on a host by default; other programs need its memory, too.
 HOST_KV_CACHE_BYTES = 256 << 20
-# What a process takes of a GPU beside torch's tensors: the CUDA context, libraries, loaded kernels,
-# recorded steps and buffers of copies.  An H100 has about 0.6 GB of it after a step.
+# Memory that a process takes of a GPU beside torch's tensors: the CUDA context, libraries, loaded
+# kernels, recorded steps and buffers of copies.  On an H100 it was about 0.6 GB after a step.
 BESIDE_TENSORS_BYTES = 1 << 30
 
 
@@ -27,10 +27,10 @@ def default_kv_cache_bytes(
     max_ubatch_tokens: int,
     num_devices: int = 1,
 ) -> int:
-    """Return what blocks take where no setting says it.
+    """Return the bytes of the KV cache where no setting says it.
 
-    On a GPU that is what the weights, which are loaded, and the largest step leave of this
-    worker's share of its memory; elsewhere `HOST_KV_CACHE_BYTES`.
+    On a GPU that is this worker's share of its memory less the loaded weights and the largest
+    step; elsewhere `HOST_KV_CACHE_BYTES`.
 
     Args:
         num_devices: How many GPUs the worker computes on; each has as much free as ours.

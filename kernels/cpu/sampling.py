@@ -192,19 +192,19 @@ def _border(
 ) -> int:
     """Return the largest border not under which are `wanted` logits, or weights of that sum; the
     least there is where all are not enough."""
-    order, weight, held_by = ints_at(orders), longs_at(weights), longs_at(histogram)
+    order, weight, sums = ints_at(orders), longs_at(weights), longs_at(histogram)
     shift, prefix = _FIRST_SHIFT, 0
     while True:
         digit_bits = _DIGIT if shift else _FIRST_SHIFT % _DIGIT
         for digit in range(_RADIX):
-            held_by[digit] = 0
+            sums[digit] = 0
         for i in range(size):
             bits = order[i] - _LEAST
             if bits >> (shift + digit_bits) == prefix:
-                held_by[bits >> shift & ((1 << digit_bits) - 1)] += 1 if is_count else weight[i]
+                sums[bits >> shift & ((1 << digit_bits) - 1)] += 1 if is_count else weight[i]
         digit = (1 << digit_bits) - 1
-        while digit >= 0 and held_by[digit] < wanted:
-            wanted -= held_by[digit]
+        while digit >= 0 and sums[digit] < wanted:
+            wanted -= sums[digit]
             digit -= 1
         if digit < 0:
             return _LEAST

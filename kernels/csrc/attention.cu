@@ -6,10 +6,17 @@
 // result, and the last of a tile's blocks to arrive combines them.
 #include "attention.cuh"
 
-// ROWS_W warps of 16 M rows by KEYS_W warps that share the keys of a tile of BN; a ring of STAGES
-// tiles of K and V.  Shared rows are one 16-byte chunk longer than D: an odd number of chunks, so
-// that the eight rows of an ldmatrix lie in different banks.  What is K of a matrix is loaded once
-// for M of Q: with M = 2 it is the tensor cores that are waited for, not shared memory.
+// A thread block is ROWS_W x KEYS_W warps: each has 16 M rows, and KEYS_W warps divide the BN keys
+// of a tile.  Tiles of K and V go through a ring of STAGES in shared memory, whose rows are one chunk
+// of 16 bytes longer than D: an odd number of chunks, so that the eight rows of an ldmatrix lie in
+// different banks.  A warp loads each matrix of K once for its M matrices of Q: with M = 2 the
+// tensor cores should be the limit, not shared memory.
+//
+// 1. Copy the tile of Q, the numbers of the first blocks, and the first STAGES - 1 tiles of K and V.
+// 2. For each tile of keys, while the next ones are copied: s = Q K^T; scale, cap and mask s;
+//    weights and sums (above); o += weights V.
+// 3. Put the rows of all warps into shared memory, and combine those of KEYS_W warps.
+// 4. Of split keys: publish the partial result, take a ticket; the last block combines all parts.
 template <typename T, int D, int ROWS_W, int M, int KEYS_W, int BN, int STAGES>
 __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a) {
   constexpr int WM = 16 * M, BM = WM * ROWS_W, THREADS = ROWS_W * KEYS_W * 32;
@@ -29,8 +36,9 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   const int v_offset = (a.num_kv_heads << a.block_bits) * D;
   const int block_size = 2 * a.num_layers * v_offset;
 
-  // A tile's keys: in which blocks they are, then what is there.  The numbers of the blocks are in
-  // the ring ahead of K, in the chunk that ends a row, so that no copy waits for the block table.
+  // `find` copies the numbers of the blocks that a tile's keys are in, `load` the keys and values.
+  // The numbers are in the ring ahead of K, in the chunk that ends a row, so that no copy of KV
+  // waits for the block table.
   auto slot_of = [&](int tile) { return ring + tile % STAGES * 2 * BN * LD; };
   auto find = [&](int tile) {
     for (int row = thread; row < BN; row += THREADS) {
@@ -68,11 +76,11 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     position_of(row) = it.position(row);
   copies_commit();
   copies_wait<0>();
-  __syncthreads();  // everybody's numbers of blocks, and positions, are visible
+  __syncthreads();  // the block numbers and positions of all threads are visible
   const int num_keys = key_end - key_begin;
   for (int tile = 0; tile < STAGES - 1; tile++) {
     if (tile > 0) {
-      __syncthreads();  // nobody needs the numbers any more that these replace
+      __syncthreads();  // every thread has read the numbers that `find` replaces
       find(tile + STAGES - 1);
     }
     if (tile * BN < num_keys) load(tile);
@@ -94,7 +102,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
 
   for (int tile = 0; tile * BN < num_keys; tile++) {
     copies_wait<STAGES - 2>();
-    __syncthreads();  // everybody's copies of this tile are visible; nobody reads the one before
+    __syncthreads();  // all copies of this tile are visible, and the tile before it has been read
     if ((tile + STAGES - 1) * BN < num_keys) {
       load(tile + STAGES - 1);
       find(tile + 2 * (STAGES - 1));
@@ -125,7 +133,8 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     }
 
     const int first_key = key_begin + tile * BN + warp_key;
-    // A range of keys ends within a tile only at the last row's own key: the masks know that end.
+    // A range of keys that ends within a tile ends at the last row's own key, so the causal mask
+    // covers the keys behind it.
     const bool is_whole = first_key + KN <= position_of(warp_row) + 1 &&
                           (a.window == 0 || first_key > position_of(warp_row + WM - 1) - a.window);
 #pragma unroll
@@ -140,7 +149,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     }
 
 #pragma unroll
-    for (int n = 0; n < KN / 16; n++) {  // the weights are an operand as they lie
+    for (int n = 0; n < KN / 16; n++) {  // sums of Q K^T lie in registers as an operand has to
       u32 p[M][4];
 #pragma unroll
       for (int m = 0; m < M; m++)
@@ -171,7 +180,8 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   finish<T, D, BM, KEYS_W, WM, THREADS>(a, item, it, rows, thread);
 }
 
-// One warp for one query and head, key by key: any dtype, any D up to 256; for what has no tiles.
+// The same formula for dtypes and head sizes that have no tiles: one warp for one query and head,
+// key by key, in any dtype and any D up to 256.
 template <typename T>
 __global__ void __launch_bounds__(32) attend_plain(const Attention a) {
   const int token = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;

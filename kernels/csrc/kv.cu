@@ -1,4 +1,4 @@
-// Heads between the model, the paged pool and the wire.
+// Queries, keys and values between the model, the paged pool and the wire.
 #include "prims.cuh"
 
 struct Heads {
@@ -20,10 +20,10 @@ struct Heads {
 //   rotation, x of dimension d and y of d + D / 2: (x, y) -> (x cos - y sin, y cos + x sin)
 // Both are computed in float32, and the result is rounded once.  Values are copied.
 //
-// `lanes` neighbouring threads share one head of one token and sum its squares by shuffles.  Each has
-// WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the half
-// is no multiple of that.  If D / 2 / WIDE is no power of two, the last of the lanes have none.  Heads
-// follow one another over warps and thread blocks, token by token.
+// `lanes` neighbouring threads share one head of one token and sum its squares by shuffles.  Each
+// has WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the
+// half is no multiple of 16.  If D / 2 / WIDE is no power of two, the last lanes have no dimensions.
+// Heads follow one another over warps and thread blocks, token by token.
 template <typename T, int WIDE>
 __global__ void __launch_bounds__(128) rotate_and_append(const Heads a) {
   typedef Wide<T, WIDE> Unit;
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(128) rotate_and_append(const Heads a) {
         y.values[k] *= scale * to_y.values[k];
       }
     }
-    const Floats* const turn = (const Floats*)(a.rotation + (long long)token * a.head_dim);
-    const Floats cosine = turn[i], sine = turn[units + i];
+    const Floats* const angles = (const Floats*)(a.rotation + (long long)token * a.head_dim);
+    const Floats cosine = angles[i], sine = angles[units + i];
 #pragma unroll
     for (int k = 0; k < WIDE; k++) {
       low.values[k] = narrow<T>(x.values[k] * cosine.values[k] - y.values[k] * sine.values[k]);
@@ -94,8 +94,9 @@ struct Move {
   int first_head, num_moved_heads;
 };
 
-// Copy a rectangle of one sequence's KV out of its blocks or into them, eight values a thread.
-// blockIdx.y is a row of the segment, (layer, K or V, head).
+// Copy a rectangle of one sequence's KV out of its blocks into a contiguous segment, or back, eight
+// values a thread, converted between the two dtypes.  blockIdx.y is a row of the segment: (layer, K
+// or V, head).
 template <typename POOL, typename WIRE, bool INTO_POOL>
 __global__ void __launch_bounds__(128) move(const Move a) {
   const int eights = a.head_dim / 8, i = blockIdx.x * 128 + threadIdx.x;

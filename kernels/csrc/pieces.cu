@@ -1,33 +1,33 @@
 // Pieces of memory that another worker may write to: copied and digested in one pass.
 #include "prims.cuh"
 
-typedef unsigned long long u64;
-
 struct Pieces {
   const void* source;
-  const u64* places;   // [n] where each piece begins, in bytes behind `source`
+  const u64* places;   // [n] where each piece begins, in bytes from `source`
   void* target;        // null: nothing is copied
-  const u64* targets;  // [n] where each piece goes, in bytes behind `target`
-  u64* sums;           // [n, parts]; the digest is their sum
+  const u64* targets;  // [n] where each piece goes, in bytes from `target`
+  u64* sums;           // [n, parts]; the digest is their sum modulo 2^64
   u64 seed;
-  int num_units, num_parts;  // of a piece: 16 bytes each; and thread blocks
+  int num_units, num_parts;  // units of 16 bytes in a piece; thread blocks for a piece
 };
 
 struct alignas(16) Unit {
   u64 words[2];
 };
 
-constexpr int THREADS = 128, UNITS = 8;  // a thread has so many units under way
+constexpr int THREADS = 128, UNITS = 8;  // units that a thread loads before it uses the first
 
-// A bijection of the word, another one at each place: one word that is not right is always noticed.
+// The term of a word in the digest (SPEC 6.8).  It is a bijection of the word, another one at each
+// place, so that a single wrong word always changes the digest.
 PRIM u64 mix(u64 word, u64 place, u64 seed) {
   u64 x = (word ^ seed) + (place + 1) * 0x9E3779B97F4A7C15ull;
   x = (x ^ x >> 32) * 0xD6E8FEB86659FD93ull;
   return x ^ x >> 29;
 }
 
-// Of what is copied each word is read once, so the digest is of the copy.  A thread block for each
-// part of a piece.
+// Copy pieces and sum the terms of their words; one thread block for each part of a piece.  A word is
+// loaded once, for the copy and for the digest, so the digest is of the copy even if another worker
+// writes to the source meanwhile.
 __global__ void __launch_bounds__(THREADS) copy_pieces(const Pieces a) {
   SHARED_BYTES(shared);
   u64* sums = (u64*)shared;
@@ -35,18 +35,18 @@ __global__ void __launch_bounds__(THREADS) copy_pieces(const Pieces a) {
   const Unit* from = (const Unit*)((const char*)a.source + a.places[piece]);
   Unit* to = a.target ? (Unit*)((char*)a.target + a.targets[piece]) : nullptr;
   const int first = part * THREADS * UNITS + threadIdx.x;
-  Unit held[UNITS];
+  Unit loaded[UNITS];
 #pragma unroll
   for (int k = 0; k < UNITS; k++)
-    if (first + k * THREADS < a.num_units) held[k] = from[first + k * THREADS];
+    if (first + k * THREADS < a.num_units) loaded[k] = from[first + k * THREADS];
   u64 sum = 0;
 #pragma unroll
   for (int k = 0; k < UNITS; k++) {
     const int i = first + k * THREADS;
     if (i >= a.num_units) break;
-    if (to) to[i] = held[k];
+    if (to) to[i] = loaded[k];
     const u64 place = 2 * ((u64)piece * a.num_units + i);
-    sum += mix(held[k].words[0], place, a.seed) + mix(held[k].words[1], place + 1, a.seed);
+    sum += mix(loaded[k].words[0], place, a.seed) + mix(loaded[k].words[1], place + 1, a.seed);
   }
   sums[threadIdx.x] = sum;
   for (int half = THREADS / 2; half; half /= 2) {

@@ -72,9 +72,9 @@ PRIM T from_lane(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 PRIM u32 bits_of(float x) { return __float_as_uint(x); }
 PRIM u64 bits_of(double x) { return __double_as_longlong(x); }
 PRIM double double_of(u64 bits) { return __longlong_as_double(bits); }
-// A product that no addition is fused with.
+// A product that the compiler does not fuse with an addition.
 PRIM double multiply_rounded(double x, double y) { return __dmul_rn(x, y); }
-// The float32 of these bits; what a compiler makes of a cast may take subnormals for 0.
+// The float32 with these bits; a cast in C++ may be compiled to take subnormals for 0.
 PRIM double widen_exactly(u32 bits) {
   double y;
   asm("cvt.f64.f32 %0,%1;" : "=d"(y) : "f"(__uint_as_float(bits)));

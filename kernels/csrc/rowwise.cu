@@ -1,6 +1,6 @@
-// What stands between the matrices of a transformer, each in one pass: the norm of rows and the
-// gate of the feed-forward.  WIDE values are read and written at once: 16 bytes, or one value where
-// rows do not begin at multiples of 16 bytes.
+// The operators between the matrix products of a transformer: the norm of rows and the gate of the
+// feed-forward.  WIDE values are read and written at once: 16 bytes, or one value where rows do not
+// begin at multiples of 16 bytes.
 #include "prims.cuh"
 
 struct Norm {
@@ -26,7 +26,7 @@ PRIM float sum_of_block(float x) {
 }
 
 // Make out = x / sqrt(mean(x^2) + eps) * weight; a thread block for each row.  With y, x += y comes
-// first and is rounded as it is stored, so that what is normed is what the next layer adds to.
+// first and is rounded as it is stored: the norm is of the very residual that the next layer reads.
 template <typename T, int WIDE>
 __global__ void __launch_bounds__(512) rms_norm(const Norm a) {
   typedef Wide<T, WIDE> Unit;

@@ -1,6 +1,9 @@
-// One token of each row of logits, a thread block a row: what is computed, to the bit, stands at
-// SAMPLING in kernels/contract.py, and kernels/cpu/sampling.py computes the same.  All that is added
-// up are integers, so threads add in any order.  A pass reads the row again, out of the L2 cache.
+// Draws one token for each row of logits, one thread block a row.  kernels/contract.py states every
+// operation at SAMPLING, to the bit, and kernels/cpu/sampling.py computes the same.  All sums are of
+// integers, so threads may add in any order.  Each pass reads the row again, from the L2 cache.
+//
+// Passes of `draw`: the largest key; with top_k and top_p four each for a `border`, one for each digit
+// of a key, the first digit first; the sum of the weights that pass; the token.
 #include "prims.cuh"
 
 // A row of SAMPLING.
@@ -37,29 +40,32 @@ __constant__ double POWER_SERIES[13] = {
     2.5678435993488206e-11,
 };
 
-// Sums by digit, in two halves.  Each lane of a warp adds to a column of its own: its bank of shared
-// memory, where equal digits, and most of them are, do not wait for each other.
+// Shared memory.  A histogram has the amounts by digit, as halves of 64-bit sums, in a column for each
+// lane of a warp.  A column is one bank, so lanes with equal digits, which most have, do not wait for
+// each other.
 struct Shared {
   u32 low[RADIX][32], high[RADIX][32];
-  u64 sums[32];  // of each warp
-  u64 rest;      // what `find` found
+  u64 sums[32];  // one of each warp
+  u64 rest;      // the result of `find`
   int thread;
 };
 
+// The result of `find`.
 struct Found {
   int thread;  // -1: none
-  u64 rest;    // how much of what was wanted it must make up itself
+  u64 rest;    // the wanted sum less the values of the threads before this one
 };
 
-// What a thread block knows of its row.
+// A row as its thread block sees it.
 struct Row {
   Shared& shared;
   const u32* logits;  // their bits
   const u32* allowed;
-  int size, num_words, run;  // `run` tokens, a multiple of 32, are those of one warp
+  int size, num_words, run;  // each warp has a run of `run` tokens, a multiple of 32
   double largest, factor;    // see `weight`
 
-  // What orders a logit of these bits, as unsigned; a key of 0 is a token that is not allowed.
+  // The key of a logit with these bits: unsigned, ordered as logits are.  No logit has the key 0,
+  // which stands for a token that is not allowed.
   PRIM static u32 order(u32 bits) {
     const u32 magnitude = bits & 0x7fffffff;
     const u32 ordered = bits == magnitude ? bits | 0x80000000 : ~bits;
@@ -72,10 +78,12 @@ struct Row {
     return token < size && is_allowed(token) ? order(logits[token]) : 0;
   }
 
-  // The logit of a key, 2^x of it: every operation is one of weight_of in kernels/cpu/intrinsics.py.
+  // The logit of a key.
   PRIM static double logit(u32 key) {
     return widen_exactly(key & 0x80000000 ? key & 0x7fffffff : ~key);
   }
+  // The weight of a key, 2^x in units of 2^-42, x = (logit - largest) * factor: the same operations
+  // as `weight_of` in kernels/cpu/intrinsics.py, one by one.
   PRIM u64 weight(u32 key) const {
     const double rounding = 6755399441055744.0, base = 1024.0;  // 1.5 * 2^52; 2^(52 - 42)
     double x = multiply_rounded(logit(key) - largest, factor);
@@ -88,7 +96,7 @@ struct Row {
     return bits_of(power + base) - bits_of(base);
   }
 
-  // Call use(token, key) for all of the row's tokens.
+  // Call use(token, key) for each allowed token of the row, in the threads' own order.
   template <typename Use>
   PRIM void each(Use use) const {
     const int first = threadIdx.x / 32 * run, last = min(first + run, size);
@@ -96,7 +104,7 @@ struct Row {
       u32 bits[4];
       bool is_one[4];
 #pragma unroll
-      for (int k = 0; k < 4; k++) {  // all are on their way before the first is used
+      for (int k = 0; k < 4; k++) {  // four loads are under way before the first is used
         const int here = min(token + 32 * k, last - 1);
         bits[k] = logits[here];
         is_one[k] = token + 32 * k < last && is_allowed(here);
@@ -107,17 +115,17 @@ struct Row {
     }
   }
 
-  // The largest over the thread block.
+  // The largest x of the thread block's threads.
   PRIM u64 largest_of(u64 x) const {
     for (int mask = 16; mask; mask /= 2) x = max(x, from_lane_xor(x, mask));
-    __syncthreads();  // everybody has read the sums of before
+    __syncthreads();  // all threads have read the sums of the last call
     if (threadIdx.x % 32 == 0) shared.sums[threadIdx.x / 32] = x;
     __syncthreads();
     for (int warp = 0; warp < blockDim.x / 32; warp++) x = max(x, shared.sums[warp]);
     return x;
   }
 
-  // The first thread, in their order, up to which values sum to wanted(sum of all).
+  // The first thread such that the values of it and of those before it sum to wanted(sum of all).
   template <typename Wanted>
   PRIM Found find(u64 value, Wanted wanted) const {
     const int lane = threadIdx.x % 32, own = threadIdx.x / 32;
@@ -127,7 +135,7 @@ struct Row {
       if (lane & mask) before += other;
       sum += other;
     }
-    __syncthreads();  // everybody has read the sums, and what was found, of before
+    __syncthreads();  // all threads have read the sums and the result of the last call
     if (lane == 0) shared.sums[own] = sum;
     if (threadIdx.x == 0) shared.thread = -1;
     __syncthreads();
@@ -144,8 +152,9 @@ struct Row {
     return {shared.thread, shared.rest};
   }
 
-  // The largest key such that amounts of keys not under it sum to wanted(sum of all); `least`, under
-  // which no key counts, if there is none.
+  // The largest key such that the amounts of the keys from it on sum to wanted(sum of all), or `least`
+  // if there is none.  Keys under `least` do not count.  A radix search: `prefix` are the digits that
+  // are known, and a pass sums the amounts by the next digit of the keys that begin with them.
   template <typename Amount, typename Wanted>
   PRIM u32 border(u32 least, Amount amount, Wanted wanted) const {
     u32 prefix = 0;
@@ -183,7 +192,7 @@ struct Row {
     return (u64)(long long)(share * (double)(long long)sum);
   }
 
-  // Write the token that is drawn.
+  // Filter by top_k, top_p and min_p, draw with `uniform`, and write the token.
   PRIM void draw(const Setting& of, long long* drawn) const {
     u32 least = 1;
     auto weighed = [&](u32 key) { return weight(key); };
@@ -199,7 +208,7 @@ struct Row {
     u64 sum = 0;
     each([&](int, u32 key) { sum += passing(key); });
     for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
-    // First the warp whose run has the token, then the thread with a part of that run.
+    // Find the warp whose run has the token, divide that run among all threads, find the thread.
     const Found warp = find(threadIdx.x % 32 ? 0 : sum,
                             [&](u64 all) { return share_of(of.uniform, all) + 1; });
     if (warp.thread < 0) {  // there is no weight
@@ -221,6 +230,7 @@ struct Row {
   }
 };
 
+// Find the largest logit, which decides at temperature 0 or without settings; else draw.
 __global__ void __launch_bounds__(1024, 1) draw(const Draw a) {
   SHARED_BYTES(shared);
   const long long number = blockIdx.x;
@@ -228,7 +238,7 @@ __global__ void __launch_bounds__(1024, 1) draw(const Draw a) {
   if (a.allowed) row.allowed = (const u32*)a.allowed + number * a.num_words;
   row.run = (a.size + blockDim.x - 1) / blockDim.x * 32;
   long long* const drawn = (long long*)a.drawn + number;
-  u64 best = 0;  // key and token, such that the first of equals is the largest
+  u64 best = 0;  // key, and below it the token inverted: the first of equal keys is the largest
   row.each([&](int token, u32 key) { best = max(best, (u64)key << 32 | ~(u32)token); });
   best = row.largest_of(best);
   const Setting* const settings = (const Setting*)a.settings + number;

@@ -2,8 +2,7 @@
 
 CuPy compiles and loads a kernel when it is first needed, and its binding of the driver starts it on
 torch's current stream.  CuPy is imported no sooner, so this module can be imported anywhere;
-`require_device` says what is missing.
-What the tiles do not cover (a pool that `launch.check_pool` refuses) is a KernelError.
+`require_device` says what is missing.  A pool that `launch.check_pool` refuses is a KernelError.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ HOPPER = (9, 0)
 OPTIONS = {"attention_hopper": ("-arch=sm_90a",)}
 # As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
-# More than this must be asked for, see `_function`.
+# A kernel with more dynamic shared memory needs an attribute, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
 
 _started: dict[int, str] = {}
-# What `measure_prompts` found.
+# The tables that `measure_prompts` made, by `prompts.kind`.
 _prompts: dict[tuple[object, ...], prompts.Table] = {}
 
 
@@ -137,7 +136,8 @@ def measure_prompts(
     """Time prompts every way that there is; from now on they go the quickest, on such pools.
 
     Args:
-        seconds: What measures; by default, runs on the pool's device.
+        seconds: Returns the time of a way and a length; by default it runs them on the pool's
+            device.
     """
     seconds = seconds or partial(prompts.seconds, attend, pool, num_heads)
     table = prompts.measure(seconds, has_wide=_has_wide(pool, num_heads))
@@ -208,7 +208,8 @@ def add_rms_norm(
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    blocks = multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
+    of_device = gpu(gate_up.device.index or 0)
+    blocks = of_device.multiprocessors * GATE_BLOCKS_PER_MULTIPROCESSOR
     start(gate_up.device, launch.gate(gate_up, out, activation, wanted_blocks=blocks))
     return out
 
@@ -227,8 +228,8 @@ def start(place: torch.device, launches: list[Launch]) -> None:
     """Start launches on torch's current stream of a device."""
     device = place.index or 0
     driver = _cupy().cuda.driver
-    # Asked anew each time: a stream that is being captured is another one.  Its handle alone, for
-    # an object of torch's would take longer than the launch.
+    # Read anew each time, for a recording uses another stream.  Only its handle: making torch's
+    # object of a stream takes longer than the launch.
     stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
     # Another device may be current on this thread; on a thread that is new to CUDA none is.
     context, before = _context(device), driver.ctxGetCurrent()
@@ -238,8 +239,8 @@ def start(place: torch.device, launches: list[Launch]) -> None:
         for it in launches:
             note_started(device, it.kernel)
             function = _function(it.source, it.kernel, it.shared_bytes, device)
-            # The driver takes a list of addresses and copies what lies there before it returns.
-            # A kernel has one argument, so this pointer is the list.
+            # The driver takes a list of the arguments' addresses, and copies the arguments before
+            # it returns.  A kernel has one argument, so a pointer to its address is the list.
             listed = c_void_p(addressof(it.arguments))
             sizes = (*it.grid, 1, it.threads, 1, 1, it.shared_bytes)
             driver.launchKernel(function.ptr, *sizes, stream, addressof(listed), 0)
@@ -280,15 +281,9 @@ def _cupy() -> Any:
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Return what a device has for attention's tiles."""
+    """Return the multiprocessors of a device, and the shared memory of each."""
     it = torch.cuda.get_device_properties(device)
-    return Gpu(multiprocessors(device), int(it.shared_memory_per_multiprocessor))
-
-
-@cache
-def multiprocessors(device: int) -> int:
-    """Return how many the device has."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return Gpu(int(it.multi_processor_count), int(it.shared_memory_per_multiprocessor))
 
 
 @cache

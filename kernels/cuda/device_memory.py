@@ -1,10 +1,11 @@
 """Memory of a GPU that other processes may map: by a file descriptor, as the host's.
 
-CUDA's virtual memory management gives one for an allocation, if that is asked for when it is made.
-The memory is freed when the last process that has it mapped or its descriptor open lets go of it or
-ends: what is mapped here stays readable whatever becomes of the process that made it.  What CUDA's
-IPC handles open ends with that process, in a way that is not defined, and anybody who knows such a
-handle can open it.  Neither torch nor CuPy has these calls, so libcuda is called: see cuda.h.
+CUDA's virtual memory management exports a descriptor of an allocation that was made for it.  The
+memory is freed when the last process that has mapped it, or has the descriptor open, unmaps or
+closes it or ends.  So mapped memory stays readable even if the process that made it is killed.
+(CUDA's IPC handles are worse: the memory ends with its process, and what others see then is not
+defined; whoever knows a handle can open it.)  Neither torch nor CuPy has these calls, so ctypes
+calls libcuda; cuda.h documents them.  This has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -56,14 +57,18 @@ class DeviceMemory:
 
     Attributes:
         kind: "cuda"; only memory of one kind can be copied into another.
-        about: What another process has to know of it, beside its descriptor.
-        descriptor: Of memory that is our own.
+        about: Describes the memory to a process that maps its descriptor.
+        descriptor: Of memory that this process has allocated; -1 of mapped memory.
     """
 
     kind: Final = "cuda"
 
     def __init__(self, lane: Lane, handle: int, num_bytes: int, flags: int) -> None:
-        """Map what a handle stands for, which is taken over.  Raises OSError."""
+        """Map the allocation of a handle, and release the handle.
+
+        Raises:
+            OSError: A call of libcuda failed; the message has its name and CUDA's sentence.
+        """
         self._lane, self._num_bytes = lane, num_bytes
         self.about = f"{self.kind} {num_bytes}".encode()
         self.descriptor = -1
@@ -82,14 +87,18 @@ class DeviceMemory:
             except OSError:
                 if flags == _READ_WRITE:
                     raise
-                # A driver need not know of memory that is only read.
+                # A driver may not support memory that is only read.
                 reach(byref(_Access(_DEVICE, device, _READ_WRITE)), c_size_t(1))
             weakref.finalize(self, undo.pop_all().close).atexit = False
         self.address = address.value
 
     @classmethod
     def allocate(cls, lane: Lane, num_bytes: int) -> DeviceMemory:
-        """Make memory, perhaps a little more.  Raises OSError where there is no such or so much."""
+        """Allocate memory, rounded up to what CUDA allocates at a time.
+
+        Raises:
+            OSError: There is no room, or the driver has no such memory.
+        """
         call, device = _calls(lane), lane.device.index or 0
         properties = _Properties(_PINNED, _DESCRIPTOR, _DEVICE, device)
         granularity, handle, descriptor = c_size_t(), c_uint64(), c_int()
@@ -108,7 +117,7 @@ class DeviceMemory:
         """Map memory of another process, to read.  The descriptor is still the caller's to close.
 
         Raises:
-            OSError: It is no such memory, or of a GPU that ours cannot read.
+            OSError: `about` or the descriptor is of other memory, or our GPU cannot read it.
         """
         kind, _, size = about.decode("ascii", "replace").partition(" ")
         if kind != cls.kind or not (size.isdecimal() and 0 < int(size) < 1 << 63):
@@ -123,18 +132,18 @@ class DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Bytes, for torch, which keeps this object as long as what it makes of it."""
+        """Describe the memory to torch, whose tensor then keeps this object alive."""
         shape, data = (self._num_bytes,), (self.address, False)
         return {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
 
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
-        """Return the digest of pieces of this size, when the last marked step has written them."""
+        """Wait for the last marked step, then return the digest of pieces of this size."""
         return copy_pieces(self._lane, self.address, places, size, seed)
 
     def copy(
         self, places: Sequence[int], size: int, target: Any, targets: Sequence[int], seed: int
     ) -> int:
-        """Copy pieces to other memory of the kind, or a `Room`; return the digest of the copies."""
+        """Copy pieces to other memory of this kind or a `Room`; return the digest of the copies."""
         memory = self._lane, self.address
         return copy_pieces(*memory, places, size, seed, target.address, targets)
 
@@ -153,9 +162,10 @@ class Room:
 
 
 def _calls(lane: Lane) -> Callable[..., None]:
-    """Return what calls libcuda by name in the context that torch has on a lane's device.
+    """Return a function that calls libcuda by name, in torch's context of a lane's device.
 
-    All raise OSError.
+    Raises:
+        OSError: The library is missing, or a call failed.
     """
     cuda, context, device = _library(), c_void_p(), lane.device.index or 0
 

@@ -34,14 +34,14 @@ class Lane(Protocol):
         """Raise KernelError unless `move` can serve such a pool."""
 
     def mark(self) -> None:
-        """Have copies from now on wait for what was computed so far, and for nothing later.
+        """Have copies from now on wait for all steps that were started so far, and no later one.
 
-        To be called by the thread that computes: after each step is asked for in full, before
-        anybody hears which blocks it made or freed.
+        The thread that computes calls it after it has started all of a step, before other threads
+        learn which blocks the step has filled or freed.
         """
 
     def working(self) -> AbstractContextManager[None]:
-        """Have what is asked inside run after the last mark; wait for it at the end."""
+        """Start copies and kernels inside behind the last mark; wait for them at the end."""
 
     def upload(self, block_table: Sequence[int]) -> torch.Tensor:
         """Return a block table in memory of the device, for any copy."""
@@ -66,9 +66,9 @@ class Lane(Protocol):
 class SideStream:
     """The lane of a CUDA device: streams of high priority beside its default one, where steps run.
 
-    A block may have been given back while a kernel that was asked for before still writes to it, so
-    a copy waits for the event of the last mark.  It does not wait for all of the default stream:
-    the step under way touches none of its blocks, and may take long.
+    A block may be freed while a kernel that was started before still writes to it, so a copy waits
+    for the event of the last mark.  It does not wait for all of the default stream: the step under
+    way touches none of its blocks, and may take long.
     """
 
     max_buffer_bytes = 32 << 20
@@ -99,8 +99,10 @@ class SideStream:
             with torch.cuda.stream(stream):
                 yield
         finally:
-            stream.synchronize()
-            self._idle.put(stream)
+            try:
+                stream.synchronize()  # which raises what has failed on the device
+            finally:
+                self._idle.put(stream)
 
     def upload(self, block_table: Sequence[int]) -> torch.Tensor:
         # From pageable memory, so it is there on return, and any stream may read it.

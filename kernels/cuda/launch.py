@@ -80,6 +80,9 @@ class Launch(NamedTuple):
     Attributes:
         source: "attention", "kv" or another file of csrc/.
         kernel: the instantiation, as C++ names it.
+        grid: thread blocks by x and y.
+        threads: of a thread block.
+        shared_bytes: dynamic shared memory of a thread block.
         arguments: the struct that the kernel is given.
         keep: the tensors it points to, which must live until the kernel has run.
     """
@@ -94,12 +97,12 @@ class Launch(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """One tile's part of a step: what its thread blocks do, and where that lies on the device.
+    """The work items of one tile in a step, and the device memory that their launch needs.
 
     Attributes:
-        items: `work.items` there.
-        parts: float32, room for partial results.
-        tickets: int32, counts of those that are there; every launch leaves them at 0.
+        items: `work.items` on the device.
+        parts: [slots * Hkv, tile rows, D + 4] float32, room for partial results.
+        tickets: [slots * Hkv] int32, how many parts of a tile are written; a launch leaves 0 there.
     """
 
     tile: tiling.AnyTile
@@ -111,12 +114,12 @@ class Planned(NamedTuple):
 
 @dataclass(slots=True)
 class OnDevice:
-    """What of a batch lies on the device.
+    """The parts of a batch that were uploaded or planned once for all its layers.
 
     Attributes:
-        tensors: by name.
-        works: by window and query heads.
-        attending: the launches of attention, without what each layer has of its own.
+        tensors: tensors of the batch on the device, by name: "slots", "starts", ...
+        works: the work items of attention, by window and query heads.
+        attending: the launches of attention without the fields that layers do not share.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -160,7 +163,7 @@ def rotate_and_append(
         query: [T, Hq, D].
 
     Raises:
-        KernelError: A tensor is not of that dtype, or does not lie so.
+        KernelError: A tensor has another dtype or other strides; or see `check_pool`.
     """
     check_pool(pool)
     num_tokens, num_rows, head_dim = heads.shape
@@ -202,7 +205,13 @@ def move(
 ) -> list[Launch]:
     """Copy a rectangle between a sequence's blocks and a contiguous segment on one device.
 
-    The block table is uploaded, unless it is int32 on the pool's device already.
+    Args:
+        block_table: It is uploaded, unless it is int32 on the pool's device already.
+        segment: [l, 2, h, t, D] for the layers, heads and tokens of the rectangle, of any dtype of
+            `DTYPE_NAMES`; values are converted.
+
+    Raises:
+        KernelError: No kernel serves such a pool or segment.
     """
     check_pool(pool)
     if segment.dtype not in DTYPE_NAMES:
@@ -235,7 +244,12 @@ def attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Attend with few and with many rows.
+    """Attend to a layer of the pool as `kernels.paged_attention` does: up to two launches, one with
+    the tile for sequences of few rows and one with that for many.
+
+    Args:
+        query: [T, Hq, D] in the pool's dtype, contiguous; `out` likewise.
+        gpu: The device, which decides tiles and splits.
 
     Raises:
         KernelError: No kernel serves such a pool or query, or `scale` is not above 0.
@@ -423,7 +437,7 @@ def _copy(arguments: Structure) -> Structure:
 
 
 def point(arguments: Structure, **tensors: torch.Tensor) -> int:
-    """Write where tensors lie into the fields of their names; return the bits of all addresses."""
+    """Write the addresses of tensors to the fields of their names; return all addresses, or-ed."""
     bits = 0
     for name, tensor in tensors.items():
         at = tensor.data_ptr()
@@ -443,10 +457,10 @@ def _on_device(
 
 
 def _width(size: int, dtype: torch.dtype, bits: int) -> int:
-    """Return how many values every row of every tensor lets a thread load at once.
+    """Return how many values a thread can load at once from every row of every tensor.
 
     Args:
-        bits: of all tensors' addresses.
+        bits: The bits of all tensors' addresses, from `point`.
     """
     width = WIDE_BYTES // dtype.itemsize
     return 1 if bits % WIDE_BYTES or size % width else width

@@ -1,7 +1,7 @@
 """Pieces of a GPU's memory, copied and digested by one kernel: csrc/pieces.cu.
 
-The digest is of 64 bits and not XXH3, whose blocks wait for one another: each word is mixed with
-its place, and what comes out is added up in whatever order.  It notices mistakes, no forger.
+The digest has 64 bits.  It is not XXH3, which has to read bytes in order: each word is mixed with
+its place, and the results are added up in any order.  It detects mistakes, not forgery.  SPEC 6.8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from kernels.cuda.lane import Lane
 from kernels.cuda.launch import Launch, struct
 
-# What the kernel moves at a time: places and sizes are multiples of it.
+# The kernel moves so much at a time: places and sizes are multiples of it.
 UNIT_BYTES = 16
 # As in the source.
 _THREADS, _UNITS = 128, 8
@@ -32,16 +32,20 @@ def copy_pieces(
     target: int = 0,
     targets: Sequence[int] = (),
 ) -> int:
-    """Return the digest of pieces of `size` bytes, each at its place behind the address `source`.
+    """Return the digest of pieces of memory; copy them, too, if there is a `target`.
 
-    With an address `target` they are copied behind that to `targets`; it may be of pinned memory.
+    Args:
+        source: The address that `places` count from, in bytes.
+        size: Bytes of each piece.
+        target: The address that `targets` count from, of a device or of pinned memory; 0: no copy.
 
     Raises:
         ValueError: A place or the size is not a multiple of 16 bytes.
         RuntimeError: There is no pinned memory, or the device has failed.
     """
-    if any(each % UNIT_BYTES for each in (size, *places, *targets)):
-        raise ValueError(f"a piece of {size} bytes is not made of whole {UNIT_BYTES} bytes")
+    for each in (size, *places, *targets):
+        if each % UNIT_BYTES:
+            raise ValueError(f"a size or place is {each}, not a multiple of {UNIT_BYTES} bytes")
     num_units = size // UNIT_BYTES
     num_parts = -(-num_units // (_THREADS * _UNITS))
     with lane.working():

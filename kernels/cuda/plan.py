@@ -1,9 +1,9 @@
 """The plan of a decode step in device memory that stays where it is, for CUDA graphs.
 
 A graph repeats its launches with the pointers and the grids of the day it was recorded.  So there
-is room for the most sequences, work items and partial results that its size can have; sequences
-that are not there generate into a block nobody uses, items that are not there are marked and end
-at once.
+is room for the most sequences, work items and partial results that its size can have.  Sequences
+that a step lacks generate into a spare block; work items that it lacks have sequence -1, and their
+thread blocks end at once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class FixedPlan:
         """Plan a step of no more sequences than there is room for, one token each.
 
         Returns:
-            What is to be written where on the device, before the host calls this again.
+            (device tensor, table) pairs: the caller writes each table to its tensor (`pinned.put`)
+            before it calls this again.
         """
         mine, count = self.batch, len(batch.slots)
         columns = batch.block_tables.shape[1]

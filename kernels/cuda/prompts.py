@@ -1,8 +1,8 @@
 """Prompts: by the quicker of our kernels, or by torch's attention where that was quicker still.
 
-Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered for it first, and
-that is timed with it.  Whatever has a past, a window, a cap or sinks is our kernel's.  cuDNN is not
-asked, for it plans anew for each length, while a step waits.
+Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered first; the measured
+time includes that.  Our kernel computes whatever has a past, a window, a cap or sinks.  cuDNN's
+attention is left out, for it makes a plan for each new length, and the step would wait for that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.contract import PagedBatch, Scratch
 from kernels.cuda.pinned import upload
 
-# The least of so many times counts; the first compiles.
+# The least of so many times counts; the first run compiles.
 REPEATS = 5
-# Tokens; a prompt goes as the longest of these that is no longer than it.
+# Tokens; a prompt takes the way of the longest of these that is not longer than the prompt.
 LENGTHS = (256, 1024, 4096)
 # (context, queries) on which our two kernels must agree: chunks, ragged tails, keys that are split.
 TRIALS = [(700, 300), (129, 129), (2100, 70), (64, 64)]
@@ -47,10 +47,11 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass(slots=True)
 class Chosen:
-    """What the layers of a step have in common, once the first has asked.
+    """The choice for a step and the uploads that it needs, made by the first layer for all.
 
     Attributes:
-        blocks: Those of each sequence's own tokens, int32 on the device.
+        way: None until the first layer chooses.
+        blocks: For each sequence the blocks of its tokens, int32 on the device.
     """
 
     way: Way | None = None
@@ -58,7 +59,7 @@ class Chosen:
 
 
 def kind(pool: torch.Tensor, num_heads: int) -> tuple[object, ...]:
-    """Return what the time of a prompt depends on, beside the number of its tokens."""
+    """Return the key of a table: all that decides the time of a prompt, but for its length."""
     return pool.device, pool.dtype, num_heads, *pool.shape[3:]
 
 
@@ -146,14 +147,17 @@ def flash(query: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, scale: float
     Args:
         query: [T, Hq, D].
         kv: [N, 2, Hkv, B, D], a layer of the pool.
+
+    Returns:
+        [T, Hq, D].
     """
-    out, held = torch.empty_like(query), batch.scratch.of(Chosen)
+    out, chosen = torch.empty_like(query), batch.scratch.of(Chosen)
     ranges = [*pairwise(batch.query_starts.tolist())]
-    if not held.blocks:
+    if not chosen.blocks:
         counts = (-(-(stop - start) // kv.shape[3]) for start, stop in ranges)
         tables = zip(batch.block_tables.numpy(), counts, strict=True)
-        held.blocks = upload([table[:count] for table, count in tables], kv.device)
-    for (start, stop), blocks in zip(ranges, held.blocks, strict=True):
+        chosen.blocks = upload([table[:count] for table, count in tables], kv.device)
+    for (start, stop), blocks in zip(ranges, chosen.blocks, strict=True):
         key, value = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, : stop - start]
         own = query[start:stop].transpose(0, 1)[None]
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

@@ -21,7 +21,7 @@ def draw(
     allowed: torch.Tensor | None,
     drawn: torch.Tensor,
 ) -> list[Launch]:
-    """Write a token for each row; see `kernels.draw`."""
+    """Write a token for each row to `drawn`, [R] int64; see `kernels.draw` for the others."""
     num_rows, size = logits.shape
     if not num_rows:
         return []
@@ -37,5 +37,5 @@ def draw(
     launch.point(arguments, **keep)
     wanted = -(-size // TOKENS_OF_A_THREAD // 32) * 32
     threads = min(MAX_THREADS, max(MIN_THREADS, wanted))
-    held = tuple(keep.values())
-    return [Launch("sampling", "draw", (num_rows, 1), threads, SHARED_BYTES, arguments, held)]
+    grid, tensors = (num_rows, 1), tuple(keep.values())
+    return [Launch("sampling", "draw", grid, threads, SHARED_BYTES, arguments, tensors)]

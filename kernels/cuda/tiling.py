@@ -15,9 +15,9 @@ Ints = npt.NDArray[np.int32]
 
 # A split shorter than this costs more to merge than it gains: two tiles of keys.
 MIN_SPLIT_KEYS = 128
-# Of a multiprocessor's shared memory the system takes this for each thread block.
+# Shared memory of a multiprocessor that CUDA takes for each thread block.
 RESERVED_BYTES = 1 << 10
-# Of a multiprocessor; NVRTC says how many a thread needs, see `Gpu.blocks` and its test.
+# Registers of a multiprocessor.
 REGISTERS = 1 << 16
 # Heads that are whole panels of 64 values, and leave registers for 128 keys.
 WIDE_HEAD_DIMS = (64, 128)
@@ -26,7 +26,15 @@ ITEM = 7
 
 
 class Tile(NamedTuple):
-    """Template arguments of `attend` after the dtype and D; a warp has so many times 16 rows."""
+    """The template arguments of `attend` after the dtype and D.
+
+    Attributes:
+        row_warps: Warps that divide the rows of a thread block.
+        warp_matrices: Matrices of 16 rows that a warp has.
+        key_warps: Warps that divide the keys of a tile.
+        keys: Keys of a tile.
+        stages: Tiles of keys in the ring.
+    """
 
     row_warps: int
     warp_matrices: int
@@ -106,8 +114,8 @@ class Work(NamedTuple):
     """What the thread blocks of one launch do; see attention.cuh for the columns.
 
     Attributes:
-        items: [I, ITEM].
-        num_slots: partial results.
+        items: [I, ITEM] int32, one for each thread block; attention.cu explains the columns.
+        num_slots: How many partial results the items write.
     """
 
     items: Ints

@@ -21,7 +21,7 @@ from tests.gpu.trail import Figures
 from tests.gpu.verify import Wrong
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import GPU, Shim
-from tests.kernels.shim.recording import DeviceMemory, Recorder
+from tests.kernels.shim.recording import CopiedUploads, Recorder
 from worker.compute.graphs import DecodeGraphs, graphs_of
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model, load_model
@@ -84,7 +84,7 @@ def shim_for(settings: Settings, model: Model) -> Iterator[Shim | None]:
     dtype = model.kv_dtype
     needed = {"kv": kv_kernels(dtype, dtype), "rowwise": rowwise_kernels(dtype)}
     shim = Shim({"attention": attention_kernels(dtype, model.config.head_dim)} | needed)
-    with patch.object(kernels, "backend_of", lambda _: shim), DeviceMemory():
+    with patch.object(kernels, "backend_of", lambda _: shim), CopiedUploads():
         yield shim
 
 

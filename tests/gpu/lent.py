@@ -29,8 +29,25 @@ SEGMENTS = (64 << 20, 256 << 20)
 
 
 def piece_parts(settings: Settings) -> dict[str, Part]:
-    """Pieces that another process has written, against what it has written."""
-    return {"pieces": partial(_pieces, settings)}
+    """Pieces that another process has written, against what it has written; and what is none."""
+    return {"pieces": partial(_pieces, settings), "refusals": partial(_refusals, settings)}
+
+
+def _refusals(settings: Settings) -> Figures:
+    """The driver maps nothing beyond the end of memory, and nothing that is none."""
+    lane, (reading, writing) = _lane(settings), os.pipe()
+    ours = _allocated(lane, 1 << 20)
+    num_bytes = len(ours)
+    cases = ((ours.descriptor, 2 * num_bytes), (ours.descriptor, 1 << 40), (reading, num_bytes))
+    for descriptor, size in cases:
+        try:
+            DeviceMemory.map(lane, descriptor, b"cuda %d" % size)
+        except OSError:
+            continue
+        raise Wrong(f"{size} bytes of descriptor {descriptor} are mapped, of {num_bytes}")
+    os.close(reading)
+    os.close(writing)
+    return {"cases": len(cases)}
 
 
 def _pieces(settings: Settings) -> Figures:

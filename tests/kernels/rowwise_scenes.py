@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch.nn.functional import gelu, silu
 
 from kernels import GELU_TANH, SILU, Activation
+from kernels.contract import Backend
 from tests.kernels.scenes import ROUNDING
 
 # As gpt-oss has it.
@@ -22,19 +21,7 @@ SMALLEST = 2.0**-25
 MARGIN = 16
 
 
-class Rowwise(Protocol):
-    """The functions of `kernels.cuda.backend` on rows."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
-
-    def add_rms_norm(
-        self, hidden: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor: ...
-
-    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor: ...
-
-
-def check_all(serving: Rowwise, dtype: torch.dtype, size: int, device: str = "cpu") -> None:
+def check_all(serving: Backend, dtype: torch.dtype, size: int, device: str = "cpu") -> None:
     for rows in ROWS:
         for skip in (0, 1):
             check_norm(serving, dtype, rows, size, skip, device)
@@ -42,7 +29,7 @@ def check_all(serving: Rowwise, dtype: torch.dtype, size: int, device: str = "cp
 
 
 def check_norm(
-    serving: Rowwise, dtype: torch.dtype, rows: int, size: int, skip: int, device: str
+    serving: Backend, dtype: torch.dtype, rows: int, size: int, skip: int, device: str
 ) -> None:
     hidden, y = (random((rows, size), dtype, seed, skip, device) for seed in (1, 2))
     # Rows of very different length: the mean of another would be seen, and eps is most of the last.
@@ -57,7 +44,7 @@ def check_norm(
 
 
 def check_gate(
-    serving: Rowwise, dtype: torch.dtype, rows: int, size: int, skip: int, device: str
+    serving: Backend, dtype: torch.dtype, rows: int, size: int, skip: int, device: str
 ) -> None:
     gate_up = random((rows, 2 * size), dtype, 4, skip, device)
     gate_up[:, :size] *= 8

@@ -206,7 +206,7 @@ def check(
 def _check(
     it: Scene, window: int | None, backend: Backend, cap: float | None, sinks: torch.Tensor | None
 ) -> None:
-    scale = it.query.shape[2] ** -0.5
+    scale = 0.75 * it.query.shape[2] ** -0.5  # none that torch takes by itself
     # The rounding of a score grows with the number of its products.
     tolerance = TOLERANCE[it.pool.dtype] * max(1.0, it.query.shape[2] / 64)
     for layer in (0, NUM_LAYERS - 1):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from torch.nn.functional import gelu
 
 import kernels
-from kernels import GELU_TANH, SILU, KernelError, reference
+from kernels import GELU_TANH, SILU, reference
 from kernels.contract import Backend
-from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.tiling import Gpu
 from tests.kernels.instances import (
@@ -62,15 +61,7 @@ def backend(name: str, head_dim: int, dtype: torch.dtype) -> Backend:
         return reference
     if name == "cpu":
         return kernels.backend_of("cpu")
-    if name == "shim":
-        if reason := why_not():
-            pytest.skip(reason)
-        return shim(head_dim, dtype)
-    try:
-        cuda.require_device()
-    except KernelError as error:
-        pytest.skip(str(error))
-    return cuda
+    return backend_named(name, partial(shim, head_dim, dtype))
 
 
 def shapes(config: pytest.Config) -> list[tuple[int, torch.dtype]]:
@@ -83,7 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("shape", found, ids=[f"{d}-{str(t)[6:]}" for d, t in found])
 
 
-BACKENDS = ["reference", "cpu", "shim", pytest.param("cuda", marks=pytest.mark.gpu)]
+BACKENDS = ["reference", "cpu", *CUDA_BACKENDS]
 
 
 def to_device(it: Scene, name: str) -> Scene:
@@ -218,7 +209,7 @@ def test_any_order_of_threads_and_copies_gives_the_same(order: int, late: bool) 
     check(it, 24, shim(64, BF16, order, late))
 
 
-@pytest.mark.parametrize("name", ["shim", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", CUDA_BACKENDS)
 def test_append_and_move_are_bit_for_bit(name: str) -> None:
     check_moves(backend(name, 64, BF16), BF16, device="cuda" if name == "cuda" else "cpu")
 
@@ -232,14 +223,9 @@ def test_a_pool_may_have_more_elements_than_32_bits_count(name: str) -> None:
 
 @pytest.mark.parametrize("held", launch.POOL_DTYPES, ids=str)
 @pytest.mark.parametrize("sent", launch.DTYPE_NAMES, ids=str)
-@pytest.mark.parametrize("name", ["shim", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", CUDA_BACKENDS)
 def test_conversions_are_those_of_torch(name: str, held: torch.dtype, sent: torch.dtype) -> None:
-    if name == "shim":
-        if reason := why_not():
-            pytest.skip(reason)
-        serving: Backend = every_move()
-    else:
-        serving = backend(name, 64, held)
+    serving = backend_named(name, every_move)
     device = "cuda" if name == "cuda" else "cpu"
     generator = torch.Generator().manual_seed(7)
     pool = torch.randn(3, 2, 2, 2, 8, 16, generator=generator).to(held)

@@ -57,7 +57,6 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Any:
         if isinstance(backend, Shim):
             monkeypatch.setattr(kernels, "backend_of", lambda _: cuda)
             monkeypatch.setattr(cuda, "start", lambda _, launches: backend.run(launches))
-            monkeypatch.setattr(cuda, "multiprocessors", lambda _: 12)
             monkeypatch.setattr(cuda, "gpu", lambda _: GPU)
 
     return serve

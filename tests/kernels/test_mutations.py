@@ -22,15 +22,15 @@ from tests.kernels.scenes import check, check_moves, heads_error, scene, sinks_o
 from tests.kernels.shim.backend import GPU, HOPPER, Shim, why_not
 
 ATTENTION = {
-    "no barrier before a tile": ("    __syncthreads();  // everybody's", "    // everybody's"),
+    "no barrier before a tile": ("    __syncthreads();  // all copies of", "    // all copies of"),
     "the wait is one group too weak": ("copies_wait<STAGES - 2>", "copies_wait<STAGES - 1>"),
     "numbers of blocks are not waited for": (
-        "  copies_wait<0>();\n  __syncthreads();  // everybody's",
-        "  __syncthreads();  // everybody's",
+        "  copies_wait<0>();\n  __syncthreads();  // the block numbers",
+        "  __syncthreads();  // the block numbers",
     ),
     "numbers of blocks are replaced too early": (
-        "__syncthreads();  // nobody needs",
-        "// nobody needs",
+        "__syncthreads();  // every thread has",
+        "// every thread has",
     ),
     "numbers of blocks are those of another tile": (
         "find(tile + 2 * (STAGES - 1))",
@@ -82,11 +82,15 @@ ATTENTION = {
         "write(row, d, in_slot(first_slot + 1, row), num_slots - 1,",
     ),
     "the last part is left out": ("row), num_slots, stride", "row), num_slots - 1, stride"),
+    "late copies fall into results": (
+        "  copies_wait<0>();\n  __syncthreads();\n#pragma unroll",
+        "  __syncthreads();\n#pragma unroll",
+    ),
     "the highest is not of the first part": (
         "i = 0; i < count; i++) top",
         "i = 1; i < count; i++) top",
     ),
-    "no fence before a ticket": ("  __threadfence();  // what this", "  // what this"),
+    "no fence before a ticket": ("  __threadfence();  // other blocks", "  // other blocks"),
     "the first to arrive combines": (
         "atomicInc(ticket, num_slots - 1) == num_slots - 1",
         "atomicInc(ticket, num_slots - 1) == 0",

@@ -19,7 +19,7 @@ from tests.kernels.instances import (
     rowwise_kernels,
 )
 from tests.kernels.shim.backend import GPU, Shim
-from tests.kernels.shim.recording import DeviceMemory, Recorder
+from tests.kernels.shim.recording import CopiedUploads, Recorder
 from wire.layout import KVLayout
 from worker.compute.graphs import DecodeGraphs
 from worker.compute.kv_cache import TorchKVCache
@@ -73,5 +73,5 @@ def gpu_on_cpu(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> Iterat
             (torch.cuda, "current_stream", lambda _: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
-        stack.enter_context(DeviceMemory())
+        stack.enter_context(CopiedUploads())
         yield

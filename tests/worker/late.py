@@ -96,8 +96,8 @@ class LateDrawn:
 class LateExecutor(HashExecutor):
     """Implements `worker.executor.contract.Drawer`.
 
-    It draws for whoever asks for no logprobs and no penalties, and fails one sequence of a step now
-    and then.
+    It draws for whoever asks for no logprobs and no penalties; now and then it leaves a step to the
+    host, or fails one sequence of a step.
 
     Attributes:
         num_behind: How many steps it was asked for while one before had not been read.
@@ -106,13 +106,19 @@ class LateExecutor(HashExecutor):
     """
 
     def __init__(
-        self, info: ModelInfo, draw: random.Random, *, eagerness: float = 0.0, failing: float = 0.0
+        self,
+        info: ModelInfo,
+        draw: random.Random,
+        *,
+        eagerness: float = 0.0,
+        failing: float = 0.0,
+        refusing: float = 0.0,
     ) -> None:
         super().__init__(info)
         self.device = LateDevice(draw, eagerness)
         self.num_behind = self.num_failed = 0
         self.fails_at: int | None = None
-        self._draw, self._failing = draw, failing
+        self._draw, self._failing, self._refusing = draw, failing, refusing
         self._drawn: list[int] = []  # on the device, of the last draw
         self._vocabulary = Vocabulary(info.vocab_size, info.eos_token_ids)
 
@@ -160,12 +166,15 @@ class LateExecutor(HashExecutor):
         return super().sample(logits, batch)
 
     def can_draw(self, batch: Batch) -> bool:
+        return self._draw.random() >= self._refusing and self._is_plain(batch)
+
+    def _is_plain(self, batch: Batch) -> bool:
         asked = [it.options for it in batch.samplings]
         is_plain = all(it.logprobs is None and not it.has_penalties for it in asked)
         return is_plain and not batch.scorings and not any(it.drafts for it in batch.samplings)
 
     def draw(self, logits: list[int], batch: Batch) -> LateDrawn:
-        assert self.can_draw(batch)
+        assert self._is_plain(batch)
         drawn = LateDrawn(self.device, len(batch.sample_rows))
 
         def run() -> None:

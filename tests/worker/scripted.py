@@ -350,6 +350,18 @@ class ScriptedDecode:
         return descriptor
 
 
+def offer_of(prompt: list[int], **changes: Any) -> bytes:
+    """What a prefill worker offers of a prompt."""
+    fields = {
+        "layout": LAYOUT,
+        "num_tokens": len(prompt),
+        "total_bytes": len(prompt) * LAYOUT.token_bytes,
+        "token_ids": b"".join(token.to_bytes(4, "little") for token in prompt),
+        **changes,
+    }
+    return encode_map(Offer(**fields))
+
+
 class ScriptedPrefill:
     """The KV socket of a prefill worker, connected to a decode worker."""
 
@@ -398,17 +410,7 @@ class ScriptedPrefill:
         return message.frame, Credit.unpack(message.body())
 
     def offer(self, request_id: int, prompt: list[int], **changes: Any) -> None:
-        self.send(KvCache(request_id, 0, 0), self._offer(prompt, **changes))
-
-    def _offer(self, prompt: list[int], **changes: Any) -> bytes:
-        fields = {
-            "layout": LAYOUT,
-            "num_tokens": len(prompt),
-            "total_bytes": len(prompt) * LAYOUT.token_bytes,
-            "token_ids": b"".join(token.to_bytes(4, "little") for token in prompt),
-            **changes,
-        }
-        return encode_map(Offer(**fields))
+        self.send(KvCache(request_id, 0, 0), offer_of(prompt, **changes))
 
     def offer_with_kv(
         self,
@@ -425,7 +427,7 @@ class ScriptedPrefill:
             said = segment_digest(request_id, kv) if digest is None else digest
             rectangle = whole(LAYOUT, tokens.start, len(tokens))
             payload += [SegmentDescriptor.of(rectangle, len(kv), said).pack(), kv]
-        offer = self._offer(prompt, memory=memory)
+        offer = offer_of(prompt, memory=memory)
         self.send(KvCache(request_id, 0, len(cuts)), offer, *payload)
 
     def segment(

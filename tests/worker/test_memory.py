@@ -122,14 +122,21 @@ class Card:
         self.total, self.taken = total, 0
         self._patch = partial(monkeypatch.setattr, torch.cuda)
 
-    def kv_cache_bytes(self, share: float, weights: int, device: str = "auto") -> int:
+    def kv_cache_bytes(
+        self, share: float, weights: int, device: str = "auto", num_devices: int = 1
+    ) -> int:
         """Load weights in a process of its own, and take what is the default for KV."""
         self.taken += weights + BESIDE_TENSORS_BYTES
-        self._patch("memory_allocated", lambda: weights)
+        self._patch("memory_allocated", lambda: weights // 2)  # torch has cached the rest
         self._patch("memory_reserved", lambda: weights)
         self._patch("mem_get_info", lambda: (self.total - self.taken, self.total))
         kv_bytes = default_kv_cache_bytes(
-            MODEL, device, memory_share=share, block_size=16, max_ubatch_tokens=20
+            MODEL,
+            device,
+            memory_share=share,
+            block_size=16,
+            max_ubatch_tokens=20,
+            num_devices=num_devices,
         )
         self.taken += 200 + kv_bytes
         return kv_bytes
@@ -154,6 +161,20 @@ def test_what_others_take_of_the_gpu_is_not_promised(monkeypatch: pytest.MonkeyP
     assert card.kv_cache_bytes(0.9, 16 << 30) == (80 - 60 - 16 << 30) - BESIDE_TENSORS_BYTES - 200
     with pytest.raises(ValueError, match=r"--memory-share is 0\.2, .* leaves 0 for KV.*raise it"):
         Card(monkeypatch, 80 << 30).kv_cache_bytes(0.2, 16 << 30)
+
+
+def test_the_last_block_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = 100 + BESIDE_TENSORS_BYTES + 200 + 48  # weights, a step and a block
+    assert Card(monkeypatch, least).kv_cache_bytes(1.0, 100) == 48
+    with pytest.raises(ValueError, match="leaves 47 for KV, and a block takes 48"):
+        Card(monkeypatch, least - 1).kv_cache_bytes(1.0, 100)
+
+
+def test_several_gpus_have_as_much_each_and_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 80 << 30)
+    kept = card.kv_cache_bytes(0.9, 16 << 30, num_devices=3)
+    assert kept == 3 * (int(0.9 * (80 << 30)) - (16 << 30) - BESIDE_TENSORS_BYTES) - 200
+    assert free_bytes("auto", num_devices=3) == 3 * (card.total - card.taken)
 
 
 def test_a_host_s_memory_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,8 @@ class Workload:
         for step in range(MAX_STEPS):
             for request in self.requests:
                 self._act(request, step)
-            for output in self.engine.step():
+            # As the thread of an engine does, which sleeps otherwise.
+            for output in self.engine.step() if self.engine.has_work() else ():
                 self._hear(output, step)
             self.check()
             self.now += 1.0
@@ -270,7 +271,8 @@ class Workload:
                     request.text.append(output.token_id)
                 if output.finish_reason or request.kind == "transfer":
                     self._end(request, output.finish_reason or "handed over", step)
-                    self.engine.release(request.request_id)
+                    if request.kind == "transfer":
+                        self.engine.release(request.request_id)
             case Failed():
                 self._check_failure(request, output)
                 self._end(request, "failed", step)

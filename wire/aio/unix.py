@@ -25,7 +25,7 @@ AGAIN_S: Final = 0.01
 ANSWER_S: Final = 2.0
 # How long to wait where no descriptor is left to accept a connection.
 PAUSE_S: Final = 1.0
-# What may be said of a descriptor beside the greeting.
+# The most bytes that may follow the greeting and a space; they describe the descriptor.
 MAX_ABOUT_BYTES: Final = 64
 # Linux shows any user of another user namespace, who has none here, as this one.
 NOBODY: Final = 65534
@@ -100,9 +100,9 @@ class DescriptorPort:
 
 
 async def fetch_descriptor(name: str, greeting: bytes) -> tuple[int, bytes]:
-    """Return the descriptor that is handed out under this name with this greeting; close it.
+    """Return the descriptor that a port of this name hands out with this greeting.
 
-    With it comes what is said after the greeting and a space, if anything is.
+    The caller closes it.  Beside it is the description that followed the greeting, b"" for none.
 
     Raises:
         OSError: Nobody listens there, or one of another user, or it says something else.

@@ -1,8 +1,9 @@
 """Work mostly without the GIL, done at a low priority: event loop and engine come first.
 
 Without that, threads that compile structures get as much of a busy core as the engine, each step of
-which waits for a time slice of every one of them.  A thread that held the GIL for long at a low
-priority would hold up all threads of the process, for as long as other processes have the cores.
+which waits for a time slice of every one of them.  Only work that releases the GIL belongs here: a
+thread that holds the GIL at a low priority delays all threads of the process for as long as other
+processes have the cores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-# Of `nice`: beside a thread of the usual priority, one of this gets a tenth of the time.
+# For `nice`: beside a thread of the usual priority, one of these gets a tenth of the time.
 STEPS_BACK: Final = 10
 
 
@@ -24,10 +25,10 @@ def _step_back() -> None:
         os.nice(STEPS_BACK)
 
 
-# At least five; the threads that ask, and wait meanwhile, are four at most.
+# By default five threads or more; at most four threads of a process call `in_background` at a time.
 _THREADS: Final = ThreadPoolExecutor(None, "background", _step_back)
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Return what `work` returns, or raise what it raises; the caller waits."""
+    """Call `work` on a thread of low priority and wait; return its result or raise its error."""
     return _THREADS.submit(work).result()

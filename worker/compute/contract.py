@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.compute.shared_memory import Bytes, HostMemory, map_memory
+from worker.compute.shared_memory import Bytes, CopyDigested, HostMemory, map_memory
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
@@ -17,7 +17,9 @@ from worker.compute.window_blocks import WindowBlocks
 class Memory(Protocol):
     """Memory that KV lies in, of this process or mapped to read: `HostMemory` or `DeviceMemory`.
 
-    `kind` is "host" or "cuda".  Digests are seeded, and other ones for each kind.
+    Attributes:
+        kind: "host" or "cuda".  Each kind has a digest of its own (SPEC 6.8), and copies go to
+            memory of the same kind only.
     """
 
     @property
@@ -26,18 +28,21 @@ class Memory(Protocol):
     def copy(
         self, places: Sequence[int], size: int, target: Any, targets: Sequence[int], seed: int
     ) -> int:
-        """Copy pieces of so many bytes to memory of the same kind, or to a room that it has made.
+        """Copy pieces of `size` bytes from `places` to `targets`, both in bytes from the beginning.
+
+        Args:
+            target: Memory of the same kind, or a result of `room`.
 
         Returns:
-            The digest of the copies, one after the other.
+            The digest of the copies, one after the other, seeded.
         """
 
     def room(self, num_bytes: int) -> Room:
-        """Return memory of the host for copies."""
+        """Allocate memory of the host that `copy` can write to."""
 
 
 class Room(Protocol):
-    """Where copies can be read."""
+    """Memory of the host that copies are written to."""
 
     bytes: Bytes
 
@@ -45,7 +50,10 @@ class Room(Protocol):
 class LentMemory(Memory, Protocol):
     """Memory of this process that others may map.
 
-    `descriptor` opens it to read, and `about` says what else they have to know; b"" for nothing.
+    Attributes:
+        address: Where it begins.
+        descriptor: Opens it for another process.
+        about: What else that process has to know to map it; b"" for nothing.
     """
 
     @property
@@ -55,7 +63,7 @@ class LentMemory(Memory, Protocol):
     @property
     def descriptor(self) -> int: ...
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
-        """Return the digest of pieces of so many bytes, one after the other."""
+        """Return the seeded digest of pieces of `size` bytes, one after the other."""
 
 
 class KVCache(Protocol):
@@ -87,6 +95,7 @@ class KVCache(Protocol):
             ones run on the event loop, however many threads there are.
         memory: What blocks lie in, if other processes can read it: a decode worker on the same
             machine copies them out itself.
+        copy_digested: Copies out of mapped memory of the host faster than NumPy; None for none.
     """
 
     num_blocks: int
@@ -99,6 +108,7 @@ class KVCache(Protocol):
     copies_at_once: int = 1
     copies_wait: bool = True
     memory: LentMemory | None = None
+    copy_digested: CopyDigested | None = None
 
     @abstractmethod
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
@@ -125,15 +135,15 @@ class KVCache(Protocol):
         return None
 
     def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
-        """Return where in `memory` the bytes of `pack` lie; None if that is not one piece of it."""
+        """Return at which byte of `memory` those of `pack` begin; None if they are not together."""
         return None
 
     def map_memory(self, descriptor: int, about: bytes) -> Memory:
-        """Map what another cache lends, to read.  The descriptor is still the caller's to close.
+        """Map the `LentMemory` of another cache, to read.  The caller still closes the descriptor.
 
         Raises:
-            OSError: It cannot be read here.
+            OSError: This process cannot read it.
         """
         if about:
-            raise OSError("it lies on a GPU, and this worker computes on none")
-        return HostMemory(map_memory(descriptor))
+            raise OSError("the KV lies on a GPU, and this worker computes on none")
+        return HostMemory(map_memory(descriptor), self.copy_digested)

@@ -35,9 +35,9 @@ _PROGRESS = 5
 class DecodeStep:
     """A decode step of one size, and all that it reads beside the model and its cache.
 
-    A recorded graph reads by address and keeps nothing alive.  So a step is an object and no
-    function: whatever is made for it before the recording is an attribute here, and who replays
-    the graph owns this object.
+    A recorded graph reads by address and keeps nothing alive.  So a step is an object and not a
+    function: all memory that is allocated before the recording is an attribute here, and the owner
+    of the graph owns this object.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DecodeStep:
         batch: PagedBatch,
         drawn: torch.Tensor | None = None,
     ) -> None:
-        """Say which sequences the step is of, at most as many as its size; see `forward` below."""
+        """Write the inputs of a step of at most `size` sequences; see `forward` below."""
         count = len(token_ids)
         tables = [(self._token_ids[:count], token_ids.numpy())]
         tables += [(self._positions[:count], positions.numpy()), *self._plan.tables(batch)]
@@ -94,13 +94,13 @@ class DecodeStep:
             fill_in(self._token_ids[:count], drawn)
 
     def __call__(self) -> None:
-        """Compute the step, or have it recorded: it writes `logits`."""
+        """Compute the step, also for a recording; it writes `logits`."""
         self._model.forward(
             self._token_ids, self._positions, self._pool, self._batch, rows=None, out=self.logits
         )
 
 
-# Takes a step and returns what repeats it.  The step has to live as long as it is repeated.
+# Takes a step; returns a function that repeats it.  The step has to live as long as it is repeated.
 Record = Callable[[DecodeStep], Callable[[], None]]
 
 

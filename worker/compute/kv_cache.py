@@ -26,14 +26,7 @@ from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.contract import KVCache, Memory
 from worker.compute.pool_shape import PoolShape
-from worker.compute.shared_memory import (
-    Bytes,
-    CopyDigested,
-    HostMemory,
-    SharedMemory,
-    map_memory,
-    zeros,
-)
+from worker.compute.shared_memory import Bytes, CopyDigested, SharedMemory, zeros
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
@@ -81,7 +74,7 @@ class TorchKVCache(KVCache):
             self._lane,
         )
         is_copied = self._lane is None and self.memory is not None
-        self._copy = _compiled_copy() if is_copied else None
+        self.copy_digested = _compiled_copy() if is_copied else None
         if not layout.windows:
             self.window_pool = None
         # The pools that have layers, by whether these have a window.
@@ -103,7 +96,7 @@ class TorchKVCache(KVCache):
                 self._stagings[windowed] = staging = Staging(pool, self._lane)
                 _tell(staging)
                 if staging.why_plain:
-                    self.memory = None  # what packs nothing copies no block either
+                    self.memory = None  # our kernels cannot run here, so nobody copies by them
         # Copies by the host take cores from a step, so there is one at a time; those by a device
         # only have to be waited for.
         self.copies_wait = self._lane is not None
@@ -115,7 +108,7 @@ class TorchKVCache(KVCache):
         return [*self._pools.values()]
 
     def mark(self) -> None:
-        """Have copies from now on wait for what was asked of the device so far: see `Lane`."""
+        """Have copies from now on wait for all steps that were started so far; see `Lane`."""
         if self._lane is not None:
             self._lane.mark()
 
@@ -136,11 +129,12 @@ class TorchKVCache(KVCache):
 
     def map_memory(self, descriptor: int, about: bytes) -> Memory:
         """See `worker.compute.contract.KVCache`."""
-        if about and self._lane is not None:
-            return DeviceMemory.map(self._lane, descriptor, about)
-        if about:
-            raise OSError("it lies on a GPU, and this worker computes on none")
-        return HostMemory(map_memory(descriptor), self._copy)
+        if not about or self._lane is None:
+            return super().map_memory(descriptor, about)
+        for staging in self._stagings.values():
+            if staging.why_plain:  # what packs nothing copies no pieces either
+                raise OSError(staging.why_plain)
+        return DeviceMemory.map(self._lane, descriptor, about)
 
     def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
         """Return the memory of a rectangle that is one block of some layers, in host memory."""
@@ -241,7 +235,7 @@ class TorchKVCache(KVCache):
             state.copy_(received.view(state.shape))
 
     def _working(self) -> AbstractContextManager[None]:
-        """Have what is asked of the device inside wait for the last marked step, and no later."""
+        """Have work inside wait for the last marked step and for no later one."""
         return nullcontext() if self._lane is None else self._lane.working()
 
     def _place(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
@@ -257,7 +251,11 @@ def _zeros(
     device: torch.device,
     lane: Lane | None,
 ) -> tuple[list[torch.Tensor], SharedMemory | DeviceMemory | None]:
-    """Make pools of so many blocks, and the memory that others can read them in."""
+    """Make zeroed pools of so many blocks, and their memory if other processes can read it.
+
+    Returns:
+        [N, L, 2, Hkv, B, D] pools in the order of `wanted`, and what they lie in.
+    """
     sizes = [
         (
             (number, it.num_layers, 2, it.num_kv_heads, block_size, it.head_dim),

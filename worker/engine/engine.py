@@ -2,8 +2,8 @@
 
 Synchronous: all calls come from one thread (`worker.engine.thread`).  It serves both roles: `add`
 takes a prompt to be read here, `reserve` and `begin_decode` a prompt that another worker has read.
-Of an executor that is a `Drawer` the next step is begun before one is sampled and committed
-(`worker.engine.flight`).
+With an executor that is a `Drawer` the next step begins before the last one is sampled and
+committed (`worker.engine.flight`).
 When an executor raises `SequenceFailed`, or a request cannot be served, that sequence alone ends,
 with the output `Failed`.  Any other exception of the executor leaves `step`: nobody knows then what
 state the device is in, so the process has to end.
@@ -265,11 +265,11 @@ class Engine:
             self.announce(self._take_outputs())
 
     def _compute(self, plan: Plan) -> float:
-        """Compute a plan, or have it begun; return how long the host was with the executor."""
+        """Compute a plan, or start it; return the seconds spent in calls of the executor."""
         chunks = plan.chunks
         batch, drawer = self._lay_out(plan.kind, chunks)
         executor_s = 0.0
-        if drawer is None and self._flight is not None:  # the host has to know the last tokens
+        if drawer is None and self._flight is not None:  # the host needs the last tokens to draw
             executor_s = self._land()
             chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
             if not chunks:
@@ -286,14 +286,14 @@ class Engine:
             self._commit(chunks, outcome)
         else:
             self._flight = Flight(chunks, batch.samplings, outcome)
-            if plan.prefill:  # it fills blocks that the next plan wants to share, or to send
+            if plan.prefill:  # the next plan may share or send the blocks that it fills
                 executor_s += self._land()
         if plan.is_mostly_prefill(self.config.max_ubatch_tokens):
             self.swap.costs.observe_prefill(plan.num_prefill_tokens, executor_s)
         return executor_s
 
     def _lay_out(self, kind: BatchType, chunks: list[Chunk]) -> tuple[Batch, Drawer | None]:
-        """Lay out a step; return also who draws its tokens if the host need not do it."""
+        """Return the batch of a step, and the drawer if the device can draw all its tokens."""
         if self.pool.windows is not None:
             for chunk in chunks:
                 chunk.sequence.look_ahead(chunk.num_rows, self.pool)
@@ -301,7 +301,7 @@ class Engine:
         return batch, drawer if drawer is not None and drawer.can_draw(batch) else None
 
     def _land(self) -> float:
-        """Commit the step in flight, if there is one; return how long it was waited for."""
+        """Commit the step in flight, if there is one; return the seconds that the host waited."""
         if self._flight is None:
             return 0.0
         start_s = self._clock()
@@ -311,9 +311,9 @@ class Engine:
         return end_s - start_s
 
     def _can_plan_ahead(self) -> bool:
-        """Whether a plan is the same before and after the step in flight, ended sequences apart.
+        """Whether the next plan can be made before the step in flight is read.
 
-        Not if a deadline has passed, or if a sequence may have to give way to another.
+        Not if a deadline has passed, or if a sequence may be preempted: such a plan would differ.
         """
         return self.scheduler.has_block_for_each() and self.idle_s() != 0.0
 

@@ -1,10 +1,10 @@
 """A step in flight: a device computes it while the host commits the one before and plans the next.
 
-After step n has begun, the host plans step n + 1 as if each sequence of n went on, has it begun as
-well, and only then reads the tokens of n.  A sequence that turns out to have ended has a row in
-n + 1 for nothing: its token is dropped, and its KV lies behind all that is read.  The block may be
-given to others at once, for they write to it later: a device computes steps in order, and a copy
-begins after the steps that were asked for before it.
+After step n has begun, the host plans step n + 1 as if each sequence of n went on, starts it, too,
+and only then reads the tokens of n.  A sequence that turns out to have ended has a row in
+n + 1 for nothing: its token is dropped, and its KV lies behind all that is read.  Its blocks are
+free for others at once, who write to them later: a device computes steps in order, and a copy
+begins after the steps that were started before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.executor.contract import Drawn, SampledToken
 
 
 class Flight:
-    """A step that has begun and was not read; its sequences have moved on as if it had ended.
+    """A step whose tokens were not read yet; its sequences have moved on as if it had ended.
 
     Until `land`, -1 - r stands for the token of row r at the end of a sequence.
     """
@@ -37,9 +37,9 @@ class Flight:
                 sequence.is_ready = len(sequence.token_ids) < sequence.max_len
 
     def land(self) -> tuple[list[Chunk], list[SampledToken]]:
-        """Wait for the end of the step; return what is to be committed, and the tokens drawn.
+        """Wait for the step; return its chunks and the tokens drawn, to be committed.
 
-        Sequences are where they were before the step.  Those that have ended are left out.
+        Sequences are as they were before the step.  Those that have ended since are left out.
         """
         drawn = self._drawn.tokens()
         chunks: list[Chunk] = []

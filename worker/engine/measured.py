@@ -224,7 +224,7 @@ class MeasuredExecutor:
             raise
 
     def _finish(self, batch: Batch, started_s: float) -> None:
-        # A step that was asked for before the one before had ended began when that one ended.
+        # A step that was started while the last one ran has computed only since that one ended.
         started_s = max(started_s, self._last_step_s or started_s)
         self._last_step_s = self._clock()
         stopwatch = self._decode if batch.kind is BatchType.DECODE else self._prefill

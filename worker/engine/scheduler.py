@@ -203,18 +203,20 @@ class Scheduler:
         for sequence in reading:
             budget -= self._plan_chunk(sequence, budget, plan, shares)
         budget -= self._admit(plan, budget, shares)
-        self._spread(plan, budget)
-        if not plan.chunks:  # it was the prompts' turn, but none could be admitted
+        self._spread(reading, plan, budget)
+        if not plan.chunks:  # the prompts' turn, but none could be admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         self._add_drafts(plan)
         self._last_kind = plan.kind
         return plan
 
     def has_block_for_each(self) -> bool:
-        """Whether each running sequence can get one more block, so that none has to give way."""
-        count, windows = len(self.running), self.pool.windows
-        is_room = windows is None or windows.may_promise(0, 0, [1] * count)
-        return is_room and self.pool.can_allocate(count)
+        """Whether each running sequence can get the blocks that it lacks: none has to give way."""
+        pool = self.pool
+        wanted = [pool.blocks_for(len(it.token_ids)) - len(it.block_table) for it in self.running]
+        lacking = [number for number in wanted if number > 0]
+        is_room = pool.windows is None or pool.windows.may_promise(0, 0, lacking)
+        return is_room and pool.can_allocate(sum(lacking))
 
     def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
         plan.overdue.append(sequence)
@@ -301,17 +303,19 @@ class Scheduler:
             shares.spend(tenant, num_tokens)
         return num_tokens
 
-    def _spread(self, plan: Plan, budget: int) -> None:
-        """Lengthen chunks that a share cut short by the tokens that other tenants did not use.
+    def _spread(self, reading: list[Sequence], plan: Plan, budget: int) -> None:
+        """Read more of prompts that a share cut short by the tokens that other tenants did not use.
 
-        They use less than they need where prompts are in the prefix cache, or get no blocks.
+        Their prompts are in the prefix cache, get no blocks, or wait until another sequence ends.
         """
-        for index, chunk in enumerate(plan.prefill):
+        planned = {chunk.sequence for chunk in plan.prefill}
+        left_out = [Chunk(sequence, 0) for sequence in reading if sequence not in planned]
+        for index, chunk in enumerate(plan.prefill + left_out):
             if budget == 0:
                 return
             sequence = chunk.sequence
             num_tokens = min(sequence.num_uncomputed_tokens, chunk.num_tokens + budget)
-            plan.prefill[index] = Chunk(sequence, num_tokens)
+            plan.prefill[index : index + 1] = [Chunk(sequence, num_tokens)]
             plan.filled.update(sequence.filled(num_tokens, self.pool))
             budget -= num_tokens - chunk.num_tokens
 

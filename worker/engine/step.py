@@ -92,7 +92,8 @@ def commit(
             sequence.num_computed_tokens = len(sequence.token_ids) - 1
         sequence.register(pool)
         if pool.windows is not None and chunk.num_rows > 1:
-            sequence.look_ahead(0, pool)  # else the next step may have begun, and looks ahead more
+            # With one row the next step may have begun by now, and has looked ahead further.
+            sequence.look_ahead(0, pool)
         if drafts:
             _trim(sequence, pool)
     return outputs, ended

@@ -328,15 +328,13 @@ class Structurer(Protocol):
 
 @runtime_checkable
 class Preparer(Protocol):
-    """What an executor can do besides if its device compiles kernels or records steps."""
+    """An optional capability: compile kernels and record steps before the first request."""
 
     def prepare(self) -> int:
-        """Compile and record what steps need, so that no request waits for it.
-
-        Called once, after `allocate` and before the first step.
+        """Compile and record all that steps need but a prompt; called once, after `allocate`.
 
         Returns:
-            How many tokens a prompt must have that needs all that prompts need.
+            The length in tokens of a prompt that compiles the rest: the warmup reads it next.
         """
 
 
@@ -344,21 +342,23 @@ class Drawn(Protocol):
     """Tokens that a device draws, and may not have drawn yet."""
 
     def tokens(self) -> list[SampledToken]:
-        """Wait for them, and return one for each sampled row; to be called once."""
+        """Wait for the step, and return one token for each sampled row; to be called once."""
 
 
 @runtime_checkable
 class Drawer(Protocol):
-    """An optional capability: the host need not wait for the end of a step.
+    """An optional capability: the engine begins a step before it has read the one before.
 
-    Its `forward` and `draw` only ask the device for a step, and it computes steps in the order in
-    which they were asked for.  So the next one may be asked for before anybody has read the tokens
-    of this one: in its `token_ids`, -1 - r stands for what row r of the last `draw` has drawn.
-    Copies of KV that are asked for later than a step begin after it.
+    `forward` and `draw` only start a step on the device, which computes steps in the order of their
+    start.  In `token_ids` of the next step, -1 - r stands for the token that row r of the last
+    `draw` has drawn, or will.  A copy of KV that is started after a step runs after it.
     """
 
     def can_draw(self, batch: Batch) -> bool:
-        """Whether the device alone can draw all tokens of the batch, and none can be lacking."""
+        """Whether the device can draw all tokens of the batch without the host.
+
+        No if a row might have no allowed token, for which `sample` would fail its sequence.
+        """
 
     def draw(self, logits: Any, batch: Batch) -> Drawn:
-        """Have the tokens drawn that `sample` would return; of batches that `can_draw` allows."""
+        """Start drawing the tokens that `sample` would return; `can_draw` has to allow it."""

@@ -38,7 +38,7 @@ def create(
     device: str = "auto",
     max_model_len: int | None = None,
 ) -> TorchExecutor:
-    """Load a model directory for this device, of any kind; see `TorchExecutor.load`."""
+    """Load a model directory for a device of any kind; see `TorchExecutor.load`."""
     kind = GpuExecutor if find_device(device).type == "cuda" else TorchExecutor
     return kind.load(
         Path(model_path),
@@ -53,7 +53,7 @@ def create(
 
 
 class GpuExecutor(TorchExecutor):
-    """Implements `worker.executor.contract.Drawer` besides what the other does."""
+    """A transformer on a GPU; implements `Drawer` of `worker.executor.contract`, too."""
 
     def __init__(self, model: Model, info: ModelInfo, path: Path) -> None:
         super().__init__(model, info, path)
@@ -84,7 +84,7 @@ class GpuExecutor(TorchExecutor):
         batch, drawn = with_pools(self._cache, step), None
         if bool((step.token_ids < 0).any()):
             drawn = self._drawn
-            assert drawn is not None, "a token of the step before, which drew none"
+            assert drawn is not None, "the step reads a token of a draw that never was"
         if self._graphs is not None and self._graphs.can_replay(step.rows, batch):
             return self._graphs.forward(step.token_ids, step.positions, batch, drawn)
         tables = [it.numpy() for it in (step.token_ids, step.positions, step.rows)]
@@ -130,8 +130,8 @@ class GpuDrawn:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Whether nothing but the logits and the position decides the next token."""
+    """Whether logits, settings and position alone decide the next token, and it alone is wanted."""
     options = sampling.options
-    is_asked = options.has_penalties or options.logit_bias or options.logprobs is not None
-    is_held = sampling.structured is not None or is_limited(sampling)
-    return not (is_asked or is_held or sampling.drafts)
+    needs_host = options.has_penalties or options.logit_bias or options.logprobs is not None
+    is_constrained = sampling.structured is not None or is_limited(sampling)
+    return not (needs_host or is_constrained or sampling.drafts)

@@ -28,13 +28,14 @@ too, are those of the logits before all of this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 import kernels
+from kernels.cuda.pinned import Ints, upload
 from wire.logprobs import LEAST_LOGPROB, Logprobs
 from worker.executor.batch import Row, Sampling, Scoring, rows_of
 from worker.executor.contract import SampledToken
@@ -107,8 +108,8 @@ def draw(
     """
     settings = None
     if bits is not None or any(it.options.temperature != 0 for it in samplings):
-        settings = _upload(_settings(rows_of(samplings)), logits.device)
-    allowed = None if bits is None else _upload(bits, logits.device)
+        settings = _on(logits.device, _settings(rows_of(samplings)))
+    allowed = None if bits is None else _on(logits.device, bits)
     return kernels.draw(logits, settings, allowed)
 
 
@@ -153,15 +154,12 @@ def _may_lack_all(sampling: Sampling) -> bool:
     return is_held or bool(options.allowed_token_ids or options.bad_sequences)
 
 
-def _upload(rows: npt.NDArray[np.signedinteger[Any]], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(rows)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)  # which waits for no kernel
+def _on(device: torch.device, rows: Ints) -> torch.Tensor:
+    return torch.from_numpy(rows) if device.type == "cpu" else upload([rows], device)[0]
 
 
 def _settings(rows: list[Row]) -> npt.NDArray[np.int64]:
-    """Return what `kernels.draw` is told of each row."""
+    """Return the settings of rows, [R, 5] int64, as `kernels.draw` takes them."""
     options = [row.options for row in rows]
     settings = np.empty(len(rows), kernels.SAMPLING)
     for name in ("temperature", "top_k", "top_p", "min_p"):

@@ -2,13 +2,15 @@
 
 A block is kept as it is sent.  So of whole blocks nothing is packed: the sender only reads them,
 for their digest, and the receiver copies them out of the sender's memory straight into blocks of
-its own.  Its digest is of that copy, and taken in the same pass over it where that can be.
+its own.  The receiver's digest is of that copy, and is taken in the same pass where possible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from wire.errors import RemoteProtocolError
 from wire.transfer import KVReceiver, Rectangle, Segment
 from worker.compute.contract import KVCache, Memory
 from worker.engine.unpacking import unpack
@@ -40,19 +42,25 @@ def fetch(
 
     Raises:
         TransferFailed: What was copied is not what was sent.
+        RemoteProtocolError: There can be no piece of that size at one of the places.
     """
     rectangle, places = segment.rectangle, segment.places
     size, request_id = segment.descriptor.num_bytes // len(places), receiver.request_id
-    ours, targets = cache.memory, _places(cache, block_table, rectangle)
-    if ours is not None and ours.kind == memory.kind and len(targets) == len(places):
-        receiver.verify(segment, memory.copy(places, size, ours, targets, request_id))
-        return
-    # Our blocks are cut otherwise, or lie elsewhere.
-    room, starts = memory.room(size * len(places)), range(0, size * len(places), size)
-    receiver.verify(segment, memory.copy(places, size, room, starts, request_id))
-    for tokens, start in zip(rectangle.pieces(len(places)), starts, strict=True):
-        piece = room.bytes[start : start + size].data
-        unpack(cache, block_table, tokens, piece, receiver.num_tokens)
+    target: Any = cache.memory
+    targets: Sequence[int] = _places(cache, block_table, rectangle)
+    is_packed = target is None or target.kind != memory.kind or len(targets) != len(places)
+    if is_packed:  # our blocks are cut otherwise, or lie elsewhere
+        targets = range(0, size * len(places), size)
+        target = memory.room(size * len(places))
+    try:
+        digest = memory.copy(places, size, target, targets, request_id)
+    except ValueError as error:
+        raise RemoteProtocolError(f"KV_CACHE: segment {segment.number}: {error}") from error
+    receiver.verify(segment, digest)
+    if is_packed:
+        for tokens, start in zip(rectangle.pieces(len(places)), targets, strict=True):
+            piece = target.bytes[start : start + size].data
+            unpack(cache, block_table, tokens, piece, receiver.num_tokens)
 
 
 def _places(cache: KVCache, block_table: Sequence[int], rectangle: Rectangle) -> tuple[int, ...]:

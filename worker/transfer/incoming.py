@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from wire.errors import WireError
 from wire.parts import Buffer
 from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment
 from worker.compute.contract import KVCache, Memory
@@ -87,6 +88,9 @@ def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Excep
         else:
             receiver.verify(segment)
         unpack(cache, block_table, segment.rectangle, segment.kv, receiver.num_tokens)
+    except WireError as error:
+        # A new one: the transfer keeps it, and the frames of the first keep the memory mapped.
+        return WireError(error.code, error.message)
     except Exception as problem:
         return problem
     return None

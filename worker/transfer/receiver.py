@@ -43,8 +43,8 @@ log = structlog.get_logger("worker")
 # What a transfer thread takes at a time, and what one ACK acknowledges: half of the credit, so that
 # the sender does not run out of it.
 BATCH_BYTES: Final = 8 << 20
-# Credit of a transfer whose KV is read in memory of a kind, and the part of all that may be in
-# flight: one segment is read while the next one comes.  A GPU reads 16 MiB in 10 us.
+# By kind of memory, the most credit of a transfer whose KV is read there: so many bytes, and one of
+# so many parts of all that may be in flight.  One segment is read while the next one comes.
 READ_CREDIT_BYTES: Final = {"host": (32 << 20, 8), "cuda": (2 * MAX_READ_BYTES, 4)}
 # Ids of ended transfers that are remembered: more than can end while an offer is on its way.  Each
 # takes 100 bytes.
@@ -330,21 +330,18 @@ class IncomingTransfers:
             self._segments.expect(peer, offer.token)
         if unasked or self._neighbours.is_settled(peer, offer.memory):
             self._wait(transfer)
-            self._keep(transfer, unasked)
+            if transfer.share_bytes:  # else what came with it is not kept, and sent again
+                transfer.unasked = unasked
         else:
             assert offer.memory is not None
             mapping = asyncio.create_task(self._settle_memory(transfer, offer.memory))
             self._mappings.add(mapping)
             mapping.add_done_callback(self._mappings.discard)
 
-    def _keep(self, transfer: IncomingTransfer, unasked: list[tuple[Buffer, Buffer]]) -> None:
-        """Keep what came with an offer as bytes in flight, or not at all: it is sent again then."""
-        if transfer.share_bytes:
-            transfer.unasked = unasked
-
     async def _settle_memory(self, transfer: IncomingTransfer, memory: str) -> None:
         """See whether its KV can be read where it lies, before anything waits for it."""
-        await self._neighbours.settle(transfer.peer, memory)
+        if not transfer.is_dropped:  # a peer that is lost already is not lost again
+            await self._neighbours.settle(transfer.peer, memory)
         if not transfer.is_dropped:
             self._wait(transfer)
 

@@ -93,11 +93,23 @@ def a_norm() -> list[Launch]:
 
 
 def test_a_launch_goes_to_its_own_device_and_leaves_the_current_one(cupy: Cupy) -> None:
-    for index in (0, 1):
-        with cupy.Device(index):
-            cuda.start(torch.device("cuda", 1), a_norm())
-            assert cupy.ctxGetCurrent() == CONTEXTS[index]
-    assert [(device, stream) for device, stream, _ in cupy.launched] == [(1, STREAMS[1])] * 2
+    for current in (0, 1):
+        for index in (0, 1):
+            with cupy.Device(current):
+                cuda.start(torch.device("cuda", index), a_norm())
+                assert cupy.ctxGetCurrent() == CONTEXTS[current]
+    launched = [(device, stream) for device, stream, _ in cupy.launched]
+    assert launched == [*enumerate(STREAMS)] * 2
+
+
+def test_a_launch_goes_to_the_stream_that_is_current_by_then(
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = iter([7, 8, 7])  # the one in between is being recorded
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: next(streams))  # noqa: SLF001
+    for _ in range(3):
+        cuda.start(torch.device("cuda", 0), a_norm())
+    assert [stream for _, stream, _ in cupy.launched] == [7, 8, 7]
 
 
 def test_a_thread_that_is_new_to_cuda_can_start_a_kernel(cupy: Cupy) -> None:

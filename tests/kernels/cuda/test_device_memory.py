@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.cuda import device_memory
 from kernels.cuda.device_memory import DeviceMemory
@@ -23,6 +25,32 @@ SIZE = 128 << 10
 @pytest.fixture
 def lane(driver: ctypes.CDLL) -> CpuLane:
     return CpuLane()
+
+
+@pytest.mark.parametrize(("device", "number"), [("cpu", 0), ("cuda:0", 0), ("cuda:3", 3)])
+def test_memory_is_of_the_device_of_its_lane(
+    lane: CpuLane, driver: ctypes.CDLL, device: str, number: int
+) -> None:
+    lane.device = torch.device(device)
+    ours = DeviceMemory.allocate(lane, SIZE)
+    theirs = DeviceMemory.map(lane, ours.descriptor, ours.about)
+    assert theirs.address and driver.shim_device() == number
+
+
+# A driver need not know of memory that is only read.
+@pytest.mark.parametrize(("refused", "access"), [(b"", "r--s"), (b"reading alone", "rw-s")])
+def test_memory_of_others_is_mapped_to_read_where_that_can_be(
+    lane: CpuLane, driver: ctypes.CDLL, refused: bytes, access: str
+) -> None:
+    ours = DeviceMemory.allocate(lane, SIZE)
+    driver.shim_refuse(refused)
+    theirs = DeviceMemory.map(lane, ours.descriptor, ours.about)
+    (found,) = (
+        line.split()[1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.startswith(f"{theirs.address:x}-")
+    )
+    assert found == access
 
 
 def test_what_is_written_is_read_where_it_was_mapped(lane: CpuLane) -> None:
@@ -63,7 +91,10 @@ def test_memory_is_freed_when_nobody_has_it_any_more(lane: CpuLane, driver: ctyp
 
 @pytest.mark.parametrize(
     "name",
-    ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"],
+    [
+        *("cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"),
+        "cuMemExportToShareableHandle",
+    ],
 )
 def test_what_fails_leaves_nothing(lane: CpuLane, driver: ctypes.CDLL, name: str) -> None:
     descriptors, live = os.listdir("/proc/self/fd"), driver.shim_live()

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from kernels import GELU_TANH, SILU, KernelError, PagedBatch
+from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 from kernels.cuda.pieces import PIECES
+from tests.kernels.backends import BACKENDS, backend_named
 from tests.kernels.instances import rowwise_kernels
-from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
+from tests.kernels.rowwise_scenes import SIZES, check_all, compare
 from tests.kernels.scenes import scene
 from tests.kernels.shim.backend import GPU, Shim, why_not
 
-BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {"int": ctypes.c_int, "float": ctypes.c_float, "u64": ctypes.c_void_p}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -101,16 +102,8 @@ def shim(order: int = 2) -> Shim:
     return Shim({"rowwise": names}, order=order)
 
 
-def backend(name: str) -> Rowwise:
-    if name == "shim":
-        if reason := why_not():
-            pytest.skip(reason)
-        return shim()
-    try:
-        cuda.require_device()
-    except KernelError as error:
-        pytest.skip(str(error))
-    return cuda
+def backend(name: str) -> Backend:
+    return backend_named(name, shim)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -11,24 +11,39 @@ import torch
 from kernels.cuda.pinned import Download, put, upload
 from tests.kernels.shim.copies import LateCopies
 
-CPU = torch.device("cpu")
+# More than one step makes, and one behind it.
+SEEDS = range(9)
+KINDS = [np.int32, np.int64]
+DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
-def tables(seed: int) -> list[Any]:
+def tables(seed: int, dtype: Any = np.int32) -> list[Any]:
     draw = np.random.default_rng(seed)
-    return [draw.integers(0, 99, shape, np.int32) for shape in ((3,), (2, 5), (0, 4), (4, 2))]
+    return [draw.integers(0, 99, shape, dtype) for shape in ((3,), (2, 5), (0, 4), (4, 2))]
 
 
 def test_tables_of_any_shape_arrive_with_one_copy() -> None:
-    first, second = tables(1), tables(2)
     with LateCopies() as copies:
-        got = [*upload(first, CPU), *upload(second, CPU)]
-        for table in (*first, *second):
-            table[...] = 77  # the host goes on
+        got: list[torch.Tensor] = []
+        for seed in SEEDS:
+            mine = tables(seed, KINDS[seed % 2])
+            got += upload(mine, torch.device("cuda"))
+            for table in mine:
+                table[...] = 77  # the host goes on
         copies.finish()
-    assert copies.num_copies == 2
-    for tensor, table in zip(got, [*tables(1), *tables(2)], strict=True):
-        assert tensor.dtype == torch.int32 and tensor.tolist() == table.tolist()
+    assert copies.num_copies == copies.num_pinned == len(SEEDS)
+    want = [table for seed in SEEDS for table in tables(seed, KINDS[seed % 2])]
+    for tensor, table in zip(got, want, strict=True):
+        assert tensor.dtype == DTYPES[table.dtype] and tensor.tolist() == table.tolist()
+
+
+def test_one_table_arrives_as_it_was() -> None:
+    table = np.arange(4, dtype=np.int32)
+    with LateCopies() as copies:
+        (got,) = upload([table], torch.device("cuda"))
+        table[:] = 77
+        copies.finish()
+    assert got.tolist() == [0, 1, 2, 3]
 
 
 def test_tables_are_put_where_they_belong_step_after_step() -> None:
@@ -45,22 +60,16 @@ def test_tables_are_put_where_they_belong_step_after_step() -> None:
     assert not wide[:, 5:].any()
 
 
-def test_a_download_is_read_when_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_waits_for_its_copy_and_for_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     copies = LateCopies()
-    waited: list[str] = []
-
-    class Event:
-        def record(self, stream: str) -> None:
-            waited.append(stream)
-
-        def synchronize(self) -> None:
-            waited.append("synchronize")
-            copies.finish()
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "record")
-    row = torch.tensor([5, 6, 7], dtype=torch.int32)
+    monkeypatch.setattr(torch.cuda, "Event", copies.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    row, drawn_next = torch.zeros(3, dtype=torch.int32), torch.full((3,), 9, dtype=torch.int32)
     with copies:
+        row.copy_(torch.tensor([5, 6, 7], dtype=torch.int32))  # a step draws
         download = Download(row)
-        assert download.read() == [5, 6, 7]
-    assert waited == ["record", "synchronize"]
+        row.copy_(drawn_next)
+        assert copies.num_copies == 1, "the host does not wait"
+        assert download.read() == row.tolist() == [5, 6, 7]

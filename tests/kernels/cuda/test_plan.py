@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels import PagedBatch
@@ -33,6 +33,7 @@ def batch_of(lens: list[int]) -> PagedBatch:
     group=st.integers(1, 150),  # many heads share one: they are several tiles
     wanted=st.integers(1, 100),
 )
+@example(steps=[[5] * NUM_SEQUENCES], group=150, wanted=1)  # items are tiles alone
 def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: int) -> None:
     pool = torch.zeros(10, 1, 2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
     windows = (None, 100)

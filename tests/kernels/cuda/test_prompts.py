@@ -46,7 +46,7 @@ def test_a_table_has_the_quicker_way_of_each_length() -> None:
         ([(300, 300), (199, 199)], Way.OURS),
         ([(5000, 5000)], Way.OURS),
         ([(300, 299)], Way.OURS),  # has a past
-        ([(300, 300), (5, 1)], Way.OURS),
+        ([(300, 300), (250, 210)], Way.OURS),
         ([(1, 1)] * 3, Way.OURS),  # as a recorded step is at first
     ],
 )
@@ -66,6 +66,8 @@ def test_a_prompt_goes_to_torch_where_that_was_quicker(cupy: Cupy) -> None:
         cuda.measure_prompts(it.pool, 4, lambda way, _: int(way is Way.OURS))
         check(it, None, cuda)
         assert not cupy.launched, "torch has attended"
+    check(scene([(256, 256)], num_kv_heads=4, head_dim=128, dtype=torch.bfloat16), None, cuda)
+    assert cupy.launched, "a pool of other heads has not been measured"
 
 
 def test_what_has_a_past_a_window_a_cap_or_sinks_is_our_kernel_s(cupy: Cupy) -> None:

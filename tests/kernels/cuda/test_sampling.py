@@ -10,17 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import KernelError
 from kernels.contract import Backend
 from kernels.cpu.intrinsics import POWER_SERIES
 from kernels.cuda import backend as cuda
 from kernels.cuda import sampling
 from tests.kernels import draw_scenes
+from tests.kernels.backends import BACKENDS, backend_named
 from tests.kernels.draw_scenes import FILTERS, KINDS, SIZES, TEMPERATURES, check
 from tests.kernels.instances import SAMPLING_KERNELS
 from tests.kernels.shim.backend import Shim, why_not
-
-BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @cache
@@ -29,15 +27,7 @@ def shim(order: int = 2) -> Shim:
 
 
 def backend(name: str) -> Backend:
-    if name == "shim":
-        if reason := why_not():
-            pytest.skip(reason)
-        return shim()
-    try:
-        cuda.require_device()
-    except KernelError as error:
-        pytest.skip(str(error))
-    return cuda
+    return backend_named(name, shim)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -6,6 +6,7 @@ csrc/kv.cu through the shim, and what computes is a list.  Streams themselves ne
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -147,6 +148,14 @@ def test_a_block_table_is_uploaded_once_a_transfer(lane: CpuLane) -> None:
     changing.reverse()
     want = reference.pack_kv(held, changing, LAYERS, range(16), BF16, HEADS)
     assert torch.equal(it.pack(changing, LAYERS, HEADS, range(16)), want)
+
+
+def test_a_table_is_not_taken_for_a_later_one_at_its_address(lane: CpuLane) -> None:
+    tables, table = staging.Tables(lane), tuple(TABLE)
+    num_references = sys.getrefcount(table)
+    tables.on_device(table)
+    lane.uploaded.clear()
+    assert sys.getrefcount(table) > num_references, "so nothing else comes to lie there"
 
 
 def test_tables_of_transfers_long_gone_are_dropped(lane: CpuLane) -> None:

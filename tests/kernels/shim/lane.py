@@ -1,18 +1,20 @@
 """A lane made of the CPU: the kernel through the shim, all memory the host's.
 
-What computes is a list of calls, which run as late as they may: when a copy waits for them.
+All that is asked of it runs as late as it may: what computes, when a copy waits for it; kernels and
+copies, when somebody waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, local
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kernels import KernelError
 from kernels.cuda.launch import Launch
@@ -21,6 +23,26 @@ from tests.kernels.shim.backend import Shim
 
 # The shim runs one kernel of a process at a time.
 DEVICE = Lock()
+
+
+class Stream(TorchFunctionMode):
+    """Kernels and copies in the order in which they are asked for; `synchronize` runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.copy_ and kwargs == {"non_blocking": True}:
+            self.calls.append(lambda: func(*args))
+            return args[0]
+        return func(*args, **kwargs or {})
+
+    def synchronize(self) -> None:
+        for call in self.calls:
+            call()
 
 
 class CpuLane:
@@ -51,6 +73,7 @@ class CpuLane:
         self._num_pinned = num_pinned
         self._obstacle = obstacle
         self._lock = Lock()
+        self._thread = local()
         self._shim = Shim({"kv": kv_kernels(dtype, dtype), "pieces": ["copy_pieces"]})
 
     def compute(self, call: Callable[[], object]) -> None:
@@ -73,9 +96,12 @@ class CpuLane:
             self._num_marked = 0
             self.num_working += 1
         self.on_working()
+        self._thread.stream = stream = Stream()
         try:
-            yield
+            with stream:
+                yield
         finally:
+            stream.synchronize()
             with self._lock:
                 self.num_working -= 1
 
@@ -101,7 +127,10 @@ class CpuLane:
 
     def start(self, launches: list[Launch]) -> None:
         assert self.num_working
+        # Of a move: pool, segment, table.
+        self.moved += [it.keep[1].nbytes for it in launches if it.source == "kv"]
+        self._thread.stream.calls.append(lambda: self._run(launches))
+
+    def _run(self, launches: list[Launch]) -> None:
         with DEVICE:
-            # Of a move: pool, segment, table.
-            self.moved += [it.keep[1].nbytes for it in launches if it.source == "kv"]
             self._shim.run(launches)

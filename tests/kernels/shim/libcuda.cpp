@@ -1,7 +1,8 @@
 // As much of CUDA's driver as `kernels.cuda.device_memory` calls, on a CPU: memory is a memfd.
 //
-// The declarations are those of cuda.h.  What is mapped to read is read-only; a thread without a
-// context, a handle that is none and a size that is not the memory's are refused, as on a GPU.
+// The declarations are those of cuda.h.  New memory is NaN; what is mapped to read is read-only; a
+// thread without a context, a handle that is none, and a size or a device that is not the memory's
+// are refused, as on a GPU.
 #include <cuda.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -42,6 +43,7 @@ CUresult handle_of(int descriptor, CUmemGenericAllocationHandle* handle) {
 extern "C" {
 void shim_refuse(const char* name) { strncpy(refused, name, sizeof refused - 1); }
 int shim_live() { return num_handles + num_reserved + num_mapped; }
+int shim_device() { return (int)(uintptr_t)context - 1; }  // that of this thread's context
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* found, CUdevice device) {
@@ -75,6 +77,9 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
   CHECK(size && size % GRANULARITY == 0, CUDA_ERROR_INVALID_VALUE);
   int made = memfd_create("shim-cuda", MFD_CLOEXEC);
   CHECK(!ftruncate(made, size), CUDA_ERROR_OUT_OF_MEMORY);
+  void* whole = mmap(nullptr, size, PROT_WRITE, MAP_SHARED, made, 0);
+  memset(whole, 0xff, size);
+  munmap(whole, size);
   CUresult result = handle_of(made, handle);
   close(made);
   return result;
@@ -115,6 +120,7 @@ CUresult cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDesc* want
   CHECK(count == 1 && wanted->location.type == CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_INVALID_VALUE);
   CHECK(wanted->location.id == (int)(uintptr_t)context - 1, CUDA_ERROR_INVALID_DEVICE);
   bool writes = wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  CHECK(writes || strcmp(refused, "reading alone"), CUDA_ERROR_NOT_SUPPORTED);
   CHECK(!mprotect((void*)at, size, writes ? PROT_READ | PROT_WRITE : PROT_READ), CUDA_ERROR_INVALID_VALUE);
   return CUDA_SUCCESS;
 }

@@ -55,8 +55,8 @@ class Address(NamedTuple):
         return there.set_(kept, self.offset, self.shape, self.stride)
 
 
-class DeviceMemory(TorchFunctionMode):
-    """Has uploads be copies, as on a device, though here both sides are memory of the host."""
+class CopiedUploads(TorchFunctionMode):
+    """Makes uploads copies, as on a device, though both sides are memory of the host here."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

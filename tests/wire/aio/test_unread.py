@@ -143,8 +143,9 @@ async def test_who_has_taken_all_but_does_not_hang_up_is_not_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor does it lose anything; it is no slow reader, however little its last bytes were."""
-    monkeypatch.setattr("wire.aio.unread.MIN_BYTES_PER_S", MANY_BYTES / STALL_S * 2)
-    async with flooded(hangs_up=True) as (flood, client):
+    stall_s = 2.0  # in which all is read here, on a busy machine too
+    monkeypatch.setattr("wire.aio.unread.MIN_BYTES_PER_S", MANY_BYTES / stall_s * 2)
+    async with flooded(hangs_up=True, stall_s=stall_s) as (flood, client):
         count = 0
         while flood.transport.get_write_buffer_size():
             count += len(await asyncio.get_running_loop().sock_recv(client, 64 * KIB))

@@ -6,10 +6,13 @@ The recording is `tests.kernels.shim.recording`: it replays by address and keeps
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ from kernels.cuda.launch import OnDevice
 from scripts.models.make_model import make_model
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import GPU, Shim, why_not
-from tests.kernels.shim.recording import DeviceMemory, FreedMemory, Recorder
+from tests.kernels.shim.recording import CopiedUploads, FreedMemory, Recorder
 from worker.compute import graphs
 from worker.compute.graphs import DecodeGraphs
 from worker.compute.kv_cache import TorchKVCache
@@ -43,7 +46,7 @@ LIMITS = {"float32": 1e-5, "bfloat16": 8e-2, "float16": 1e-2}
 
 @pytest.fixture(autouse=True)
 def device_memory() -> Iterator[None]:
-    with DeviceMemory():
+    with CopiedUploads():
         yield
 
 
@@ -165,10 +168,11 @@ def test_steps_are_recorded_before_they_are_needed(
     assert record.num_recorded == 3
     assert "done=3 of=3" in " ".join(capsys.readouterr().out.split())
     places = set()
-    for lens in ([1], [5, 6], [7, 8, 9]):
-        batch = batch_of(lens, 0)
-        token_ids = torch.zeros(len(lens), dtype=torch.int32)
+    for count, size in ((1, 1), (2, 2), (3, 4), (4, 4)):
+        batch = batch_of([*range(5, 5 + count)], 0)
+        token_ids = torch.zeros(count, dtype=torch.int32)
         logits = recorded.forward(token_ids, batch.context_lens - 1, batch)
+        assert cuda.last_started(0) == f"a graph of {size} sequences"
         places.add(logits.data_ptr())
         assert logits.isfinite().all()
     assert record.num_recorded == 3, "no request waits for a recording"
@@ -238,6 +242,75 @@ def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
             pytest.fail(f"{name} is not read by address")
 
 
+class SimulatedStream:
+    """A stream of a simulated GPU; `ended` is the work that ends before its next work begins."""
+
+    def __init__(self) -> None:
+        self.ended: frozenset[str] = frozenset()
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.ended |= other.ended
+
+
+class Streams:
+    """The parts of `torch.cuda` that record graphs; work is a name.
+
+    Attributes:
+        begun: What was run, and what had ended for certain when it began.
+    """
+
+    Stream = SimulatedStream
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, frozenset[str]]] = []
+        self._current = SimulatedStream()
+        self._graph: list[str] | None = None
+
+    def work(self, name: str) -> None:
+        if self._graph is not None:
+            return self._graph.append(name)
+        self.begun.append((name, self._current.ended))
+        self._current.ended |= {name}
+
+    def current_stream(self) -> SimulatedStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        calls: list[str] = []
+        return SimpleNamespace(calls=calls, replay=lambda: [*map(self.work, calls)])
+
+    @contextmanager
+    def graph(
+        self, graph: SimpleNamespace, *, pool: str, capture_error_mode: str
+    ) -> Iterator[None]:
+        assert pool == "shared by all sizes"
+        assert capture_error_mode == "thread_local", "copies of KV go on meanwhile"
+        self._graph = graph.calls
+        yield
+        self._graph = None
+
+
+def test_a_step_has_run_once_when_it_is_recorded_and_again_at_each_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Streams()
+    step = cast("graphs.DecodeStep", lambda: device.work("step"))
+    monkeypatch.setattr(torch, "cuda", device)
+    device.work("the weights are there")
+    replay = graphs.record_graph(step, "shared by all sizes")
+    assert [name for name, _ in device.begun] == ["the weights are there", "step"]
+    replay()
+    assert [name for name, _ in device.begun[2:]] == ["step"]
+    for (before, _), (_, ended) in pairwise(device.begun):
+        assert before in ended, "it overtakes on another stream"
+
+
 def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:
     model = model_of(tmp_path, "qwen3_moe-float32")
     assert graphs.graphs_of(model, make_cache(model), 1024) is None
@@ -268,7 +341,6 @@ def launched(tmp_path: Path, name: str, sizes: dict[str, Any], monkeypatch: Any)
     monkeypatch.setattr(kernels, "backend_of", lambda _: cuda)
     monkeypatch.setattr(cuda, "start", lambda _, launches: record.shim.run(launches))
     monkeypatch.setattr(cuda, "gpu", lambda _: GPU)
-    monkeypatch.setattr(cuda, "multiprocessors", lambda _: GPU.multiprocessors)
     batch = windowed(batch_of([17, 900, 16], 0), cache)
     recorded.forward(torch.zeros(3, dtype=torch.int32), batch.context_lens - 1, batch)
     return record.launched

@@ -248,12 +248,17 @@ def test_a_device_without_such_memory_keeps_its_kv_to_itself(
     assert staged.place([4], part(WIDE, 0, 3, 0, 16)) is None
 
 
-def test_a_device_whose_kernels_cannot_run_lends_nothing(
-    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lane: CpuLane
+def test_a_device_whose_kernels_cannot_run_lends_and_maps_nothing(
+    driver: ctypes.CDLL, lane: CpuLane
 ) -> None:
     staged = on_device(CpuLane(obstacle="cupy is not installed"), WIDE)
     assert staged.memory is None
     staged.pool.fill_(3)  # which it is still made of
+    lent, live = on_device(lane, WIDE).memory, driver.shim_live()
+    assert lent is not None
+    with pytest.raises(OSError, match="cupy is not installed"):
+        staged.map_memory(lent.descriptor, lent.about)
+    assert driver.shim_live() == live
 
 
 def test_memory_of_a_device_is_mapped_on_a_device_only(driver: ctypes.CDLL, lane: CpuLane) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.worker.transfer.mapped import num_mappings
 from worker.compute.shared_memory import SharedMemory, map_memory, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
@@ -19,10 +20,6 @@ SIZE = 3 << 20
 
 def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
-
-
-def num_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
 
 
 def test_what_one_writes_the_other_reads() -> None:

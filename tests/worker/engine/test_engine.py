@@ -529,6 +529,15 @@ def test_an_overdue_sequence_fails_and_frees_everything() -> None:
     assert engine.stats().counters.overdue == engine.stats().counters.failed == 2
 
 
+def test_a_prompt_goes_on_though_the_share_is_of_a_tenant_that_cannot_begin() -> None:
+    engine = engine_of(max_ubatch_tokens=1, max_sbatch_sequences=1)
+    for request_id in (0, 1):
+        options = Options(ignore_eos=True, tenant=1 - request_id)
+        engine.add(Sequence(request_id, [3] * (9 - 5 * request_id), options, 1))
+        engine.step()
+    assert len(of_kind(run(engine), Token)) == 2
+
+
 def test_a_deadline_is_work_for_a_stalled_engine() -> None:
     engine, now = timed(num_blocks=4)
     engine.reserve(1, range(12))

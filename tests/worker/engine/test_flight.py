@@ -23,12 +23,14 @@ from tests.worker.workload import (
     Request,
     Workload,
     full_text,
+    sent_kv,
 )
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Output, Token
+from worker.engine.outputs import Failed, Output, Reserved, Token
 from worker.engine.sequence import Sequence
+from worker.engine.unpacking import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
 
@@ -54,8 +56,13 @@ class LateWorkload(Workload):
 
     def _executor(self) -> LateExecutor:
         info = ModelInfo("late", "late", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, self.layout)
-        eagerness, failing = self.other.choice([0, 0, 0.5]), self.other.choice([0, 0, 0, 0.03])
-        self.late = LateExecutor(info, self.other, eagerness=eagerness, failing=failing)
+        self.late = LateExecutor(
+            info,
+            self.other,
+            eagerness=self.other.choice([0, 0, 0.5]),
+            failing=self.other.choice([0, 0, 0, 0.03]),
+            refusing=self.other.choice([0, 0, 0.2]),
+        )
         return self.late
 
     def _request(self, request_id: int) -> Request:
@@ -63,7 +70,9 @@ class LateWorkload(Workload):
         asked: dict[str, Any] = self.other.choice(
             [{}] * 12 + [{"logprobs": 0}, {"presence_penalty": 0.5}]
         )
-        request.options = structs.replace(request.options, **asked)
+        # Of two tenants neither reads its prompts to the end before the other begins.
+        tenant = self.other.randint(0, 1)
+        request.options = structs.replace(request.options, tenant=tenant, **asked)
         return request
 
     def check(self) -> None:
@@ -142,6 +151,17 @@ def test_a_cancelled_sequence_gives_back_its_blocks_and_another_may_have_its_id(
     assert text_of(run(engine), 1) == [*full_text((5, 4), 9, GREEDY)]
 
 
+def test_a_token_that_was_drawn_before_the_deadline_is_told() -> None:
+    now = [0.0]
+    engine, _ = late_engine(clock=lambda: now[0])
+    engine.add(Sequence(1, [3, 4, 5], structs.replace(GREEDY, deadline_ms=5_000), 2))
+    outputs = [*engine.step(), *engine.step()]
+    now[0] = 5.0
+    outputs += run(engine)
+    assert not of_kind(outputs, Failed)
+    assert [it.finish_reason for it in of_kind(outputs, Token)] == [None, "length"]
+
+
 def test_who_wants_the_host_to_draw_is_told_the_tokens_first() -> None:
     engine, executor = late_engine()
     engine.add(Sequence(1, [3, 4, 5], GREEDY, 20))
@@ -201,3 +221,22 @@ def test_who_has_ended_takes_no_part_when_the_host_draws() -> None:
     assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
     assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]
     assert text_of(outputs, 3) == [*full_text((4, 4), 4, GREEDY)]
+
+
+def test_a_step_in_flight_is_read_before_one_of_its_sequences_gives_way() -> None:
+    engine, executor = late_engine(num_blocks=14, block_size=1)
+    prompt, text = (3, 4, 5, 4), full_text((3, 4, 5, 4), 8, GREEDY)
+    engine.reserve(1, prompt)
+    engine.add(Sequence(2, [5, 4, 3], GREEDY, 9))
+    outputs = engine.step()
+    for rectangle, kv in sent_kv(LAYOUT, prompt, 0):
+        unpack(engine.cache, of_kind(outputs, Reserved)[0].block_table, rectangle, kv, 4)
+    for _ in range(3):
+        outputs += engine.step()
+    # One block more is there for each of the two, but not as many as the first one wants.
+    assert executor.num_behind and engine.pool.num_free == 3
+    engine.begin_decode(1, [*prompt, *text[:6]], GREEDY, 2)
+    outputs += run(engine)
+    assert engine.counters.preemptions
+    assert text_of(outputs, 1) == [*text[6:]]
+    assert text_of(outputs, 2) == [*full_text((5, 4, 3), 9, GREEDY)]

@@ -12,7 +12,7 @@ from scripts.models.make_model import make_model
 from tests.kv import part
 from tests.oracle import oracle
 from tests.worker.executor.forward_pair import pair
-from tests.worker.late import LateExecutor
+from tests.worker.late import LateDrawn, LateExecutor
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.layout import KVLayout
 from wire.options import Options
@@ -194,6 +194,24 @@ def test_a_step_that_raises_is_an_error_state() -> None:
     executor.is_broken = True
     with pytest.raises(RuntimeError, match="out of memory"):
         direct.prefill([1])
+    assert around.status().state is State.ERROR
+
+
+@pytest.mark.parametrize(("owner", "method"), [(LateExecutor, "draw"), (LateDrawn, "tokens")])
+def test_a_step_in_flight_that_raises_is_an_error_state(
+    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    around = late(Clock())
+    engine = Engine(around, num_blocks=16, block_size=4)
+    engine.add(Sequence(1, [5, 6, 7], GREEDY, 5))
+    engine.step()
+    monkeypatch.setattr(owner, method, fail)
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        engine.step(), engine.step()
+    assert raised.value.__notes__ == ["in draw of a decode step, batch size 1"]
     assert around.status().state is State.ERROR
 
 

@@ -757,15 +757,19 @@ def test_the_lowest_free_slot_number_is_taken() -> None:
 
 
 def test_there_is_a_block_for_each_that_runs() -> None:
-    queue = Queue(num_blocks=4, block_size=4)
+    queue = Queue(num_blocks=5, block_size=4)
     assert queue.scheduler.has_block_for_each()
     queue.add(1, 4)
     queue.add(2, 4)
     queue.step()
-    assert queue.scheduler.has_block_for_each(), "two blocks are left for two"
+    assert queue.scheduler.has_block_for_each(), "three blocks are left for two"
     queue.add(3, 4)
     queue.step()
-    assert not queue.scheduler.has_block_for_each()
+    assert not queue.scheduler.has_block_for_each(), "none is left for the third"
+    queue.scheduler.finish(queue.sequences[2])
+    assert queue.scheduler.has_block_for_each()
+    queue.sequences[3].token_ids += [7] * 9
+    assert not queue.scheduler.has_block_for_each(), "two are left, and it lacks three"
 
 
 def test_there_is_a_block_of_layers_with_a_window_for_each_that_runs() -> None:

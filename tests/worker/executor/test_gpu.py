@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
+from kernels.cuda import backend as cuda
 from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import why_not
 from tests.worker.engine.hashed import of_kind, run
 from tests.worker.gpu_on_cpu import executor_of, gpu_on_cpu
 from tests.worker.paged import Text, batch_of
-from wire.options import Options
+from wire.options import Options, Structure
+from worker.compute import graphs
 from worker.compute.graphs import fill_in
 from worker.engine.engine import Engine
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
+from worker.executor.batch import Scoring
 from worker.executor.contract import Drawer
 from worker.executor.registry import create
+from worker.executor.scores import PromptScores
 
 BLOCK_SIZE, MAX_LEN = 8, 128
 
@@ -89,7 +97,7 @@ def test_a_step_reads_what_the_one_before_has_drawn(path: Path) -> None:
     new = Text([50, 60], [4], request_id=3)
     for count in (1, 2):  # two tokens of the new one are no step for a graph
         new.computed = 2 - count
-        order = [(texts[2], 1), (new, count), (texts[0], 1)]
+        order = [(new, count), (texts[2], 1), (texts[0], 1)]
         for text, token in zip(texts, tokens, strict=True):
             text.token_ids[3:] = [token]
         batch = batch_of(order, BLOCK_SIZE)
@@ -99,6 +107,18 @@ def test_a_step_reads_what_the_one_before_has_drawn(path: Path) -> None:
         got = fed.forward(batch_of(order, BLOCK_SIZE))
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert [it.token_id for it in drawn.tokens()] == tokens
+
+
+@pytest.mark.usefixtures("shim")
+def test_a_prompt_of_which_every_row_is_wanted_is_no_step_for_a_graph(path: Path) -> None:
+    batch = batch_of([(Text([5, 6, 7], [0]), 3)], BLOCK_SIZE)
+    scoring = Scoring(PromptScores(3, 0), [6, 7], 0)
+    batch = replace(batch, score_rows=np.array([0, 1], np.int32), scorings=(scoring,))
+    graphed, plain = executor_of(path), executor_of(path)
+    for executor in (graphed, plain):
+        executor.allocate(64, BLOCK_SIZE)
+    vars(plain)["_graphs"] = None
+    torch.testing.assert_close(graphed.forward(batch), plain.forward(batch), rtol=0, atol=0)
 
 
 def test_what_the_device_can_draw(path: Path) -> None:
@@ -119,6 +139,49 @@ def test_what_the_device_can_draw(path: Path) -> None:
         other = Text([5, 6], [1], options=Options(**options))
         batch = batch_of([(plain, 2), (other, 2)], BLOCK_SIZE)
         assert not executor.can_draw(batch), options
+    batch = batch_of([(plain, 2)], BLOCK_SIZE)
+    structured = executor.structured(Structure("regex", "a*"), 2)
+    for sampling in ({"drafts": (5,)}, {"structured": structured}):
+        samplings = tuple(structs.replace(it, **sampling) for it in batch.samplings)
+        assert not executor.can_draw(replace(batch, samplings=samplings)), sampling
+    scoring = Scoring(PromptScores(2, 0), [6], 0)
+    assert not executor.can_draw(replace(batch, scorings=(scoring,)))
+
+
+@pytest.mark.usefixtures("shim")
+@pytest.mark.parametrize("method", ["record", "synchronize"])
+def test_an_error_of_a_step_in_flight_names_what_was_given_last(
+    path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    executor = executor_of(path)
+    executor.allocate(64, BLOCK_SIZE)
+    batch = batch_of([(Text([5, 6], [0]), 2)], BLOCK_SIZE)
+    logits = executor.forward(batch)
+    monkeypatch.setattr(torch.cuda.Event, method, fail)
+    monkeypatch.setattr(cuda, "_started", {0: "draw<float>"})
+    with pytest.raises(torch.AcceleratorError) as raised:
+        executor.draw(logits, batch).tokens()
+    assert raised.value.__notes__ == ["draw<float> was started last"]
+
+
+@pytest.mark.usefixtures("shim")
+def test_steps_are_recorded_while_it_prepares_and_forgotten_at_its_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "SIZES", (1, 2))
+    executor = executor_of(path)
+    executor.allocate(64, BLOCK_SIZE)
+    executor.prepare()
+    made = vars(executor)["_graphs"]
+    assert vars(made)["_recorded"].keys() == {1, 2}
+    ended = ref(made)
+    del made
+    executor.shutdown()
+    gc.collect()
+    assert ended() is None
 
 
 def test_ids_that_stand_for_drawn_tokens_are_filled_in() -> None:

@@ -12,7 +12,10 @@ import torch
 from kernels.cpu.intrinsics import target_name
 from kernels.cpu.ways import Way
 from kernels.cuda import backend as cuda
+from kernels.cuda import staging
 from scripts.models.make_model import make_model
+from tests.kernels.shim.backend import why_not
+from tests.kernels.shim.lane import CpuLane
 from tests.kv import part, whole
 from tests.worker.paged import Text, advance, batch_of
 from wire.layout import KVGroup
@@ -282,6 +285,30 @@ def test_the_shared_arrays_of_a_batch_are_not_changed(path: Path) -> None:
     executor.forward(batch)
     for name in names:
         assert (getattr(batch, name) == before[name]).all(), name
+
+
+def test_a_copy_waits_for_the_step_that_was_asked_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    monkeypatch.setattr(staging, "SIZES", (512, 2048))
+    text = text_of(5)
+    at_once, kept = allocated(path)
+    at_once.forward(batch_of([(text, 5)], 16))
+    executor, lane = loaded(path), CpuLane(dtype=torch.float32)
+    cache = TorchKVCache(kept.layout, 64, 16, torch.device("cpu"), make_lane=lambda _: lane)
+    vars(executor)["_cache"] = cache
+    compute = vars(TorchExecutor)["_compute"]
+
+    def later(step: object) -> torch.Tensor:
+        lane.compute(lambda: compute(executor, step))
+        return torch.empty(1, VOCAB)
+
+    monkeypatch.setattr(executor, "_compute", later)
+    executor.forward(batch_of([(text, 5)], 16))
+    rectangle = whole(kept.layout, 0, 5)
+    assert bytes(cache.pack(text.blocks, rectangle)) == bytes(kept.pack(text.blocks, rectangle))
 
 
 @pytest.mark.parametrize("method", ["forward", "sample"])

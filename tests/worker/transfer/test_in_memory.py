@@ -14,7 +14,7 @@ from kernels.cuda import staging
 from tests.kernels.shim.driver import driver as driver
 from tests.kernels.shim.lane import CpuLane
 from tests.kv import part, whole
-from wire.errors import TransferFailed
+from wire.errors import RemoteProtocolError, TransferFailed
 from wire.frames import KvCache
 from wire.layout import KVLayout
 from wire.parts import Buffer
@@ -266,7 +266,7 @@ def test_a_device_reads_memory_of_the_host_and_no_place_between_its_units() -> N
     assert theirs.memory is not None
     two = receiver(WIDE, theirs.memory)
     segment = admitted(two, tokens, (8, 0), 1)
-    with pytest.raises(ValueError, match="whole 16 bytes"):
+    with pytest.raises(RemoteProtocolError, match="is 8, not a multiple of 16 bytes"):
         fetch(device_cache(WIDE, 8), table, two, segment, lent(theirs, theirs))
 
 

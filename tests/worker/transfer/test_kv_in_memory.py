@@ -16,6 +16,7 @@ import pytest
 from tests.kv import whole
 from tests.oracle import oracle
 from tests.worker.scripted import (
+    PATIENCE_S,
     ScriptedPrefill,
     ScriptedRouter,
     pair,
@@ -23,6 +24,7 @@ from tests.worker.scripted import (
     running_prefill,
     scripted_router,
 )
+from tests.worker.transfer.mapped import num_mappings
 from wire.aio.unix import DescriptorPort, fetch_descriptor
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, KvCache, PrefillDone, Role, Tag
@@ -118,6 +120,22 @@ async def test_memory_is_read_for_later_offers_too() -> None:
         for request_id in (1, 2):
             assert await prefill.offer_memory(request_id) == 1
             prefill.cancel(request_id)
+        await router.until_free(Role.DECODE)
+
+
+async def test_memory_of_a_lost_peer_is_unmapped_while_its_kv_waits_for_a_router() -> None:
+    async with lending() as (router, prefill):
+        num_mapped = num_mappings()
+        assert await prefill.offer_memory() == 1
+        prefill.place([0, BLOCK, 0, BLOCK])
+        assert (await prefill.ack())[1].ready and num_mappings() == num_mapped + 1
+        await prefill.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while num_mappings() != num_mapped:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
         await router.until_free(Role.DECODE)
 
 

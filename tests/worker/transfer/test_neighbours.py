@@ -6,12 +6,12 @@ import asyncio
 import gc
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import structlog
 
+from tests.worker.transfer.mapped import num_mappings
 from wire.aio.unix import DescriptorPort, fetch_descriptor
 from worker.compute.shared_memory import HostMemory, SharedMemory
 from worker.executor.hash import HashKVCache
@@ -20,10 +20,6 @@ from worker.transfer.neighbours import Lender, Neighbours
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
 PEER = b"prefill-0-1"
-
-
-def num_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
 
 
 def lender(cache: object, identity: bytes = PEER, *, is_on: bool = True) -> Lender:
@@ -103,7 +99,7 @@ async def test_memory_of_a_gpu_is_lent_with_its_size_and_read_on_gpus_only() -> 
         await ours.settle(PEER, one.offered)
     assert ours.is_settled(PEER, one.offered) and ours.memory_of(PEER) is None
     assert [entry["reason"] for entry in logs] == [
-        "it lies on a GPU, and this worker computes on none"
+        "the KV lies on a GPU, and this worker computes on none"
     ]
     ours.close()
     one.close()

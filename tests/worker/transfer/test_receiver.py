@@ -20,9 +20,11 @@ from tests.worker.scripted import (
     ScriptedPrefill,
     ScriptedRouter,
     heard,
+    offer_of,
     running,
     scripted_router,
 )
+from wire.aio.zmq import Hub
 from wire.errors import ErrorCode
 from wire.frames import (
     Cancel,
@@ -37,6 +39,7 @@ from wire.frames import (
 from wire.identity import Identity
 from wire.layout import KVLayout
 from wire.options import Options
+from wire.parts import encode
 from wire.payloads import (
     Credit,
     Usage,
@@ -127,6 +130,60 @@ async def test_frames_are_counted_and_those_for_a_peer_that_is_gone() -> None:
     counts = {("kv_cache", "received", 3), ("error", "sent", 2)}
     traffic = plane.traffic
     assert (set(traffic.rows()), traffic.dropped) == (counts, {"worker_lost": 1})
+    await transfers.close()
+    await plane.close()
+    copies.close()
+
+
+async def test_a_worker_that_leaves_waits_for_no_memory_that_it_has_asked_for() -> None:
+    config = Config(role="decode", executor="hash", kv_bind="tcp://127.0.0.1:0")
+    copies, plane, is_asked = Copies(1), KVPlane(1000), asyncio.Event()
+
+    async def fetch(*_: object) -> tuple[int, bytes]:
+        is_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody answers")
+
+    rest = Idle(), copies, plane, time.monotonic
+    cache = create().allocate(8, 16)
+    context = WorkerContext(config, Identity(Role.DECODE, 0, 1), cache, *rest, fetch=fetch)
+    transfers = IncomingTransfers(context, lambda _: False, lambda _: None, lambda *_: None)
+    async with ScriptedPrefill(transfers.endpoint) as prefill:
+        prefill.offer(1, PROMPT, memory="baton-silent")
+        await asyncio.wait_for(is_asked.wait(), 30)
+        await asyncio.wait_for(transfers.close(), 30)
+    await plane.close()
+    copies.close()
+
+
+async def test_memory_of_a_peer_that_has_left_is_not_asked_for() -> None:
+    class Heard(KVPlane):
+        """A plane whose frames the test makes up."""
+
+        def hub(self, on_message: Any, on_lost: Any) -> Hub:
+            self.on_message, self.on_lost = on_message, on_lost
+            return super().hub(on_message, on_lost)
+
+    asked, is_second_asked = [], asyncio.Event()
+
+    async def fetch(name: str, greeting: bytes) -> tuple[int, bytes]:
+        asked.append(name)
+        if name == "baton-2":
+            is_second_asked.set()
+        raise ConnectionRefusedError
+
+    config = Config(role="decode", executor="hash", kv_bind="tcp://127.0.0.1:0")
+    identity, copies, plane = Identity(Role.DECODE, 0, 1), Copies(1), Heard(1000)
+    cache, clock = create().allocate(8, 16), time.monotonic
+    context = WorkerContext(config, identity, cache, Idle(), copies, plane, clock, fetch=fetch)
+    transfers = IncomingTransfers(context, lambda _: False, lambda _: None, lambda *_: None)
+    for number in (1, 2):
+        offer, peer = offer_of(PROMPT, memory=f"baton-{number}"), b"prefill-0-%d" % number
+        plane.on_message(peer, encode(KvCache(number, 0, 0), offer))
+        if number == 1:
+            plane.on_lost(peer)  # it said this and left
+    await asyncio.wait_for(is_second_asked.wait(), 30)
+    assert asked == ["baton-2"]
     await transfers.close()
     await plane.close()
     copies.close()
