@@ -7,12 +7,14 @@ torch's current stream.  CuPy is imported no sooner, so this module can be impor
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 from functools import cache, partial
+from hashlib import sha256
 from importlib import import_module, resources
 from typing import Any
 
@@ -148,6 +150,9 @@ def measure_prompts(
 def _has_wide(pool: torch.Tensor, num_heads: int) -> bool:
     """Whether the device has the instructions of `attend_wide`, and does with them as `attend`."""
     dtype, head_dim = pool.dtype, pool.shape[5]
+    # One that faults would end the worker at its start.
+    if not is_verified("attend_wide", "attention_hopper"):
+        return False
     if dtype not in launch.TILED_DTYPES or head_dim not in WIDE_HEAD_DIMS:
         return False
     if torch.cuda.get_device_capability(pool.device.index or 0) != HOPPER:
@@ -160,6 +165,13 @@ def _has_wide(pool: torch.Tensor, num_heads: int) -> bool:
         error = str(raised)
     _LOG.error("attend_wide is not used for %s heads of %s: %s", dtype, head_dim, error)
     return False
+
+
+def is_verified(kernel: str, source: str) -> bool:
+    """Whether `scripts/gpu_check` has found a kernel to be right on a GPU as it is now."""
+    text = (resources.files("kernels") / "verified.json").read_text()
+    found = json.loads(text)["kernels"].get(kernel, {"passed": False})
+    return bool(found["passed"] and found["hash"] == source_hash(source))
 
 
 def pack_kv(
@@ -323,3 +335,8 @@ def source_text(source: str) -> str:
         return re.sub(r'#include "(.*)"\n', lambda found: text(found[1]), own)
 
     return text(f"{source}.cu")
+
+
+def source_hash(source: str) -> str:
+    """Return a short digest of everything that a file of csrc/ is compiled from."""
+    return sha256(source_text(source).encode()).hexdigest()[:16]

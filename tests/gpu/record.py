@@ -6,7 +6,6 @@ another hash now has changed since, and what is not in the file has never run on
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field, fields
@@ -43,7 +42,7 @@ class Verified:
     """What a kernel's last check on a GPU said."""
 
     source: str  # file of csrc/, without .cu
-    hash: str  # `source_hash` of it then
+    hash: str  # `cuda.source_hash` of it then
     passed: bool
     device: str
     date: str  # YYYY-MM-DD
@@ -56,11 +55,6 @@ class Record:
 
     kernels: dict[str, Verified] = field(default_factory=dict)
     figures: Figures = field(default_factory=dict)
-
-
-def source_hash(source: str) -> str:
-    """Return a short digest of everything that a file of csrc/ is compiled from."""
-    return hashlib.sha256(cuda.source_text(source).encode()).hexdigest()[:16]
 
 
 def sources() -> dict[str, str]:
@@ -129,7 +123,7 @@ def merged(record: Record, findings: list[Finding], *, device: str, day: str, se
     files, kernels = sources(), dict(record.kernels)
     for kernel, is_right in results(findings).items():
         kernels[kernel] = Verified(
-            files[kernel], source_hash(files[kernel]), is_right, device, day, seed
+            files[kernel], cuda.source_hash(files[kernel]), is_right, device, day, seed
         )
     figures: Figures = {"device": device, "date": day}
     for finding in findings:
@@ -165,7 +159,7 @@ def state_of(kernel: str, record: Record) -> str:
     where = f"on {verified.device}, {verified.date}"
     if not verified.passed:
         return f"failed {where}"
-    if verified.hash != source_hash(sources()[kernel]):
+    if verified.hash != cuda.source_hash(sources()[kernel]):
         return f"changed since it was right {where}"
     return f"right {where}"
 

@@ -61,6 +61,7 @@ def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> No
         "tiled 64 bfloat16",
         "prompts",
         "plain 24 bfloat16",
+        "wide 64 bfloat16",
     ]
     assert record.PATH.read_bytes() == before
     files = {path.name for path in out.iterdir()}

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from kernels.cuda import backend as cuda
 from tests.gpu import record
 from tests.gpu.record import Record, Verified
 from tests.gpu.settings import Settings
 from tests.gpu.stages import STAGES
 from tests.gpu.trail import Finding, State
 
-MOVE = Verified("kv", record.source_hash("kv"), True, "H200", "2026-11-21", 7)
+MOVE = Verified("kv", cuda.source_hash("kv"), True, "H200", "2026-11-21", 7)
 
 
 def parts(state: State = State.OK, **other: State) -> list[Finding]:

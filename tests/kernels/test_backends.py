@@ -13,6 +13,8 @@ from kernels import GELU_TANH, SILU, reference
 from kernels.contract import Backend
 from kernels.cuda import launch
 from kernels.cuda.tiling import Gpu
+from tests.kernels.backends import BACKENDS as CUDA_BACKENDS
+from tests.kernels.backends import backend_named
 from tests.kernels.instances import (
     attention_kernels,
     kv_kernels,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
+from pathlib import Path
+
 import pytest
 import torch
 
+import kernels
 from kernels import PagedBatch
 from kernels.cuda import backend as cuda
 from kernels.cuda import pinned, prompts
@@ -96,6 +101,25 @@ def test_layers_share_one_upload_of_their_blocks(monkeypatch: pytest.MonkeyPatch
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cuda.HOPPER)
+    monkeypatch.setattr(cuda, "is_verified", lambda kernel, _: kernel == "attend_wide")
+
+
+def test_a_kernel_is_used_only_as_it_was_verified(
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, digest = tmp_path / "verified.json", cuda.source_hash("attention_hopper")
+    (tmp_path / "csrc").symlink_to(Path(kernels.__file__).with_name("csrc"))
+    monkeypatch.setattr(resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cuda.HOPPER)
+    it = scene([(70, 70)], head_dim=64, dtype=torch.bfloat16)
+    for entry, way in (
+        ({}, Way.OURS),
+        ({"attend_wide": {"passed": False, "hash": digest}}, Way.OURS),
+        ({"attend_wide": {"passed": True, "hash": "of an earlier one"}}, Way.OURS),
+        ({"attend_wide": {"passed": True, "hash": digest}}, Way.WIDE),
+    ):
+        file.write_text(json.dumps({"kernels": entry}))
+        assert cuda.measure_prompts(it.pool, 4, wide_first)[0] == (0, way)
 
 
 def wide_first(way: Way, _: int) -> float:
