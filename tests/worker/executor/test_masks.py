@@ -106,8 +106,11 @@ def test_a_row_without_any_token_is_named(temperature: float) -> None:
     assert caught.value.row == 1
 
 
-def test_a_row_whose_options_and_structure_exclude_each_other_is_named() -> None:
-    it = asked([], (1,), allowed_token_ids=(4, 5))
+@pytest.mark.parametrize("options", [{"allowed_token_ids": (4, 5)}, {"bad_sequences": ((6,),)}])
+def test_a_row_whose_options_and_structure_exclude_each_other_is_named(
+    options: dict[str, Any],
+) -> None:
+    it = asked([], (1,), **options)
     for allowed in ([6], []):
         with pytest.raises(NoTokenLeft) as caught:
             sample(torch.randn(2, VOCAB), [it], EOS, masks_of([4], allowed))
