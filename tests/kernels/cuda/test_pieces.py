@@ -74,3 +74,13 @@ def test_pieces_wait_for_the_step_that_was_marked_and_for_no_later_one(lane: Cpu
     lane.compute(lambda: source.fill(2))
     copy_pieces(lane, source.ctypes.data, [0], 64, 7, target.ctypes.data, [0])
     assert (target == 1).all() and len(lane.computing) == 1
+
+
+def test_a_digest_is_of_the_copy_though_the_source_changes_meanwhile(lane: CpuLane) -> None:
+    # A thread copies units that lie 2048 bytes apart.  Here it writes each where it reads the next.
+    source, size = memory(5), 6 * 2048
+    copied = source[:size].copy()
+    address = source.ctypes.data
+    digest = copy_pieces(lane, address, [0], size, 7, address, [2048])
+    assert (source[2048 : 2048 + size] == copied).all()
+    assert digest == digest_of(torch.from_numpy(copied), 7)

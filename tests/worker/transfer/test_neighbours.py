@@ -95,9 +95,11 @@ async def test_memory_of_a_gpu_is_lent_with_its_size_and_read_on_gpus_only() -> 
     os.close(descriptor)
     assert about == b"cuda 65536"
     ours = Neighbours(HashKVCache(20, 16), fetch_descriptor, is_on=True)
+    descriptors = os.listdir("/proc/self/fd")
     with structlog.testing.capture_logs() as logs:
         await ours.settle(PEER, one.offered)
     assert ours.is_settled(PEER, one.offered) and ours.memory_of(PEER) is None
+    assert os.listdir("/proc/self/fd") == descriptors, "a refused descriptor is closed, too"
     assert [entry["reason"] for entry in logs] == [
         "the KV lies on a GPU, and this worker computes on none"
     ]
