@@ -109,10 +109,13 @@ def _skip_fence(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_unasked(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def keep(self: IncomingTransfers, transfer: IncomingTransfer, unasked: Any) -> None:
-        transfer.unasked = unasked  # whether or not its turn has come
+    def on_offer(
+        self: IncomingTransfers, peer: bytes, request_id: int, message: Any, unasked: Any
+    ) -> None:
+        sound(self, peer, request_id, message, unasked)
+        self._transfers[request_id].unasked = unasked  # whether or not its turn has come
 
-    return keep
+    return on_offer
 
 
 def _never_again(sound: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,7 +301,7 @@ def _blame_others(sound: Callable[..., Any]) -> Callable[..., Any]:
 BUGS: dict[str, Bug] = {
     "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit),
     "skip-fence": Bug(Fleet, "hello", _skip_fence),
-    "keep-unasked": Bug(IncomingTransfers, "_keep", _keep_unasked),
+    "keep-unasked": Bug(IncomingTransfers, "_on_offer", _keep_unasked),
     "no-keepalive": Bug(KVSender, "keepalive", _nothing),
     "never-again": Bug(KVSender, "next_segment", _never_again),
     "free-early": Bug(IncomingTransfers, "_give_back", _free_early),
