@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -32,9 +33,9 @@ class Locked(Cluster):
     def secrets(self) -> list[str]:
         return [self.key, self.other_key, *(self.pair(name).secret for name in PARTIES)]
 
-    def complete(self, key: str) -> httpx.Response:
+    def complete(self, key: str, prompt: Sequence[int] = (1, 2, 3)) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "baton_usage": True}
+        body = {"model": "demo", "prompt": [*prompt], "max_tokens": 4, "baton_usage": True}
         return httpx.post(
             f"{self.http}/v1/completions", json=body, headers=headers, trust_env=False, timeout=30
         )
