@@ -13,8 +13,8 @@ from worker.executor.contract import MemoryRequirements
 
 # KV on a host by default; other programs need its memory, too.
 HOST_KV_CACHE_BYTES = 256 << 20
-# Memory that a process takes of a GPU beside torch's tensors: the CUDA context, libraries, loaded
-# kernels, recorded steps and buffers of copies.  On an H100 it was about 0.6 GB after a step.
+# Set aside on a GPU for what is no tensor of torch's: the CUDA context, libraries, loaded kernels,
+# and for recorded steps and buffers of copies.  Chosen, not measured.
 BESIDE_TENSORS_BYTES = 1 << 30
 
 

@@ -1,4 +1,4 @@
-// Attention as its kernels have it in common: arguments, rows, the softmax, how results are written.
+// The parts that the kernels of attention share: arguments, rows, the softmax, writing results.
 #pragma once
 #include "prims.cuh"
 
@@ -30,7 +30,7 @@ PRIM float sink_of(const Attention& a, int head) {
   return a.sinks ? a.sinks[head] * LOG2_E : MINUS_INFINITY;
 }
 
-// What some keys give a row: values times their weights, not yet divided by the sum of weights.
+// The result of a row for some keys: values times weights, not yet divided by the sum of weights.
 // Weights are powers of 2 of scores less the highest one.  In memory: D values, `top`, `sum`.
 struct alignas(16) Four { float at[4]; };
 struct Partial {
@@ -111,7 +111,7 @@ PRIM void weigh(const Attention& a, float (*s)[4], float* top, float* sum, float
   }
 }
 
-// Leave what a lane has of 16 rows in shared memory, from `rows` on.
+// Write the part of 16 rows that a lane has in registers to shared memory, from `rows` on.
 template <int D>
 PRIM void leave_rows(float* rows, float (*o)[4], const float* top, float* sum) {
   const int lane = threadIdx.x % 32;

@@ -2,14 +2,14 @@
 //
 // Work items, rows and results are those of attention.cu.  One warpgroup copies, two multiply, 64 rows
 // each.  Q is loaded once, K and V of 128 keys go through a ring of two tiles; each half of a slot has
-// a barrier that says that it is full and one that says that it is free again.  What multiplies asks
-// for the scores of the next tile and for the values of this one at once, and makes weights of the
-// scores while the values are added.
+// two barriers, one for full and one for free again.  A multiplying warpgroup starts the products for
+// the scores of the next tile and for the values of this one together, and turns the scores into
+// weights while the values are added.
 //
 // A tile lies as `wgmma` takes it with a swizzle of 128 bytes: in panels of 64 of the D values, a
 // row of a panel being 128 bytes, whose eight chunks of 16 bytes are permuted by the row's number.
-// Blocks of the pool are not, so that copies of 16 bytes (`cp.async`) put every chunk in its place,
-// for any size of a block; a bulk copy would leave a block's rows as they are.
+// The pool's blocks are not permuted, so copies of 16 bytes (`cp.async`) put every chunk in its place,
+// whatever the block size; a bulk copy would keep the order of a block's rows.
 #include "attention.cuh"
 
 #if defined(SHIM) || defined(__CUDA_ARCH_FEAT_SM90_ALL)

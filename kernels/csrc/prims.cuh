@@ -109,7 +109,7 @@ PRIM bool barrier_wait(u64* barrier, u32 parity) {
   return is_over;
 }
 
-// What was copied, and waited for, is visible to the products of matrices in shared memory.
+// Make copies that were waited for visible to the products of matrices in shared memory.
 PRIM void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Registers of a thread from here on, of all warps of a warpgroup alike.

@@ -113,7 +113,7 @@ def attend(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by our kernels, many rows that way; arguments as of `paged_attention`."""
+    """Attend by our kernels, to sequences of many rows that way; else as `paged_attention`."""
     query, device = query.contiguous(), gpu(pool.device.index or 0)
     out = torch.empty_like(query)
     launches = launch.attention(
@@ -135,7 +135,7 @@ def attend(
 def measure_prompts(
     pool: torch.Tensor, num_heads: int, seconds: prompts.Seconds | None = None
 ) -> prompts.Table:
-    """Time prompts every way that there is; from now on they go the quickest, on such pools.
+    """Time prompts each way; from now on `paged_attention` takes the fastest on such pools.
 
     Args:
         seconds: Returns the time of a way and a length; by default it runs them on the pool's
@@ -148,7 +148,7 @@ def measure_prompts(
 
 
 def _has_wide(pool: torch.Tensor, num_heads: int) -> bool:
-    """Whether the device has the instructions of `attend_wide`, and does with them as `attend`."""
+    """Whether `attend_wide` may be used: verified, on Hopper, and equal to `attend` here."""
     dtype, head_dim = pool.dtype, pool.shape[5]
     # One that faults would end the worker at its start.
     if not is_verified("attend_wide", "attention_hopper"):

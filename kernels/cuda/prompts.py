@@ -30,18 +30,18 @@ TRIALS = [(700, 300), (129, 129), (2100, 70), (64, 64)]
 
 
 class Way(Enum):
-    """What attends to a prompt; `attend_wide` of Hopper is "wide"."""
+    """The code that attends to a prompt: `attend`, `attend_wide` of Hopper, or torch's."""
 
     OURS = "ours"
     WIDE = "wide"
     FLASH = "flash"
 
 
-# The way to go from each length on, ascending.  The first is that of one of our kernels, from 0 on,
-# and of all that is not a step of whole prompts.
+# From each length on, ascending, the way of prompts that long.  The first entry has length 0 and is
+# one of our kernels, which also computes every step that is not made of whole prompts.
 Table = tuple[tuple[int, Way], ...]
 Seconds = Callable[[Way, int], float]
-# What one of our kernels makes of the arguments of `paged_attention`.
+# Attends by one of our kernels; after the way come the arguments of `paged_attention`.
 Attend = Callable[..., torch.Tensor]
 
 
@@ -74,7 +74,7 @@ def measure(seconds: Seconds, lengths: Sequence[int] = LENGTHS, *, has_wide: boo
 
 
 def seconds(attend: Attend, pool: torch.Tensor, num_heads: int, way: Way, length: int) -> float:
-    """Return the time of a prompt that way; infinity if there is no room, or no such way."""
+    """Return the seconds of a prompt that way; infinity if it runs out of memory or fails."""
     try:
         query, own, batch = _random([(length, length)], pool, num_heads)
         call = partial(attend, way, query, own, 0, batch, 1.0, None)
@@ -86,7 +86,7 @@ def seconds(attend: Attend, pool: torch.Tensor, num_heads: int, way: Way, length
 
 
 def agree(attend: Attend, pool: torch.Tensor, num_heads: int) -> bool:
-    """Whether our kernels give the same, but for how they round, of random prompts."""
+    """Whether our two kernels return the same for random prompts, within rounding."""
     query, own, batch = _random(TRIALS, pool, num_heads)
     limit = 4 * torch.finfo(pool.dtype).eps
     for window in (None, 100):
@@ -105,7 +105,8 @@ def _random(
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
     """Return queries, a pool of one layer, and the batch of such (context, queries).
 
-    It is not the pool itself, which may be small; and no zeros, by which a GPU is quicker.
+    The pool is a new one, as the worker's may be too small.  It is random, for a GPU multiplies
+    zeros faster.
     """
     counts = [-(-context // pool.shape[4]) for context, _ in lens]
     tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
@@ -132,7 +133,7 @@ def _elapsed_s(call: Callable[[], torch.Tensor]) -> float:
 
 
 def choose(table: Table, batch: PagedBatch) -> Way:
-    """Return the way of a step, as of its shortest prompt; the first if any sequence has a past."""
+    """Return the way of a step: of its shortest prompt, or the first if any sequence has a past."""
     chosen = batch.scratch.of(Chosen)
     if chosen.way is None:
         tokens = batch.query_starts.diff()

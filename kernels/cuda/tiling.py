@@ -21,7 +21,7 @@ RESERVED_BYTES = 1 << 10
 REGISTERS = 1 << 16
 # Heads that are whole panels of 64 values, and leave registers for 128 keys.
 WIDE_HEAD_DIMS = (64, 128)
-# Numbers of an item, see attention.cuh.
+# Columns of an item.
 ITEM = 7
 
 
@@ -89,10 +89,11 @@ AnyTile = Tile | WideTile
 
 
 class Gpu(NamedTuple):
-    """What tiles and splits depend on: multiprocessors, and the shared memory of each.
+    """The size of a device, which decides tiles and splits: its multiprocessors and their memory.
 
     Attributes:
-        is_wide: Prompts are attended to by `attend_wide`, which only Hopper can run.
+        shared_bytes: Shared memory of each multiprocessor.
+        is_wide: Whether `attend_wide`, which only Hopper can run, attends to prompts.
     """
 
     multiprocessors: int
@@ -111,10 +112,10 @@ class Gpu(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the thread blocks of one launch do; see attention.cuh for the columns.
+    """The work of one launch.
 
     Attributes:
-        items: [I, ITEM] int32, one for each thread block; attention.cu explains the columns.
+        items: [I, ITEM] int32, one for each thread block; attention.cuh explains the columns.
         num_slots: How many partial results the items write.
     """
 

@@ -30,7 +30,7 @@ from worker.executor.torch import TorchExecutor
 
 GREEDY = Options(temperature=0.0, ignore_eos=True)
 DRAWN = Options(temperature=0.8, top_k=50, top_p=0.95, seed=7, ignore_eos=True)
-# What drawing may cost beside the likeliest token, at 32 streams.
+# Drawing may cost so much more than the likeliest token, at 32 streams.
 DRAWING_S = 0.15e-3
 
 

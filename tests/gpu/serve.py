@@ -1,4 +1,4 @@
-"""What clients of the whole system see on one device, beside one engine alone and the floors.
+"""The whole system on one device as its clients see it, beside one engine alone and the floors.
 
 Router, prefill and decode workers share the device.  Beside them, on the same prompts: one engine
 of ours that does both, without a router; and what no system can beat, each weight and each
@@ -47,7 +47,7 @@ def _serve(settings: Settings, name: str) -> Figures:
         count: _workload(settings, draw, count) for count in settings.size((1, 32, 128), (1, 2))
     }
     with _cluster(settings, SHAPES[name]) as cluster:
-        # What is compiled or allocated only once is no part of what is measured.
+        # Warm up first: compiling and first allocations are not measured.
         warm = max(count for count in workloads if count <= 32)
         _run(cluster, _workload(settings, draw, warm), warm)
         for count, workload in workloads.items():

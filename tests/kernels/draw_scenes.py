@@ -15,7 +15,7 @@ from kernels.contract import Backend
 from kernels.cpu import backend as cpu
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
-# What rows are made of: a spread of normal values, or the values that they are chosen from.
+# The values of a row: the spread of normal ones, or a list to choose from.
 KINDS: dict[str, float | list[float]] = {
     "peaked": 4.0,
     "flat": 0.05,

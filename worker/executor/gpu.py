@@ -39,7 +39,8 @@ def create(
     max_model_len: int | None = None,
 ) -> TorchExecutor:
     """Load a model directory for a device of any kind; see `TorchExecutor.load`."""
-    kind = GpuExecutor if find_device(device).type == "cuda" else TorchExecutor
+    place = find_device(device)
+    kind = GpuExecutor if place.type == "cuda" else TorchExecutor
     return kind.load(
         Path(model_path),
         name=model_name,
@@ -47,7 +48,7 @@ def create(
         dtype=dtype,
         kv_dtype=kv_dtype,
         weights=weights,
-        device=device,
+        device=str(place),
         max_model_len=max_model_len,
     )
 
