@@ -23,9 +23,9 @@ from typing import Final
 
 import structlog
 
-from router.api.asked.defaults import read_defaults
 from router.api.model import ServedModel
-from router.api.responses.kept import KeptResponses
+from router.api.requests.defaults import read_defaults
+from router.api.responses.store import KeptResponses
 from router.bus import Bus
 from router.config import Config, split_endpoint
 from router.core.cluster import (
@@ -56,11 +56,11 @@ from wire.errors import ErrorCode
 from wire.frames import MAX_TOKEN_ID
 from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
+from wire.process.frame_counters import Traffic
 from wire.process.keys import open_keys
 from wire.process.lifetime import keep_watchdog, notify
 from wire.process.model import ModelError, vocab_size
 from wire.process.settings import EX_CONFIG, ConfigError
-from wire.process.traffic import Traffic
 
 log = structlog.get_logger("router")
 

@@ -24,11 +24,11 @@ from pydantic import (
     model_validator,
 )
 
-from router.api.responses.kept import MAX_BYTES, MAX_RESPONSES
+from router.api.responses.store import MAX_BYTES, MAX_RESPONSES
 from router.cores import Sharing
 from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
-from router.text.answer import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
+from router.text.output_parser import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from wire.process.keys import credential
 from wire.process.settings import MAX_PORT, SharedSettings, check_endpoint, check_printable, port_of
 

@@ -19,11 +19,11 @@ from prometheus_client.registry import Collector
 from router.core.cluster import Counts
 from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
-from router.processes.summed import LAG, Families, Series, families, summed
+from router.processes.merged_metrics import LAG, Families, Series, families, summed
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import LATENCY_S, Distribution, Totals, frames, gauge, tally
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 
 # Bounds of histograms, in seconds, beside those in `wire.process.exposition`.
 TOKEN_S: Final = (

@@ -8,8 +8,8 @@ import structlog
 
 from router.app import serve
 from router.config import Config
-from router.processes.parent import serve_by_several
 from router.processes.siblings import inherited
+from router.processes.supervisor import serve_by_several
 from wire.errors import WireError
 from wire.process.lifetime import open_standard_streams, run
 from wire.process.log import configure

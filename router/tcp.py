@@ -46,7 +46,7 @@ from wire.payloads import (
     encode_prefill_result,
 )
 from wire.process.api_keys import ApiKeys, digest, name_of
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from wire.session import Direction, Session, SessionState
 
 log = structlog.get_logger("router")

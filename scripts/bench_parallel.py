@@ -70,7 +70,7 @@ def run(grid: str, argv: list[str]) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the first tokens of some texts, and for each step its seconds and share of waits."""
     from worker.config import Config
-    from worker.engine.measured import Direct
+    from worker.engine.instrumented import Direct
     from worker.processes import meet
     from worker.start import load
 

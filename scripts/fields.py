@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from msgspec import Struct
 
-from router.api.asked.fields import CHAT, COMPLETIONS, RESPONSES, TOKENIZE, Fields
 from router.api.chat import ChatBody
+from router.api.requests.unsupported_fields import CHAT, COMPLETIONS, RESPONSES, TOKENIZE, Fields
 from router.api.responses.body import ResponseBody
 from router.api.text import CompletionBody
 from router.api.tokenize import TokenizeBody

@@ -41,7 +41,7 @@ class Structure(Map, frozen=True):
     """What the text of an answer has to be, from its first character to its last.
 
     A JSON schema as JSON text, a regular expression, or a grammar in llguidance's Lark dialect.
-    Whether a model can be held to it is not asked here (`wire.process.structure`).
+    Whether a model can be held to it is not asked here (`wire.process.structured_output`).
     """
 
     kind: Literal["json_schema", "regex", "lark"]

@@ -21,16 +21,16 @@ from wire.identity import Identity
 from wire.payloads import MAX_CORES_LENGTH, HelloDetail, encode_map
 from wire.process.api_keys import open_api_keys
 from wire.process.cores import format_cores, own_cores
+from wire.process.frame_counters import Traffic
 from wire.process.keys import open_keys
 from wire.process.lifetime import bounded, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
-from wire.process.traffic import Traffic
 from worker.assembly import make_engine
 from worker.compute.contract import KVCache
 from worker.compute.device_errors import EXIT_DEVICE_FAILED, device_error
 from worker.config import Config
-from worker.engine.measured import measured
+from worker.engine.instrumented import measured
 from worker.engine.outputs import Output
 from worker.engine.thread import Pulse, Standstill, Warmup
 from worker.environment import Copying, Environment, WorkerContext

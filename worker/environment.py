@@ -16,8 +16,8 @@ from wire.aio.unix import DescriptorPort, fetch_descriptor
 from wire.aio.zmq import Link, Sending
 from wire.identity import Identity
 from wire.parts import Buffer
+from wire.process.frame_counters import Traffic
 from wire.process.keys import Keys
-from wire.process.traffic import Traffic
 from worker.compute.contract import KVCache
 from worker.config import Config
 from worker.engine.engine import Engine

@@ -24,7 +24,7 @@ from wire.process.exposition import (
     histogram,
     tally,
 )
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from worker.config import Config
 from worker.engine.stats import STEP_S, Slots, Stats
 

@@ -20,6 +20,7 @@ import torch
 
 from kernels.cpu import amx
 from kernels.cpu.attention_bfloat16 import ROWS_TOGETHER, attend_pairs
+from kernels.cpu.bfloat16_methods import Way, known_way
 from kernels.cpu.intrinsics import bfloat16_at, exp2, float16_at, floats_at
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
@@ -36,7 +37,6 @@ from kernels.cpu.simd import (
 )
 from kernels.cpu.tasks import allocate, give_back, inner
 from kernels.cpu.threads import take
-from kernels.cpu.ways import Way, known_way
 from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
 
 # Keys of a tile, and floats from a row of scores to the next: up to three beyond a tile

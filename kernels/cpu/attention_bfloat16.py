@@ -19,6 +19,7 @@ from numba import types
 
 from kernels.cpu import amx
 from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.dot_bfloat16 import dot_product
 from kernels.cpu.intrinsics import exp2, floats_at, instruction, ints_at, shorts_at
 from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
@@ -26,7 +27,6 @@ from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
 from kernels.cpu.simd import PANEL, i64, pair_product
 from kernels.cpu.tasks import CACHE_LINE, allocate, give_back, inner
 from kernels.cpu.threads import take
-from kernels.cpu.ways import Way
 from kernels.cpu.work_items import ITEM_BYTES, Item, item_at, step_at
 
 # Rows that meet a tile at a time: their scores and weights stay in the first cache.

@@ -1,8 +1,8 @@
 """Which experts each token goes to, and its row to where theirs lie together.
 
 Rows are put in the order of their experts, so that the tokens of a step that one expert is given
-are one product (`kernels.cpu.groups`).  Between them nothing is added up across tokens, and what
-comes back is added in the order of the token's own experts: its company changes no bit of it.
+are one product (`kernels.cpu.row_groups`).  Between them nothing is added up across tokens, and
+what comes back is added in the order of the token's own experts: its company changes no bit of it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kernels.cpu.groups import Groups, table_at
 from kernels.cpu.intrinsics import bytes_at, exp2, floats_at, ints_at, longs_at
 from kernels.cpu.program import Operation
+from kernels.cpu.row_groups import Groups, table_at
 from kernels.cpu.tasks import allocate, give_back, inner
 from kernels.cpu.threads import rows_at_a_time, take
 

@@ -18,7 +18,10 @@ import torch
 from torch.nn.functional import pad
 
 from kernels.cpu import simd
-from kernels.cpu.groups import (
+from kernels.cpu.intrinsics import floats_at, target_features
+from kernels.cpu.large_pages import in_large_pages
+from kernels.cpu.program import Operation
+from kernels.cpu.row_groups import (
     Groups,
     add_to_tokens,
     coming_weights,
@@ -27,9 +30,6 @@ from kernels.cpu.groups import (
     next_units,
     rows_of,
 )
-from kernels.cpu.intrinsics import floats_at, target_features
-from kernels.cpu.large_pages import in_large_pages
-from kernels.cpu.program import Operation
 from kernels.cpu.simd import PANEL, bytes_of, panel_product
 from kernels.cpu.tasks import allocate, give_back, inner
 

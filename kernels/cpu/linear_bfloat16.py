@@ -4,8 +4,8 @@ Strategy: W is packed into panels of 16 output columns, two elements of each for
 inputs in turn (`[N / 16, K / 32, 16, 16, 2]`): what the processor's tiles take, a step of 32 inputs
 at a time.  32 rows of x meet two panels in registers, 16 rows or fewer meet four.  Where there are
 no tiles (`kernels.cpu.amx`), the same panels are multiplied by dots or by vectors: see
-`kernels.cpu.ways`.  In each way a row's sum has one order: who shares the batch changes no bit of
-it.
+`kernels.cpu.bfloat16_methods`.  In each way a row's sum has one order: who shares the batch changes
+no bit of it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from torch.nn.functional import pad
 from kernels.contract import SILU, Activation
 from kernels.cpu import amx
 from kernels.cpu.amx import CONFIGURATION_BYTES, STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.bfloat16_methods import Way, known_way
 from kernels.cpu.dot_bfloat16 import dot_product
-from kernels.cpu.groups import (
+from kernels.cpu.intrinsics import floats_at
+from kernels.cpu.large_pages import in_large_pages
+from kernels.cpu.program import Operation
+from kernels.cpu.row_groups import (
     Groups,
     add_to_tokens,
     coming_weights,
@@ -30,14 +34,10 @@ from kernels.cpu.groups import (
     next_units,
     rows_of,
 )
-from kernels.cpu.intrinsics import floats_at
-from kernels.cpu.large_pages import in_large_pages
-from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
 from kernels.cpu.tasks import Task, allocate, give_back, inner
 from kernels.cpu.tiles import TWO_TILES, num_together, rows_product
-from kernels.cpu.ways import Way, known_way
 
 # Bytes of x that stay in the second cache while a chunk's panels pass by.
 _BLOCK_BYTES = 1 << 19

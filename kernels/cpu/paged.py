@@ -37,7 +37,7 @@ class AttentionArguments(NamedTuple):
     scale: float  # times log2 e, as the cap is: scores are exponents of 2
     cap: float  # 0 for none
     max_rows: int
-    way: int  # to multiply bfloat16: one of `kernels.cpu.ways`
+    way: int  # to multiply bfloat16: one of `kernels.cpu.bfloat16_methods`
     tiles: int  # the configuration of tiles
     taken: int = 0
 

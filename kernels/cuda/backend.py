@@ -22,10 +22,11 @@ import torch
 
 from kernels.cache import compiled_code, opened
 from kernels.contract import Activation, KernelError, PagedBatch
-from kernels.cuda import launch, prompts, sampling
+from kernels.cuda import launch, sampling
+from kernels.cuda import prompt_attention as prompts
 from kernels.cuda.launch import Launch
 from kernels.cuda.launch import check_pool as check_pool
-from kernels.cuda.prompts import Way
+from kernels.cuda.prompt_attention import Way
 from kernels.cuda.tiling import WIDE_HEAD_DIMS, Gpu
 from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route

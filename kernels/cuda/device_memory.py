@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cuda.lane import Lane
-from kernels.cuda.pieces import copy_pieces
+from kernels.cuda.copy_streams import Lane
+from kernels.cuda.device_copies import copy_pieces
 
 LIBRARY = "libcuda.so.1"
 # From cuda.h.

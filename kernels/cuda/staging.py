@@ -28,7 +28,7 @@ import kernels
 from kernels import contract
 from kernels.contract import KernelError
 from kernels.cuda import launch
-from kernels.cuda.lane import Lane
+from kernels.cuda.copy_streams import Lane
 
 KIB = 1 << 10
 # Up to the largest segment of the wire; a copy of another size goes as the nearest of them.

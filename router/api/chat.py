@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from router.api.answered.chunks import CompletionAnswer, ending, prompt_ids
-from router.api.answered.completion import Choice, CompletionRequest
-from router.api.answered.logprobs import chat_logprobs, encoded, prompt_logprobs
-from router.api.answered.pieces import Piece
-from router.api.asked.bodies import Positive, Sampled, parse
-from router.api.asked.conversation import (
+from router.api.completions.chunks import CompletionAnswer, ending, prompt_ids
+from router.api.completions.completion import Choice, CompletionRequest
+from router.api.completions.deltas import Piece
+from router.api.completions.logprobs import chat_logprobs, encoded, prompt_logprobs
+from router.api.errors import invalid
+from router.api.model import Asker, ServedModel
+from router.api.requests.body import Positive, Sampled, parse
+from router.api.requests.conversation import (
     MAX_TOOLS,
     ChatMessage,
     Conversation,
@@ -25,10 +27,8 @@ from router.api.asked.conversation import (
     new_call_id,
     tool_choice,
 )
-from router.api.asked.fields import CHAT
-from router.api.errors import invalid
-from router.api.model import Asker, ServedModel
-from router.text.parts import CallArguments, CallStart, Content, Reasoning
+from router.api.requests.unsupported_fields import CHAT
+from router.text.output_parts import CallArguments, CallStart, Content, Reasoning
 from wire.options import NumTop
 
 

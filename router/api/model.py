@@ -14,18 +14,18 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
-from router.api.answered.completion import CompletionRequest, NewAnswer
-from router.api.asked.bad_words import bad_sequences
-from router.api.asked.bodies import Prompt, Sampled
-from router.api.asked.conversation import Conversation
-from router.api.asked.defaults import NEUTRAL, Defaults
-from router.api.asked.held import held
-from router.api.asked.structures import Wanted
-from router.api.asked.values import MAX_NUMBERS
+from router.api.completions.completion import CompletionRequest, NewAnswer
 from router.api.errors import HttpError, invalid
+from router.api.requests.bad_words import bad_sequences
+from router.api.requests.body import Prompt, Sampled
+from router.api.requests.conversation import Conversation
+from router.api.requests.defaults import NEUTRAL, Defaults
+from router.api.requests.output_constraints import held
+from router.api.requests.structures import Wanted
+from router.api.requests.value_count import MAX_NUMBERS
 from router.core.request import Request
-from router.text.answer import AUTO, AnswerSyntax
 from router.text.chat_template import ChatTemplate
+from router.text.output_parser import AUTO, AnswerSyntax
 from router.text.reasoning import detect
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer, TooManyTokens
@@ -56,8 +56,8 @@ class Asker(NamedTuple):
 class ServedModel:
     """The one model of this router; `tokenizer` and template are read from its directory.
 
-    `tool_calls` and `reasoning` name what its answers are read as (`router.text.answer`); with
-    `trusts_templates` requests may bring a chat template of their own.
+    `tool_calls` and `reasoning` name what its answers are read as (`router.text.output_parser`);
+    with `trusts_templates` requests may bring a chat template of their own.
     """
 
     def __init__(

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from router.api.answered.chunks import CompletionAnswer, ending, prompt_ids
-from router.api.answered.completion import Choice, CompletionRequest
-from router.api.answered.logprobs import completion_logprobs, encoded, prompt_logprobs
-from router.api.answered.pieces import Piece
-from router.api.asked.bodies import MAX_CHOICES, Prompt, Sampled, parse
-from router.api.asked.fields import COMPLETIONS
+from router.api.completions.chunks import CompletionAnswer, ending, prompt_ids
+from router.api.completions.completion import Choice, CompletionRequest
+from router.api.completions.deltas import Piece
+from router.api.completions.logprobs import completion_logprobs, encoded, prompt_logprobs
 from router.api.errors import invalid
 from router.api.model import Asker, ServedModel
+from router.api.requests.body import MAX_CHOICES, Prompt, Sampled, parse
+from router.api.requests.unsupported_fields import COMPLETIONS
 from wire.options import NumTop, TokenId
 
 DEFAULT_MAX_TOKENS: Final = 16

@@ -7,17 +7,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from router.api.asked.bodies import parse
-from router.api.asked.conversation import (
+from router.api.errors import invalid
+from router.api.model import ServedModel
+from router.api.requests.body import parse
+from router.api.requests.conversation import (
     ChatMessage,
     Conversation,
     flat_messages,
     has_generation_prompt,
 )
-from router.api.asked.fields import TOKENIZE
-from router.api.asked.values import MAX_NUMBERS
-from router.api.errors import invalid
-from router.api.model import ServedModel
+from router.api.requests.unsupported_fields import TOKENIZE
+from router.api.requests.value_count import MAX_NUMBERS
 from router.text.tokenizer import TooManyTokens
 from wire.options import TokenId
 

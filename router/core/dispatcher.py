@@ -44,7 +44,7 @@ from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
 from wire.parts import Message
 from wire.payloads import Usage, encode_continuation, encode_prompt
-from wire.process.repeated import RepeatedLine
+from wire.process.log_limit import RepeatedLine
 
 log = structlog.get_logger("router")
 

@@ -35,7 +35,7 @@ from wire.payloads import (
     decode_map,
     decode_prefill_result,
 )
-from wire.process.repeated import RepeatedLine
+from wire.process.log_limit import RepeatedLine
 
 log = structlog.get_logger("router")
 

@@ -2,7 +2,7 @@
 
 A completion passes through it in four steps: `router.http.limits` reads the body, the endpoint
 (`router.api.text`, `router.api.chat`) makes requests to the core of it,
-`router.api.answered.completion` submits them, and `router.http.writer` sends what they bring.
+`router.api.completions.completion` submits them, and `router.http.writer` sends what they bring.
 While that runs, a task watches for the client to leave.
 """
 
@@ -19,16 +19,16 @@ import structlog
 
 from router import metrics
 from router.api import chat, text
-from router.api.answered.answer import Head
-from router.api.answered.completion import Completion, CompletionRequest
-from router.api.answered.logprobs import size_of_scores
+from router.api.completions.completion import Completion, CompletionRequest
+from router.api.completions.logprobs import size_of_scores
+from router.api.completions.response import Head
 from router.api.errors import HttpError, http_error
 from router.api.messages.body import count_tokens
 from router.api.messages.body import read as read_message
 from router.api.messages.errors import check_version, message_error
 from router.api.model import Asker, ServedModel
 from router.api.responses import endpoint as responses
-from router.api.responses.kept import KeptResponse, KeptResponses
+from router.api.responses.store import KeptResponse, KeptResponses
 from router.api.tokenize import detokenize, tokenize
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
@@ -44,10 +44,10 @@ from router.http.status import Status
 from router.http.structures import Structures
 from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.processes.siblings import Siblings
-from wire.aio.turns import Turns
+from wire.aio.fair_writes import Turns
 from wire.errors import ErrorCode, WireError
 from wire.process.api_keys import ApiKeys
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 
 log = structlog.get_logger("router")
 

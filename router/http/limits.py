@@ -18,8 +18,8 @@ from typing import Any, Final, TypeVar
 
 from router.api.errors import HttpError
 from router.http.asgi import JSON, Disconnected, HttpExchange, Receive, Scope, find_header
-from router.http.begun import go_on
 from router.http.compression import STEP_BYTES, Inflation
+from router.http.eager import go_on
 from wire.aio.listener import LAST_LOOK_S
 from wire.errors import ErrorCode, WireError
 from wire.process.fair_threads import FairThreads
@@ -148,7 +148,7 @@ class Patience:
         self._timer: asyncio.TimerHandle
 
     async def go_on(self, begun: Coroutine[Any, Any, T], awaited: Any) -> T:
-        """Return what `router.http.begun.go_on` does.  Raises TimeoutError."""
+        """Return what `router.http.eager.go_on` does.  Raises TimeoutError."""
         async with asyncio.timeout(None) as self._timeout:
             self._watch()
             try:

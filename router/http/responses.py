@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from router.api.errors import invalid
-from router.api.responses.kept import KeptResponse, KeptResponses, list_items, previous_id
+from router.api.responses.store import KeptResponse, KeptResponses, list_items, previous_id
 from router.http.asgi import HttpExchange
 from router.http.limits import Threads
 from router.processes.siblings import Siblings

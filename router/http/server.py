@@ -7,8 +7,8 @@ connections that answers as an API should.  `GuardedProtocol` adds them around i
                  connection began, from their first byte after an answer, or from its end
     framing      what two servers might read differently is answered 400
     bodies       are read by the application; what comes after its answer is thrown away
-    answers      a client that does not read them is cut off (`wire.aio.unread`); one of HTTP/1.0,
-                 which knows no chunks, gets a stream until we hang up
+    answers      a client that does not read them is cut off (`wire.aio.slow_readers`); one of
+                 HTTP/1.0, which knows no chunks, gets a stream until we hang up
     connections  `max_connections`; one more gets 503 and Retry-After, many more at a time nothing;
                  as many TLS handshakes
 
@@ -34,7 +34,7 @@ from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import Beginning, answered, framing_problem, unchunked
 from wire.aio.listener import LAST_LOOK_S, bind, is_told, listen
-from wire.aio.unread import STALL_S, Unread, has_left
+from wire.aio.slow_readers import STALL_S, Unread, has_left
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 

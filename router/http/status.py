@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from router import metrics
-from router.api.description.document import document
-from router.api.description.page import POLICY, page
 from router.api.errors import retry_after
 from router.api.model import ServedModel
+from router.api.openapi.document import document
+from router.api.openapi.page import POLICY, page
 from router.core.cluster import Counts, ProcessState, reasons_of, state_of, together
 from router.core.fleet import Fleet
 from router.http.asgi import HttpExchange

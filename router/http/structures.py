@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from router.api.asked.structures import Wanted
 from router.api.errors import HttpError
+from router.api.requests.structures import Wanted
 from router.http.asgi import HttpExchange
 from wire.options import Structure
 from wire.process.fair_cache import FairCache

@@ -5,10 +5,10 @@ has an HTTP status of its own.  A client that leaves is noticed while nothing is
 stays but does not read is cut off, by the server or because too many tokens pile up.
 
 Tokens are the router's bulk, so they are written without a task waking up for them: all writers
-with something to write have their turn in one pass (`wire.aio.turns`), and what a server takes at
-once costs one call.  The first of an answer alone is written where it comes in: somebody waits for
-it.  Only where the server does not take it all, because the client is slow to read, does the task
-of the request wait for it; meanwhile its tokens pile up, and go out together.
+with something to write have their turn in one pass (`wire.aio.fair_writes`), and what a server
+takes at once costs one call.  The first of an answer alone is written where it comes in: somebody
+waits for it.  Only where the server does not take it all, because the client is slow to read, does
+the task of the request wait for it; meanwhile its tokens pile up, and go out together.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from router.api.answered.answer import Answer
-from router.api.answered.completion import Choice, Completion
-from router.api.answered.events import HEADERS
-from router.api.answered.pieces import Piece, joined
+from router.api.completions.completion import Choice, Completion
+from router.api.completions.deltas import Piece, joined
+from router.api.completions.events import HEADERS
+from router.api.completions.response import Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Receive, Send
-from router.http.begun import go_on
-from router.http.middle import Middle
-from wire.aio.turns import Turns
+from router.http.eager import go_on
+from router.http.token_events import Middle
+from wire.aio.fair_writes import Turns
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0

@@ -56,7 +56,7 @@ class AskState(Struct, frozen=True, tag="state"):
 
 
 class AskMetrics(Struct, frozen=True, tag="metrics"):
-    """What has this process measured?  `router.processes.summed.Families`."""
+    """What has this process measured?  `router.processes.merged_metrics.Families`."""
 
 
 class FindResponse(Struct, frozen=True, tag="find"):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 from router.api.errors import HttpError, retry_after
-from router.api.responses.kept import KeptResponse, KeptResponses
+from router.api.responses.store import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
 from router.processes.channel import (
     Answers,
@@ -29,7 +29,7 @@ from router.processes.channel import (
     Listening,
     Question,
 )
-from router.processes.summed import Families
+from router.processes.merged_metrics import Families
 
 # The number of the descriptor that a router process inherits.
 VARIABLE: Final = "ROUTER_CHANNEL"

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import structlog
 
-from router.text.parts import arguments_of
+from router.text.output_parts import arguments_of
 from wire.errors import ErrorCode, WireError
 
 log = structlog.get_logger("router")

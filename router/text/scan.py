@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import TypeVar
 
-from router.text.parts import (
+from router.text.output_parts import (
     CallArguments,
     CallEnd,
     CallStart,

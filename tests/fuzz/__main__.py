@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from router.api.asked.bodies import parse
 from router.api.chat import ChatBody
 from router.api.errors import HttpError
+from router.api.requests.body import parse
 from router.api.text import CompletionBody
 from tests.fuzz import framing, gone_bad
 from tests.fuzz.framing import Framing

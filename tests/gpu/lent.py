@@ -15,8 +15,8 @@ from random import Random
 import numpy as np
 import torch
 
+from kernels.cuda.copy_streams import Lane
 from kernels.cuda.device_memory import DeviceMemory
-from kernels.cuda.lane import Lane
 from tests.gpu.settings import Part, Settings, Unavailable, lane_of
 from tests.gpu.timing import wall_s
 from tests.gpu.trail import Figures

@@ -14,9 +14,9 @@ from kernels import reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
-from kernels.cuda.lane import Lane, SideStream
+from kernels.cuda.copy_streams import Lane, SideStream
 from kernels.cuda.launch import Launch
-from kernels.cuda.prompts import Way
+from kernels.cuda.prompt_attention import Way
 from tests.gpu.trail import Figures
 from tests.kernels.instances import attention_kernels, kv_kernels, wide_kernels
 

@@ -10,7 +10,8 @@ import torch
 
 from kernels import GELU_TANH, SILU, Activation, reference
 from kernels.cpu import backend as cpu
-from kernels.cuda import launch, prompts, staging
+from kernels.cuda import launch, staging
+from kernels.cuda import prompt_attention as prompts
 from kernels.cuda.staging import Way
 from kernels.cuda.tiling import WIDE_HEAD_DIMS
 from tests.gpu.inputs import FLOOR, TOLERANCE, Shape, error, formula, lengths, paged
@@ -98,7 +99,7 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 
 def _prompts(settings: Settings) -> Figures:
-    """Whole prompts by torch, as `kernels.cuda.prompts` gathers them."""
+    """Whole prompts by torch, as `kernels.cuda.prompt_attention` gathers them."""
     draw, worst = settings.random("prompts"), 0.0
     for heads, kv_heads in HEADS:
         lens = [(length, length) for length in draw.sample(range(1, 300), 3)]

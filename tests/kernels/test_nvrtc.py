@@ -187,7 +187,7 @@ def test_sampling_compiles(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_compile(architecture: str) -> None:
-    ptx, log = compile_for(architecture, "pieces", ["copy_pieces"])
+    ptx, log = compile_for(architecture, "device_copies", ["copy_pieces"])
     check_resources(log, 1)
     # All eight loads of a thread are under way before the first is waited for.
     loads = [at.start() for at in re.finditer(rb"ld\.global\.v2\.u64|ld\.global\.v4", ptx)]

@@ -30,8 +30,8 @@ from worker.roles.decode import DecodeRole
 from worker.roles.prefill import PrefillRole
 from worker.transfer.budget import TransferBudget
 from worker.transfer.incoming import IncomingTransfer
-from worker.transfer.neighbours import Neighbours
 from worker.transfer.receiver import IncomingTransfers
+from worker.transfer.same_host_peers import Neighbours
 from worker.transfer.sender import OutgoingTransfer
 
 

@@ -11,7 +11,7 @@ from tests.simulation.network import Network
 from wire.aio.outbox import Sending
 from wire.errors import PeerLost
 from wire.parts import Buffer
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 
 RECONNECT_S: Final = (0.1, 2.0)
 OnMessage = Callable[[list[Buffer]], None]

@@ -27,7 +27,7 @@ from wire.payloads import (
     decode_prefill_result,
     encode_map,
 )
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from worker.executor.hash import LAYOUT
 from worker.link import (
     FENCED_TRIES,

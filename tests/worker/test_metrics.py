@@ -7,7 +7,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from wire.options import Options
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence

@@ -12,7 +12,7 @@ from wire.errors import ErrorCode
 from wire.frames import Error, Role, Tag
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result
-from worker.embedded.ledger import Result
+from worker.embedded.requests import Result
 from worker.embedded.serving import ServingEngine
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token

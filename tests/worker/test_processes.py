@@ -23,7 +23,7 @@ from tests.faults.ports import free_port
 from wire.process.cores import best_threads
 from wire.process.model import fingerprint
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
-from worker.compute import meeting
+from worker.compute import rendezvous as meeting
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
 from worker.config import Config
 from worker.model.shard import Shard

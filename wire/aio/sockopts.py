@@ -35,8 +35,8 @@ ROUTER: Final[dict[str, int]] = {
 DEALER: Final[dict[str, int]] = {
     # Nothing is queued for a peer that never came.
     "IMMEDIATE": 1,
-    # `wire.aio.dial` tries again, not libzmq; a host that does not answer is given up after this,
-    # where the kernel would wait for minutes.
+    # `wire.aio.reconnect` tries again, not libzmq; a host that does not answer is given up after
+    # this, where the kernel would wait for minutes.
     "RECONNECT_IVL": -1,
     "CONNECT_TIMEOUT": 5_000,
 }

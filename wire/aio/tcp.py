@@ -16,14 +16,14 @@ from typing import Final, Protocol, cast
 
 import structlog
 
+from wire.aio.fair_writes import Turns
 from wire.aio.listener import LAST_LOOK_S, Listener, bind, is_told, listen
-from wire.aio.turns import Turns
-from wire.aio.unread import STALL_S, Unread, has_left
+from wire.aio.slow_readers import STALL_S, Unread, has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame, Tag
 from wire.parts import Buffer, Message
 from wire.payloads import ErrorDetail, encode_map
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode, encode_token
 
 _LOG = structlog.get_logger(__name__)
@@ -38,8 +38,8 @@ class Limits:
     """What one client may cost.
 
     At most `max_write_bytes` wait for a client to read them; while more than `high_water_bytes` do,
-    it must read at a least rate in each `stall_s` (`wire.aio.unread`).  A message must be complete
-    `message_s` after its first byte, plus its
+    it must read at a least rate in each `stall_s` (`wire.aio.slow_readers`).  A message must be
+    complete `message_s` after its first byte, plus its
     size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection, and so
     must a TLS handshake be over.  A client with nothing open may be silent for `idle_s`.  After our
     last byte it has `hang_up_s` to hang up, before we do.

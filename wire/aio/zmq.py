@@ -22,7 +22,6 @@ from functools import partial
 import structlog
 import zmq
 
-from wire.aio.dial import Dial
 from wire.aio.outbox import Limits, Outbox, Sending
 from wire.aio.peers import Peers
 from wire.aio.port import (
@@ -36,12 +35,13 @@ from wire.aio.port import (
     terminate,
 )
 from wire.aio.pump import Pump, guarded
-from wire.aio.strangers import Strangers
+from wire.aio.reconnect import Dial
+from wire.aio.unauthenticated import Strangers
 from wire.aio.zap import Gate, cut, prove
 from wire.errors import PeerLost, WireError
 from wire.parts import Buffer
+from wire.process.frame_counters import Traffic
 from wire.process.keys import Keys
-from wire.process.traffic import Traffic
 
 __all__ = ["Context", "Hub", "Link", "Sending", "terminate"]
 

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 
 # Bounds of histograms, in seconds: from a small model, or a few blocks within one machine, to a
 # large model far away, or a long prompt over a slow network.

@@ -39,7 +39,7 @@ FORCE_S: Final = 2.0
 # How much more time a start asks systemd for.  It asks four times as often, so three may be lost.
 EXTEND_S: Final = 60.0
 # Of every thread.  Where stacks have no limit (`ulimit -s unlimited`), threads would have 2 MB, and
-# llguidance takes up to 4 (`wire.process.structure`).
+# llguidance takes up to 4 (`wire.process.structured_output`).
 STACK_BYTES: Final = 8 * 1024 * 1024
 
 _LOG = structlog.get_logger(__name__)

@@ -15,6 +15,7 @@ import torch
 
 from kernels import PagedBatch
 from kernels.cpu.attention import attend
+from kernels.cpu.bfloat16_methods import Way, best_way
 from kernels.cpu.inputs import StepInputs
 from kernels.cpu.linear import ELEMENTS, PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
@@ -23,7 +24,6 @@ from kernels.cpu.program import Operation
 from kernels.cpu.rotary import rotate_and_append
 from kernels.cpu.rowwise import embed, norm
 from kernels.cpu.simd import PANEL
-from kernels.cpu.ways import Way, best_way
 from kernels.cpu.work_items import WorkItems
 from worker.compute.device import arithmetic_of
 from worker.compute.packed import (

@@ -18,8 +18,8 @@ import structlog
 import torch
 
 import kernels
+from kernels.cuda.copy_streams import IN_FLIGHT, Lane, lane_of
 from kernels.cuda.device_memory import DeviceMemory
-from kernels.cuda.lane import IN_FLIGHT, Lane, lane_of
 from kernels.cuda.staging import Staging, Table
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer

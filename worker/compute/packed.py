@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 
 from kernels import Activation
 from kernels.cpu.experts import Routes
-from kernels.cpu.groups import Groups
 from kernels.cpu.linear import PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Operation, Program
+from kernels.cpu.row_groups import Groups
 from kernels.cpu.rows_int8 import to_planes
 from kernels.cpu.rowwise import gate, norm
 from kernels.cpu.simd import PANEL

@@ -1,7 +1,7 @@
 """The processes that compute one model together, and what they send each other during a step.
 
-Between CPUs all goes over the connections of `worker.compute.meeting`; between GPUs hidden states
-and sums go by NCCL (`worker.compute.nccl`).
+Between CPUs all goes over the connections of `worker.compute.rendezvous`; between GPUs hidden
+states and sums go by NCCL (`worker.compute.nccl`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from worker.compute.connection import Connection, ProcessLost, exchange
 from worker.compute.handshake import Purpose
-from worker.compute.meeting import meet
 from worker.compute.nccl import NCCL
+from worker.compute.rendezvous import meet
 from worker.model.shard import Shard
 
 # What has to be the same: where there are fewer GPUs than processes, `auto` gives one of them none.
@@ -45,9 +45,9 @@ class Ranks:
         """Wait until all processes have come.
 
         Args:
-            rendezvous: A URL that all are given; see `worker.compute.meeting`.
+            rendezvous: A URL that all are given; see `worker.compute.rendezvous`.
             timeout_s: How long to wait, here and within a step, before the others count as dead.
-            settings: What else must be the same in all; see `worker.compute.meeting`.
+            settings: What else must be the same in all; see `worker.compute.rendezvous`.
             secret: What only these processes know; with it what crosses a network is sealed.
 
         Raises:

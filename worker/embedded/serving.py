@@ -26,9 +26,9 @@ from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.options import Options
 from wire.payloads import Load
 from worker.embedded.arguments import checked_ids, checked_options
-from worker.embedded.ledger import Callback, Ledger, Result, TokenOutput
+from worker.embedded.requests import Callback, Ledger, Result, TokenOutput
 from worker.engine.engine import Engine
-from worker.engine.measured import ExecutorStatus, measured
+from worker.engine.instrumented import ExecutorStatus, measured
 from worker.engine.outputs import Failed, Output, Token
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine.settings import EngineSettings

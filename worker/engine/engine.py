@@ -3,7 +3,7 @@
 Synchronous: all calls come from one thread (`worker.engine.thread`).  It serves both roles: `add`
 takes a prompt to be read here, `reserve` and `begin_decode` a prompt that another worker has read.
 With an executor that is a `Drawer` the next step begins before the last one is sampled and
-committed (`worker.engine.flight`).
+committed (`worker.engine.in_flight`).
 When an executor raises `SequenceFailed`, or a request cannot be served, that sequence alone ends,
 with the output `Failed`.  Any other exception of the executor leaves `step`: nobody knows then what
 state the device is in, so the process has to end.
@@ -22,7 +22,7 @@ from wire.options import Options
 from wire.payloads import Load
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
-from worker.engine.flight import Flight
+from worker.engine.in_flight import Flight
 from worker.engine.outputs import Failed, Output
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Problem, Sequence, Status

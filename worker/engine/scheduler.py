@@ -10,9 +10,9 @@ is being sent to another worker.
 A prompt that begins like one that this step reads waits for the next step and shares its blocks
 then.  So n choices of one prompt, or many requests with one system prompt, compute it once.
 
-Tenants share the tokens of each step that are left for prompts (`worker.engine.shares`); the order
-below holds among the sequences of one tenant.  So the prompts of one client never wait for all
-those of another, whatever their priorities are.
+Tenants share the tokens of each step that are left for prompts (`worker.engine.fair_shares`); the
+order below holds among the sequences of one tenant.  So the prompts of one client never wait for
+all those of another, whatever their priorities are.
 
 The order: a sequence of priority p stands where it would if it had come p * ageing_s seconds
 earlier.  So the order of two sequences never changes, and none starves: one that waits is passed
@@ -37,9 +37,9 @@ from typing import Final
 from worker.engine.batch import BatchConfig, Chunk
 from worker.engine.blocks import BlockPool, Place
 from worker.engine.deadlines import Deadlines
+from worker.engine.fair_shares import Shares
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
-from worker.engine.shares import Shares
 from worker.engine.states import Place as StatePlace
 from worker.engine.swap import Swap, SwapSpace
 from worker.executor.batch import BatchType

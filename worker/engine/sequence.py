@@ -20,9 +20,9 @@ from wire.options import Options
 from worker.engine.blocks import ROOT, BlockPool, Place, Prefix
 from worker.engine.outputs import FinishReason
 from worker.executor.contract import ModelInfo
-from worker.executor.occurrences import Occurrences
-from worker.executor.scores import PromptScores
-from worker.executor.structure import Structured
+from worker.executor.prompt_logprobs import PromptScores
+from worker.executor.structured_output import Structured
+from worker.executor.token_counts import Occurrences
 
 # Without a limit of its own a sequence ends at the model's context length.
 UNLIMITED: Final = 2**31 - 1

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.options import Options
-from worker.executor.occurrences import Occurrences
-from worker.executor.scores import PromptScores
-from worker.executor.structure import Structured
+from worker.executor.prompt_logprobs import PromptScores
+from worker.executor.structured_output import Structured
+from worker.executor.token_counts import Occurrences
 
 Int32 = npt.NDArray[np.int32]
 

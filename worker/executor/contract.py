@@ -3,7 +3,7 @@
 An executor computes and nothing else: no queues, no network, no threads of its own.  The engine
 calls it from one thread; only its `KVCache` is called from several.  What else seed 003 asks of its
 ModelExecutor (status, metrics, warmup, prefill and decode by hand) is the same for every executor,
-and `worker.engine.measured` adds it.
+and `worker.engine.instrumented` adds it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wire.options import Structure
 from wire.payloads import Logprobs
 from worker.compute.contract import KVCache
 from worker.executor.batch import Batch
-from worker.executor.structure import Structured
+from worker.executor.structured_output import Structured
 
 # A cache has room for so many states at least; a sequence that runs may need two.
 MIN_STATES: Final = 16

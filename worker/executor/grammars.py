@@ -29,9 +29,9 @@ from wire.options import Structure
 from wire.process.background import in_background
 from wire.process.fair_cache import FairCache
 from wire.process.fair_threads import FairThreads
-from wire.process.structure import StructureError, grammar_of, limits
+from wire.process.structured_output import StructureError, grammar_of, limits
 from worker.executor.batch import Sampling
-from worker.executor.structure import Compiled, Structured
+from worker.executor.structured_output import Compiled, Structured
 
 # Threads that compile: a structure that takes long does not keep a second one waiting, nor two of a
 # tenant those of another.

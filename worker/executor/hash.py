@@ -37,7 +37,7 @@ from wire.process.model import read_json
 from wire.transfer import Rectangle
 from worker.executor.batch import Batch, Row, Scoring, rows_of
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
-from worker.executor.hostcache import HostKVCache
+from worker.executor.host_kv_cache import HostKVCache
 
 VOCAB_SIZE: Final = 32_000
 MAX_MODEL_LEN: Final = 32_768

@@ -20,7 +20,7 @@ import torch
 
 from wire.options import Options
 from worker.executor.batch import Row, Sampling, rows_of
-from worker.executor.occurrences import Occurrences
+from worker.executor.token_counts import Occurrences
 
 
 def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:

@@ -28,7 +28,7 @@ from worker.executor.contract import (
     SampledToken,
     SequenceFailed,
 )
-from worker.executor.hostcache import HostKVCache
+from worker.executor.host_kv_cache import HostKVCache
 
 MAX_MODEL_LEN: Final = 32_768
 

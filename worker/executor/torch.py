@@ -38,7 +38,7 @@ from worker.executor.contract import (
     SequenceFailed,
 )
 from worker.executor.grammars import Grammars
-from worker.executor.structure import Structured
+from worker.executor.structured_output import Structured
 from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
 
 # A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
@@ -52,8 +52,8 @@ class Step(NamedTuple):
     """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
 
     It may be cut into `num_pieces` that stages compute one after another: see
-    `worker.parallel.pieces`.  Of layers that keep a state, `runs` say where states lie; `windowed`
-    is the batch as layers with a window have it.
+    `worker.parallel.microbatches`.  Of layers that keep a state, `runs` say where states lie;
+    `windowed` is the batch as layers with a window have it.
     """
 
     token_ids: torch.Tensor

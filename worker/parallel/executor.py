@@ -16,12 +16,12 @@ from worker.compute.ranks import Ranks
 from worker.executor.contract import Capabilities, MemoryRequirements
 from worker.executor.torch import Step, TorchExecutor, make_cache
 from worker.model.config import ModelError, read_config
-from worker.parallel.copies import Asking, Own, Steps
+from worker.parallel.commands import Verb, tell, tell_step
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import ShardedKVCache
-from worker.parallel.orders import Verb, tell, tell_step
-from worker.parallel.parts import parts_of
-from worker.parallel.pieces import compute, in_order, num_pieces
+from worker.parallel.kv_copies import Asking, Own, Steps
+from worker.parallel.microbatches import compute, in_order, num_pieces
+from worker.parallel.partition import parts_of
 
 log = structlog.get_logger("worker")
 

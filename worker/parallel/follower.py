@@ -11,10 +11,10 @@ from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 from worker.compute.ranks import Ranks
 from worker.executor.torch import make_cache
-from worker.parallel.copies import Steps, answer
-from worker.parallel.orders import Verb, hear
-from worker.parallel.parts import Part
-from worker.parallel.pieces import compute
+from worker.parallel.commands import Verb, hear
+from worker.parallel.kv_copies import Steps, answer
+from worker.parallel.microbatches import compute
+from worker.parallel.partition import Part
 
 log = structlog.get_logger("worker")
 

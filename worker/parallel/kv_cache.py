@@ -13,7 +13,7 @@ from wire.transfer import Rectangle
 from worker.compute.contract import KVCache
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.shared_memory import Bytes
-from worker.parallel.parts import Part
+from worker.parallel.partition import Part
 
 
 class Copying(Protocol):

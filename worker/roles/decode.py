@@ -16,7 +16,7 @@ from wire.frames import AS_MANY_AS_FIT, DecodeDone, DecodeRequest, DecodeToken, 
 from wire.options import Options
 from wire.parts import MAX_HEADERS, Message
 from wire.payloads import STOP, Logprobs, PeerDetail, Usage, decode_continuation, encode_map
-from wire.process.repeated import RepeatedLine
+from wire.process.log_limit import RepeatedLine
 from wire.transfer import KVReceiver
 from worker.engine.engine import Engine
 from worker.engine.outputs import Displaced, Failed, Output, Reserved, Token

@@ -22,7 +22,7 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireEr
 from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
 from wire.parts import Message
 from wire.payloads import STOP, PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
-from wire.process.repeated import RepeatedLine
+from wire.process.log_limit import RepeatedLine
 from wire.transfer import KVSender, new_key
 from worker.compute.device_errors import report_copy
 from worker.engine.engine import Engine
@@ -31,8 +31,8 @@ from worker.engine.sequence import Sequence
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
-from worker.transfer.neighbours import Lender
 from worker.transfer.peers import DecodePeers
+from worker.transfer.same_host_peers import Lender
 from worker.transfer.sender import OutgoingTransfer
 
 log = structlog.get_logger("worker")

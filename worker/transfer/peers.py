@@ -21,8 +21,8 @@ from wire.errors import PeerLost, RemoteProtocolError, WireError
 from wire.frames import ANY_RANK, Error, Frame, KvCacheAck
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_map
+from wire.process.frame_counters import Traffic
 from wire.process.settings import ConfigError
-from wire.process.traffic import Traffic
 from worker.environment import Plane
 from worker.transfer.segment_link import SegmentLink
 

@@ -27,7 +27,7 @@ from wire.frames import Cancel, Error, Frame, KvCache, Role
 from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from wire.transfer import MAX_READ_BYTES, Ack, KVReceiver, Segment, unasked_segments
 from worker.compute.device_errors import report_copy
 from worker.engine.engine import Engine
@@ -35,7 +35,7 @@ from worker.engine.outputs import Reserved
 from worker.environment import WorkerContext
 from worker.transfer.budget import TransferBudget
 from worker.transfer.incoming import Arrival, IncomingTransfer, store, store_all
-from worker.transfer.neighbours import Neighbours
+from worker.transfer.same_host_peers import Neighbours
 from worker.transfer.segment_hub import SegmentHub
 
 log = structlog.get_logger("worker")

@@ -18,7 +18,7 @@ import structlog
 
 from wire.errors import PeerLost
 from wire.parts import Buffer
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from wire.transfer import GREETING, new_token
 from worker.transfer.thread import Copies
 

@@ -11,8 +11,8 @@ from typing import Final, TypedDict
 
 from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.parts import Buffer
+from wire.process.frame_counters import Traffic
 from wire.process.keys import Keys
-from wire.process.traffic import Traffic
 from wire.transfer import MAX_SEGMENT_BYTES, Sealing, new_key
 
 # Messages that libzmq may hold for one peer and direction.

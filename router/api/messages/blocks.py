@@ -17,8 +17,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from router.api.asked.bodies import misfit
 from router.api.errors import invalid
+from router.api.requests.body import misfit
 from wire.errors import shown
 
 Nothing = Annotated[list[Any], Meta(max_length=0)] | None

@@ -13,9 +13,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from router.api.answered.completion import CompletionRequest
-from router.api.asked.bodies import MAX_STOPS, Sampled, StopString, parse
-from router.api.asked.conversation import (
+from router.api.completions.completion import CompletionRequest
+from router.api.errors import invalid
+from router.api.messages.blocks import Chat, Kinds, Message, Nothing, Strict, read_typed, text_of
+from router.api.messages.response import MessageAnswer
+from router.api.model import SWITCHES, Asker, ServedModel
+from router.api.requests.body import MAX_STOPS, Sampled, StopString, parse
+from router.api.requests.conversation import (
     MAX_TOOLS,
     Conversation,
     Tool,
@@ -23,12 +27,8 @@ from router.api.asked.conversation import (
     ToolName,
     check_tools,
 )
-from router.api.asked.structures import Wanted, wanted_schema
-from router.api.asked.values import MAX_NUMBERS
-from router.api.errors import invalid
-from router.api.messages.answer import MessageAnswer
-from router.api.messages.blocks import Chat, Kinds, Message, Nothing, Strict, read_typed, text_of
-from router.api.model import SWITCHES, Asker, ServedModel
+from router.api.requests.structures import Wanted, wanted_schema
+from router.api.requests.value_count import MAX_NUMBERS
 from router.text.tokenizer import TooManyTokens
 
 # Far beyond what a context holds: a limit that is reached is the context's.

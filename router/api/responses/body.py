@@ -12,8 +12,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from router.api.asked.bodies import Positive, Sampled, StreamOptions
-from router.api.asked.conversation import (
+from router.api.errors import invalid
+from router.api.model import ServedModel
+from router.api.requests.body import Positive, Sampled, StreamOptions
+from router.api.requests.conversation import (
     MAX_TOOLS,
     Conversation,
     Effort,
@@ -23,9 +25,7 @@ from router.api.asked.conversation import (
     check_tools,
     tool_choice,
 )
-from router.api.asked.structures import ANY_OBJECT, Wanted, one_of, wanted_schema
-from router.api.errors import invalid
-from router.api.model import ServedModel
+from router.api.requests.structures import ANY_OBJECT, Wanted, one_of, wanted_schema
 from router.api.responses.items import Item, messages_of
 from wire.errors import shown
 from wire.options import NumTop

@@ -8,16 +8,16 @@ from typing import Final
 
 import msgspec
 
-from router.api.answered.completion import CompletionRequest
-from router.api.asked.bodies import parse
-from router.api.asked.fields import RESPONSES
-from router.api.asked.values import check_values
+from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
 from router.api.model import Asker, ServedModel
-from router.api.responses.answer import ResponseAnswer, Told, response_id
+from router.api.requests.body import parse
+from router.api.requests.unsupported_fields import RESPONSES
+from router.api.requests.value_count import check_values
 from router.api.responses.body import ResponseBody
 from router.api.responses.items import Item, encode_items
-from router.api.responses.kept import KeptResponse, KeptResponses
+from router.api.responses.response import ResponseAnswer, Told, response_id
+from router.api.responses.store import KeptResponse, KeptResponses
 
 # Of the items before an answer and those that it goes on with, in JSON: as of a body.
 MAX_CONVERSATION_BYTES: Final = 2 * 1024 * 1024

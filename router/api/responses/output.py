@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from router.api.answered.events import event
-from router.api.asked.conversation import new_call_id
+from router.api.completions.events import event
+from router.api.requests.conversation import new_call_id
 from router.api.responses.items import item_name, said
-from router.text.parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
+from router.text.output_parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
 
 _encode: Final = msgspec.json.Encoder().encode
 

@@ -12,8 +12,8 @@ from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu import amx
+from kernels.cpu.bfloat16_methods import Way, known_ways
 from kernels.cpu.intrinsics import instruction
-from kernels.cpu.ways import Way, known_ways
 
 Floats = npt.NDArray[np.float32]
 # What a processor does not know is left out.

@@ -27,7 +27,7 @@ def test_who_has_no_tiles_is_told_so() -> None:
 
 ELSEWHERE = """
 import torch
-from kernels.cpu.ways import Way, known_ways
+from kernels.cpu.bfloat16_methods import Way, known_ways
 from tests.kernels.cpu.test_attention_bfloat16 import attended
 got, want = attended([(40, 40)], None, Way.VECTORS, head_dim=64)
 torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)

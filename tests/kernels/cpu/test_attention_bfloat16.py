@@ -10,8 +10,8 @@ import torch
 
 from kernels import PagedBatch, reference
 from kernels.cpu.attention import attend
+from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.program import Program
-from kernels.cpu.ways import Way
 from kernels.cpu.work_items import WorkItems
 from tests.kernels.cpu.paired import WAYS, holds_tiles
 from tests.kernels.scenes import Scene, scene, sinks_of

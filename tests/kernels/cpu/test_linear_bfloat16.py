@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from kernels import GELU_TANH
+from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Program
-from kernels.cpu.ways import Way
 from tests.kernels.cpu.paired import WAYS, holds_tiles, sums_of
 
 

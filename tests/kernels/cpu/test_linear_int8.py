@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
+from kernels.cpu.bfloat16_methods import Way, known_ways
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Program
 from kernels.cpu.rows_int8 import to_planes
-from kernels.cpu.ways import Way, known_ways
 from tests.kernels.cpu.int8 import product_of
 from tests.kernels.cpu.paired import holds_tiles
 

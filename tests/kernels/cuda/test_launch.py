@@ -14,8 +14,8 @@ from kernels import GELU_TANH, SILU, KernelError, PagedBatch
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.device_copies import PIECES
 from kernels.cuda.launch import Launch
-from kernels.cuda.pieces import PIECES
 from tests.kernels.backends import BACKENDS, backend_named
 from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, check_all, compare
@@ -58,7 +58,7 @@ def test_a_field_that_a_kernel_does_not_have_cannot_be_set() -> None:
         ("kv", "Move", launch.MOVE),
         ("rowwise", "Norm", launch.NORM),
         ("rowwise", "Gate", launch.GATE),
-        ("pieces", "Pieces", PIECES),
+        ("device_copies", "Pieces", PIECES),
     ],
 )
 def test_the_structs_are_those_of_the_source(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kernels import ShapeError, reference
 from kernels.cuda import staging
-from kernels.cuda.lane import IN_FLIGHT
+from kernels.cuda.copy_streams import IN_FLIGHT
 from kernels.cuda.staging import ALWAYS_PLAIN, SIZES, Staging, Table, Way, choose, fastest, measure
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane

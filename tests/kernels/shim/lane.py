@@ -74,7 +74,7 @@ class CpuLane:
         self._obstacle = obstacle
         self._lock = Lock()
         self._thread = local()
-        self._shim = Shim({"kv": kv_kernels(dtype, dtype), "pieces": ["copy_pieces"]})
+        self._shim = Shim({"kv": kv_kernels(dtype, dtype), "device_copies": ["copy_pieces"]})
 
     def compute(self, call: Callable[[], object]) -> None:
         """Ask for something on the stream that computes."""

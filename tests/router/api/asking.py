@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from router.api import chat, text
-from router.api.answered.completion import CompletionRequest
-from router.api.asked.bodies import parse
-from router.api.asked.fields import CHAT as CHAT_FIELDS
-from router.api.asked.fields import COMPLETIONS as COMPLETION_FIELDS
 from router.api.chat import ChatBody
+from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
 from router.api.model import Asker, ServedModel
+from router.api.requests.body import parse
+from router.api.requests.unsupported_fields import CHAT as CHAT_FIELDS
+from router.api.requests.unsupported_fields import COMPLETIONS as COMPLETION_FIELDS
 from router.api.text import CompletionBody
 from tests.router.site import write_model
 

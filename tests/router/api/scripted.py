@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from router.api.answered.completion import Choice, Completion, CompletionRequest
 from router.api.chat import ChatAnswer
+from router.api.completions.completion import Choice, Completion, CompletionRequest
 from router.core.request import Request
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer

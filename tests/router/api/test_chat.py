@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.answer import Head
-from router.api.answered.completion import Choice, Completion, CompletionRequest
-from router.api.answered.pieces import Piece, ScoredToken, joined
-from router.api.asked.conversation import ToolChoice
 from router.api.chat import ChatAnswer, ChatBody
+from router.api.completions.completion import Choice, Completion, CompletionRequest
+from router.api.completions.deltas import Piece, ScoredToken, joined
+from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
-from router.text.parts import CallArguments, CallStart, Part
+from router.api.requests.conversation import ToolChoice
+from router.text.output_parts import CallArguments, CallStart, Part
 from router.text.tokenizer import Tokenizer
 from tests.router.api.asking import chatting, converse, letters, refusal
 from tests.router.api.scripted import Core, Writer

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.completion import CompletionRequest
+from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
 from router.api.model import ServedModel
-from router.text.parts import CallStart, Content, Part, Reasoning, joined
+from router.text.output_parts import CallStart, Content, Part, Reasoning, joined
 from tests.router.api.asking import CHAT, complete, converse, letters
 from tests.router.site import TEMPLATE, ids, write_model
 from wire.errors import ErrorCode, WireError

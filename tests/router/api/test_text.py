@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.answer import Head
-from router.api.answered.completion import Choice, Completion, CompletionRequest
-from router.api.answered.pieces import Piece
 from router.api.chat import ChatBody
+from router.api.completions.completion import Choice, Completion, CompletionRequest
+from router.api.completions.deltas import Piece
+from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
 from router.api.text import CompletionBody, TextAnswer

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from router.api.asked.bodies import parse
-from router.api.asked.values import MAX_NUMBERS
 from router.api.errors import HttpError
 from router.api.model import ServedModel
+from router.api.requests.body import parse
+from router.api.requests.value_count import MAX_NUMBERS
 from router.api.tokenize import TokenizeBody, detokenize, tokenize
 from tests.router.api.asking import CHAT, letters, raw, refusal
 from tests.router.site import ids

@@ -26,7 +26,7 @@ from wire.frames import (
 )
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_continuation, decode_prompt, encode_map
-from wire.process.repeated import AGAIN_S
+from wire.process.log_limit import AGAIN_S
 
 P, D = b"prefill-0-1", b"decode-0-1"
 P1, D1 = b"prefill-1-1", b"decode-1-1"

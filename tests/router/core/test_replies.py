@@ -22,7 +22,7 @@ from wire.logprobs import join_prompt_logprobs, pack_logprobs
 from wire.parts import Message
 from wire.payloads import ErrorDetail, Logprobs, PrefillResult, Usage, encode_map
 from wire.payloads import encode_prefill_result as read
-from wire.process.repeated import AGAIN_S
+from wire.process.log_limit import AGAIN_S
 
 VOCAB = 100
 PROMPT = 20

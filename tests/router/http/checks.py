@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from wire.options import Structure
-from wire.process.structure import problem_of
+from wire.process.structured_output import problem_of
 
 
 class Checks:
@@ -18,7 +18,7 @@ class Checks:
         self.checked: list[str] = []
         self.may_go_on = threading.Event()
         self._begun = threading.Semaphore(0)
-        monkeypatch.setattr("router.api.asked.structures.problem_of", self._check)
+        monkeypatch.setattr("router.api.requests.structures.problem_of", self._check)
 
     async def have_begun(self, count: int = 1) -> None:
         """Wait until so many more slow ones are being checked."""

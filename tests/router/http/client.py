@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from router.api.answered.answer import Head
-from router.api.answered.completion import Completion, CompletionRequest
-from router.api.answered.events import DONE
+from router.api.completions.completion import Completion, CompletionRequest
+from router.api.completions.events import DONE
+from router.api.completions.response import Head
 from router.api.text import TextAnswer
 from router.core.request import Request
 from router.http.asgi import Push
@@ -16,7 +16,7 @@ from router.http.writer import ResponseWriter
 from router.text.tokenizer import Tokenizer
 from tests.router.api.scripted import Core
 from tests.router.site import LETTERS, events, ids
-from wire.aio.turns import Turns
+from wire.aio.fair_writes import Turns
 from wire.options import Options
 
 

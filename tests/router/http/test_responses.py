@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router.api.model import ServedModel
-from router.api.responses.kept import KeptResponse, KeptResponses
+from router.api.responses.store import KeptResponse, KeptResponses
 from router.http.limits import INLINE_BYTES
 from router.processes.channel import (
     Answers,

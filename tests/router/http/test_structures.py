@@ -10,8 +10,8 @@ from weakref import WeakSet
 
 import pytest
 
-from router.api.asked.structures import Wanted
 from router.api.errors import HttpError
+from router.api.requests.structures import Wanted
 from router.http.asgi import Disconnected, Event, HttpExchange
 from router.http.structures import Structures
 from tests.router.http.checks import Checks

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.events import DONE, PING
+from router.api.completions.events import DONE, PING
 from router.api.errors import HttpError
 from router.http import writer as module
 from router.http.asgi import Disconnected
 from router.http.writer import wait_for_disconnect
 from tests.router.http.client import Client, text_of
 from tests.router.site import events, ids
-from wire.aio.turns import Turns
+from wire.aio.fair_writes import Turns
 from wire.errors import ErrorCode, WireError
 from wire.payloads import PrefillResult, Usage
 

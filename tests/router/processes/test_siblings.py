@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from router.api.errors import HttpError
-from router.api.responses.kept import KeptResponse, KeptResponses
+from router.api.responses.store import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
 from router.processes import siblings
 from router.processes.channel import (
@@ -26,8 +26,8 @@ from router.processes.channel import (
     DeleteResponse,
     FindResponse,
 )
+from router.processes.merged_metrics import Family
 from router.processes.siblings import VARIABLE, Siblings, inherited
-from router.processes.summed import Family
 
 ASSIGNMENT = Assignment(1, 2, "127.0.0.1:1", "127.0.0.1:2", "tcp://127.0.0.1:3", is_again=False)
 STATE = ProcessState(7, 1, 2, ["none"], [{"role": "decode"}])

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 
-from router.text.parts import (
+from router.text.output_parts import (
     CallArguments,
     CallEnd,
     CallStart,

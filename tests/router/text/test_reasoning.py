@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.text.parts import Content, Part, Reasoning
+from router.text.output_parts import Content, Part, Reasoning
 from router.text.reasoning import FAMILIES, detect, read_reasoning
 from router.text.scan import AnswerReader, Scan, Steps
 from tests.router.text.reading import read_pieces

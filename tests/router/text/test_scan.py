@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.text.parts import CallArguments, CallEnd, CallStart, Content, Reasoning
+from router.text.output_parts import CallArguments, CallEnd, CallStart, Content, Reasoning
 from router.text.scan import AnswerReader, Scan, Steps
 from router.text.tools import hermes
 from tests.router.text.reading import read_pieces, read_whole, summary

@@ -21,14 +21,14 @@ from tests import certificate
 from tests.held_up import again_if_held_up
 from tests.pause import stand_still
 from wire.aio.listener import LAST_LOOK_S
+from wire.aio.slow_readers import has_left
 from wire.aio.tcp import LOOK_S, MAX_AT_ONCE, Connection, Limits, Server, serve
 from wire.aio.tls import server_context
-from wire.aio.unread import has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag
 from wire.parts import Message
 from wire.payloads import ErrorDetail, decode_map
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 from wire.stream import StreamDecoder, encode
 
 KIB = 1024

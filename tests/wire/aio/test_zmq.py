@@ -15,7 +15,7 @@ from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.errors import ErrorCode, LocalProtocolError, PeerLost, WireError
 from wire.frames import Cancel, DecodeToken, Tag
 from wire.parts import Buffer, encode
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 
 LOOPBACK = "tcp://127.0.0.1:*"
 KIB = 1024

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from wire.options import Structure
 from wire.process.model import DEMO
-from wire.process.structure import grammar_of, limits
+from wire.process.structured_output import grammar_of, limits
 
 Schema = dict[str, Any]
 

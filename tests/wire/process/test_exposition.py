@@ -6,7 +6,7 @@ from wire.errors import PeerLost
 from wire.frames import Cancel
 from wire.parts import encode
 from wire.process.exposition import Distribution, Totals, counter, frames, gauge, tally
-from wire.process.traffic import Traffic
+from wire.process.frame_counters import Traffic
 
 
 def test_a_distribution_is_cumulative() -> None:

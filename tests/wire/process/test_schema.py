@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.wire.process.schemas import SCHEMAS, DeadEnd, Schema, begun, is_taken, structure, walk
 from wire.options import Structure
-from wire.process.structure import problem_of
+from wire.process.structured_output import problem_of
 
 
 def exact(text: str) -> decimal.Decimal | float:
@@ -187,7 +187,7 @@ def test_only_keywords_are_rewritten() -> None:
 def test_the_least_integer_of_64_bits_ends_no_process() -> None:
     text = '{"const": -9223372036854775808}'
     code = (
-        "from wire.options import Structure; from wire.process.structure import problem_of;"
+        "from wire.options import Structure; from wire.process.structured_output import problem_of;"
         f"print(problem_of(Structure('json_schema', '{text}')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

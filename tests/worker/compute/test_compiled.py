@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.linear_int8 import MAX_INPUTS
-from kernels.cpu.ways import Way
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
 from worker.compute import compiled, model

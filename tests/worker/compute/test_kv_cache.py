@@ -12,7 +12,7 @@ from msgspec import structs
 
 import kernels
 from kernels.cuda import staging
-from kernels.cuda.lane import IN_FLIGHT
+from kernels.cuda.copy_streams import IN_FLIGHT
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.driver import driver as driver
 from tests.kernels.shim.lane import CpuLane

@@ -12,10 +12,10 @@ import pytest
 from tests.oracle import oracle
 from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.options import Options
-from worker.embedded.ledger import TokenOutput
+from worker.embedded.requests import TokenOutput
 from worker.embedded.serving import ServingEngine
 from worker.engine.engine import Engine
-from worker.engine.measured import State
+from worker.engine.instrumented import State
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import NgramDrafter
 from worker.executor.batch import Batch

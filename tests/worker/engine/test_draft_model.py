@@ -28,7 +28,7 @@ from worker.engine.sequence import MAX_DRAFTS, Sequence
 from worker.executor.batch import Batch
 from worker.executor.contract import ModelInfo, SampledToken, SequenceFailed
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, create
-from worker.executor.occurrences import Occurrences
+from worker.executor.token_counts import Occurrences
 from worker.executor.torch import TorchExecutor
 
 

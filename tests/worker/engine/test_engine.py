@@ -25,13 +25,13 @@ from tests.worker.engine.hashed import (
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options, Structure
 from wire.prefix import prefix_hashes
-from wire.process.structure import StructureError
+from wire.process.structured_output import StructureError
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
 from worker.executor.hash import LAYOUT, create_mixed
-from worker.executor.structure import Structured
+from worker.executor.structured_output import Structured
 
 
 @pytest.mark.parametrize("max_ubatch_tokens", [7, 512])

@@ -13,10 +13,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from wire.options import Options, Structure
 from wire.process.model import DEMO
-from wire.process.structure import grammar_of, limits
+from wire.process.structured_output import grammar_of, limits
 from worker.executor.batch import Sampling
 from worker.executor.grammars import Bits, Grammars, Masks
-from worker.executor.structure import Structured
+from worker.executor.structured_output import Structured
 
 VOCAB, EOS = 1326, (0, 4)
 PERSON = {

@@ -5,7 +5,7 @@ import numpy as np
 from wire.logprobs import join_prompt_logprobs
 from wire.options import Options
 from worker.executor.batch import Batch, BatchType, Row, Sampling, Scoring, rows_of
-from worker.executor.scores import PromptScores
+from worker.executor.prompt_logprobs import PromptScores
 
 
 def test_a_sampling_has_a_row_more_than_drafts() -> None:

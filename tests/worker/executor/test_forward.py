@@ -4,7 +4,7 @@ import pytest
 
 from tests.worker.executor.forward_pair import DIM, HEADS, LAYERS, ForwardModel, Prefiller, pair
 from wire.options import Options
-from worker.engine.measured import Direct
+from worker.engine.instrumented import Direct
 from worker.executor.contract import Attention, SequenceFailed
 
 

@@ -10,7 +10,7 @@ from scripts.examples import own_model
 from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
 from worker.app import EXIT_CRASHED, Worker
 from worker.config import Config
-from worker.engine.measured import Direct
+from worker.engine.instrumented import Direct
 from worker.executor.contract import SequenceFailed
 from worker.executor.functions import DecodeStepFn, PrefillFn, serve_functions
 from worker.executor.stepwise import StepwiseExecutor

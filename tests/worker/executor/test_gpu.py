@@ -28,8 +28,8 @@ from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Scoring
 from worker.executor.contract import Drawer
+from worker.executor.prompt_logprobs import PromptScores
 from worker.executor.registry import create
-from worker.executor.scores import PromptScores
 
 BLOCK_SIZE, MAX_LEN = 8, 128
 

@@ -30,9 +30,9 @@ from tests.worker.executor.structures import (
 )
 from wire.options import Structure
 from wire.process.model import DEMO
-from wire.process.structure import StructureError, grammar_of
+from wire.process.structured_output import StructureError, grammar_of
 from worker.executor.grammars import Grammars
-from worker.executor.structure import Structured
+from worker.executor.structured_output import Structured
 
 
 def test_rows_without_a_structure_cost_nothing() -> None:

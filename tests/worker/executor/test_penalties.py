@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from wire.options import Options
 from worker.executor import penalties
 from worker.executor.batch import Sampling
-from worker.executor.occurrences import Occurrences
 from worker.executor.penalties import adjust
 from worker.executor.sampler import sample
+from worker.executor.token_counts import Occurrences
 
 VOCAB = 24
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=30)

@@ -18,8 +18,8 @@ from kernels import reference
 from wire.options import Options
 from worker.executor import sampler
 from worker.executor.batch import Sampling
-from worker.executor.occurrences import Occurrences
 from worker.executor.sampler import sample, uniforms
+from worker.executor.token_counts import Occurrences
 
 NO_EOS: frozenset[int] = frozenset()
 VOCAB = 48

@@ -15,7 +15,7 @@ from wire.layout import KVLayout
 from wire.options import Options
 from worker.compute.shared_memory import Bytes
 from worker.engine.engine import Engine
-from worker.engine.measured import Direct
+from worker.engine.instrumented import Direct
 from worker.engine.outputs import Failed, Token
 from worker.engine.sequence import Sequence
 from worker.executor.contract import SequenceFailed

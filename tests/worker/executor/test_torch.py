@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.intrinsics import target_name
-from kernels.cpu.ways import Way
 from kernels.cuda import backend as cuda
 from kernels.cuda import staging
 from scripts.models.make_model import make_model

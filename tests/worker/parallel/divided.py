@@ -15,7 +15,7 @@ from wire.transfer import Rectangle
 from worker.executor.torch import layout_of
 from worker.model.config import ModelConfig, read_config
 from worker.model.shard import Shard
-from worker.parallel.parts import Part, parts_of
+from worker.parallel.partition import Part, parts_of
 
 NUM_TOKENS = 21
 

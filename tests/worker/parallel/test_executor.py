@@ -28,11 +28,11 @@ from worker.engine.sequence import Sequence
 from worker.executor.contract import Capabilities
 from worker.executor.torch import TorchExecutor, make_cache
 from worker.model.config import read_config
-from worker.parallel.copies import HEADER
+from worker.parallel.commands import Verb, hear
 from worker.parallel.executor import ShardedExecutor, create
-from worker.parallel.orders import Verb, hear
-from worker.parallel.parts import parts_of
-from worker.parallel.pieces import MIN_TOKENS, compute
+from worker.parallel.kv_copies import HEADER
+from worker.parallel.microbatches import MIN_TOKENS, compute
+from worker.parallel.partition import parts_of
 
 VOCAB_SIZE, NUM_TOKENS = 1326, 16
 GREEDY = Options(ignore_eos=True)

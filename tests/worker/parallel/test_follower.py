@@ -21,12 +21,12 @@ from worker.compute.model import load_model
 from worker.compute.ranks import Ranks
 from worker.executor.torch import Step, layout_of, make_cache
 from worker.model.config import read_config
-from worker.parallel.copies import Asking, Own, Steps
+from worker.parallel.commands import Verb, tell, tell_step
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import Copying, ShardedKVCache
-from worker.parallel.orders import Verb, tell, tell_step
-from worker.parallel.parts import Part, parts_of
-from worker.parallel.pieces import compute
+from worker.parallel.kv_copies import Asking, Own, Steps
+from worker.parallel.microbatches import compute
+from worker.parallel.partition import Part, parts_of
 
 NUM_BLOCKS, NUM_WINDOW_BLOCKS, BLOCK_SIZE, NUM_TOKENS = 8, 3, 4, 15
 TABLE = [5, 2, 7, 0]

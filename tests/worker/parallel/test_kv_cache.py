@@ -15,9 +15,9 @@ from tests.worker.parallel.divided import NUM_TOKENS, Divided, divided, model_of
 from wire.layout import KVLayout
 from wire.transfer import plan
 from worker.compute.kv_cache import TorchKVCache
-from worker.parallel.copies import Own
 from worker.parallel.kv_cache import ShardedKVCache
-from worker.parallel.parts import Part
+from worker.parallel.kv_copies import Own
+from worker.parallel.partition import Part
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
 TABLE = [6, 1, 3, 0, 7, 2]

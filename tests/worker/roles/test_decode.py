@@ -43,7 +43,7 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
-from wire.process.repeated import AGAIN_S
+from wire.process.log_limit import AGAIN_S
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
 from worker.executor.hash import EOS_TOKEN_IDS, create

@@ -38,7 +38,7 @@ from wire.payloads import (
     decode_prefill_result,
     encode_prompt,
 )
-from wire.process.repeated import AGAIN_S
+from wire.process.log_limit import AGAIN_S
 from worker.executor.hash import EOS_TOKEN_IDS
 from worker.roles.prefill import ROUND_TRIP_S, PrefillRole
 

@@ -32,7 +32,7 @@ from worker.compute.contract import Memory
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.shared_memory import SharedMemory
 from worker.executor.hash import MIXED
-from worker.executor.hostcache import HostKVCache
+from worker.executor.host_kv_cache import HostKVCache
 from worker.transfer.in_memory import fetch, find
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float16")

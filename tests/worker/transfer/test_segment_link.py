@@ -25,8 +25,8 @@ from tests.worker.transfer.segments import DESCRIPTOR, PEER, WAIT_S, Taking, gre
 from wire.errors import ErrorCode, PeerLost
 from wire.frames import Cancel, KvCache, Role, Tag
 from wire.options import Options
+from wire.process.frame_counters import Traffic
 from wire.process.keys import Keys
-from wire.process.traffic import Traffic
 from wire.transfer import HEAD_BYTES, MAX_SEALED_BYTES, read_head, segment_head
 from worker.executor.hash import LAYOUT
 from worker.transfer.segment_hub import SegmentHub

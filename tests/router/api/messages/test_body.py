@@ -19,13 +19,13 @@ from anthropic.types import (
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from msgspec import structs
 
-from router.api.answered.completion import CompletionRequest
-from router.api.asked.bodies import parse
-from router.api.asked.conversation import Conversation, Tool, ToolChoice
+from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
 from router.api.messages.blocks import Text, Thinking, ToolResult, ToolUse
 from router.api.messages.body import ClientTool, MessagesBody, PromptBody, count_tokens, read
 from router.api.model import ServedModel
+from router.api.requests.body import parse
+from router.api.requests.conversation import Conversation, Tool, ToolChoice
 from tests.router.api.asking import ASKER, letters, raw
 from tests.router.site import TEMPLATE, ids
 from wire.options import Structure

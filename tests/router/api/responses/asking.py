@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.api.asked.bodies import parse
-from router.api.asked.fields import RESPONSES
+from router.api.requests.body import parse
+from router.api.requests.unsupported_fields import RESPONSES
 from router.api.responses.body import ResponseBody
 
 WEATHER: dict[str, Any] = {

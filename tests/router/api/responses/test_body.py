@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.api.asked.conversation import Tool, ToolChoice
-from router.api.asked.structures import Wanted
 from router.api.errors import HttpError
 from router.api.model import ServedModel
+from router.api.requests.conversation import Tool, ToolChoice
+from router.api.requests.structures import Wanted
 from router.api.responses.body import INCLUDES, LOGPROBS
 from tests.router.api.responses.asking import CLOCK, WEATHER, asked
 from tests.router.site import write_model

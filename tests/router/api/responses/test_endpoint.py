@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.answer import Head
-from router.api.answered.completion import Completion, CompletionRequest
-from router.api.answered.pieces import Piece
-from router.api.asked.values import MAX_OBJECTS
+from router.api.completions.completion import Completion, CompletionRequest
+from router.api.completions.deltas import Piece
+from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import Asker, ServedModel
+from router.api.requests.value_count import MAX_OBJECTS
 from router.api.responses import endpoint
 from router.api.responses.endpoint import read
-from router.api.responses.kept import KeptResponse, KeptResponses, previous_id
+from router.api.responses.store import KeptResponse, KeptResponses, previous_id
 from tests.router.api.asking import letters
 from tests.router.api.scripted import Core, Writer
 from tests.router.site import LETTERS

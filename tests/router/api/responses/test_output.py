@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.api.responses.output import Output
-from router.text.parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
+from router.text.output_parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
 from tests.clients.openai_schema import validate_event
 from tests.router.api.responses.asking import assembled, events_of, without_call_ids
 

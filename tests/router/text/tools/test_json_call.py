@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from router.text.parts import Part
+from router.text.output_parts import Part
 from router.text.scan import Scan, Steps
 from router.text.tools.json_call import json_call
 from tests.router.text.reading import read_whole, summary

@@ -1,0 +1,132 @@
+"""Log-probabilities of tokens, as completions and as chats have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+
+from router.api.completions.completion import Choice
+from router.api.completions.deltas import Piece, ScoredToken
+from router.text.tokenizer import Tokenizer
+
+# JSON has no infinity.
+LEAST_LOGPROB: Final = -9999.0
+# Tokens whose scores are encoded at a time: a millisecond or two.
+_SLICE: Final = 64
+# Of one token and its log-probability in an answer.
+BYTES_PER_SCORE: Final = 32
+
+Render = Callable[[Tokenizer, Sequence[ScoredToken]], dict[str, Any]]
+
+
+def completion_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> dict[str, Any]:
+    """Return `logprobs` of a text completion."""
+    body: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for score in scores:
+        text = _text(tokenizer, score.token_id)
+        body["tokens"].append(text)
+        body["text_offset"].append(score.text_offset)
+        if score.logprobs is None:
+            body["token_logprobs"].append(None)
+            body["top_logprobs"].append(None)
+            continue
+        logprob = _logprob(score)
+        top = {text: logprob}
+        for token_id, value in score.logprobs.top:
+            # The likelier of two tokens that read the same, such as halves of characters.
+            top.setdefault(_text(tokenizer, token_id), max(value, LEAST_LOGPROB))
+        body["token_logprobs"].append(logprob)
+        body["top_logprobs"].append(top)
+    return body
+
+
+def chat_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> dict[str, Any]:
+    """Return `logprobs` of a chat completion."""
+    content = []
+    for score in scores:
+        top = score.logprobs.top if score.logprobs else ()
+        entry = _chat_token(tokenizer, score.token_id, _logprob(score))
+        entry["top_logprobs"] = [_chat_token(tokenizer, *each) for each in top]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": _text(tokenizer, token_id),
+        "logprob": max(logprob, LEAST_LOGPROB),
+        "bytes": list(_bytes(tokenizer, token_id)),
+    }
+
+
+def prompt_logprobs(choice: Choice, piece: Piece) -> dict[str, Any]:
+    """Return `prompt_logprobs`, as vLLM has them: an entry for each token, null if not asked for.
+
+    It has the token itself first, then the likeliest ones; `rank` is null where it is not known.
+    """
+    if not choice.asked.has_prompt_logprobs:
+        return {"prompt_logprobs": None}
+    tokenizer, entries = choice.asked.names, list[msgspec.Raw]()
+    for score in piece.prompt_scores:
+        ranked: dict[str, dict[str, Any]] = {}
+        if score.logprobs is not None:
+            own = (score.token_id, score.logprobs.logprob)
+            ranks = {token_id: rank for rank, (token_id, _) in enumerate(score.logprobs.top, 1)}
+            for token_id, logprob in (own, *score.logprobs.top):
+                ranked[str(token_id)] = {
+                    "logprob": max(logprob, LEAST_LOGPROB),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": _text(tokenizer, token_id),
+                }
+        entries.append(msgspec.Raw(msgspec.json.encode(ranked or None)))
+    return {"prompt_logprobs": entries}
+
+
+def encoded(render: Render, choice: Choice, scores: Sequence[ScoredToken]) -> dict[str, Any] | None:
+    """Return the logprobs of a whole choice, each token's encoded already.
+
+    There may be millions of numbers: given all of them at once, the encoder would hold the GIL for
+    longer than others should wait.
+    """
+    if not choice.asked.has_logprobs:
+        return None
+    body = render(choice.asked.names, ())
+    for start in range(0, len(scores), _SLICE):
+        for name, values in render(choice.asked.names, scores[start : start + _SLICE]).items():
+            if values:
+                body[name] += [msgspec.Raw(msgspec.json.encode(value)) for value in values]
+    return body
+
+
+def size_of_scores(pieces: Iterable[Piece]) -> int:
+    """About how many bytes the log-probabilities of an answer will have."""
+    scored = [
+        score.logprobs
+        for piece in pieces
+        for score in (*piece.scores, *piece.prompt_scores)
+        if score.logprobs
+    ]
+    return BYTES_PER_SCORE * sum([1 + len(each.top) for each in scored])
+
+
+@lru_cache(maxsize=1 << 16)
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    # A long prompt's tokens and their alternatives are many, and mostly the same ones.
+    return tokenizer.token_text(token_id)
+
+
+@lru_cache(maxsize=1 << 16)
+def _bytes(tokenizer: Tokenizer, token_id: int) -> tuple[int, ...]:
+    return tuple(tokenizer.token_bytes(token_id))
+
+
+def _logprob(score: ScoredToken) -> float:
+    return max(score.logprobs.logprob, LEAST_LOGPROB) if score.logprobs else LEAST_LOGPROB

@@ -1,0 +1,86 @@
+"""What a completion has cost, as `usage` of the OpenAI API says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from router.api.completions.completion import Choice
+
+
+class PromptDetails(Struct):
+    cached_tokens: int
+
+
+class KvTransfer(Struct):
+    """What the transfer from prefill to decode cost.
+
+    `seconds` is from the offer's acceptance to the last byte, `transfer_seconds` the part of it in
+    which bytes were under way; `bytes` over the latter is the bandwidth.
+    """
+
+    bytes: int
+    skipped_tokens: int
+    seconds: float
+    transfer_seconds: float
+
+
+class BatonUsage(Struct):
+    """What only Baton knows; `kv_transfer` is null where no KV was sent, and until it is known."""
+
+    kv_transfer: KvTransfer | None
+
+
+class UsageBody(Struct, omit_defaults=True):
+    """`usage`; `baton` is our addition, for who asks for it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    baton: BatonUsage | None = None
+
+
+def usage_body(
+    choices: Sequence[Choice], num_choices: int, *, has_baton: bool = False
+) -> UsageBody:
+    """Add up the choices; every prompt counts once, however many choices continue it."""
+    firsts = choices[::num_choices]
+    return _usage(
+        sum([len(choice.prompt) for choice in firsts]),
+        sum([choice.num_tokens for choice in choices]),
+        sum([choice.cached_tokens for choice in firsts]),
+        BatonUsage(_kv_transfer(choices)) if has_baton else None,
+    )
+
+
+def running_usage(choice: Choice, num_tokens: int) -> UsageBody:
+    """Return what one choice has cost when `num_tokens` of it are shown."""
+    return _usage(len(choice.prompt), num_tokens, choice.cached_tokens)
+
+
+def _usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, baton: BatonUsage | None = None
+) -> UsageBody:
+    return UsageBody(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptDetails(cached_tokens),
+        baton=baton,
+    )
+
+
+def _kv_transfer(choices: Sequence[Choice]) -> KvTransfer | None:
+    usages = [choice.usage for choice in choices if choice.usage is not None]
+    num_bytes = sum([usage.kv_bytes for usage in usages])
+    skipped_tokens = sum([usage.kv_skipped_tokens for usage in usages])
+    if not num_bytes and not skipped_tokens:
+        return None
+    return KvTransfer(
+        bytes=num_bytes,
+        skipped_tokens=skipped_tokens,
+        seconds=sum([usage.kv_seconds for usage in usages]),
+        transfer_seconds=sum([usage.kv_transfer_seconds for usage in usages]),
+    )

@@ -1,0 +1,242 @@
+"""The answer to /v1/messages: a message whole, or the events that it grows by.
+
+A message is a list of blocks, each of one kind; a part of another kind than the last begins a new
+one.  Pure, but for the ids of calls, which must differ from all others in a conversation.
+
+Blocks have no status: where a call is unfinished the `stop_reason` is not `tool_use`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+from pydantic_core import from_json
+
+from router.api.completions.completion import Completion
+from router.api.completions.deltas import Piece
+from router.api.completions.events import event
+from router.api.completions.response import Head
+from router.api.completions.usage import usage_body
+from router.api.errors import HttpError
+from router.api.messages.errors import message_error
+from router.text.output_parts import (
+    BORDERS,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    joined,
+)
+
+REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# The kind of block that a part belongs to.
+KINDS: Final[dict[type[Part], str]] = {
+    Content: "text",
+    Reasoning: "thinking",
+    CallStart: "tool_use",
+    CallArguments: "tool_use",
+}
+# Of each kind of block: the kind of its deltas, and the field of their text.
+DELTAS: Final = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class MessageAnswer:
+    """Renders one message; `router.api.completions.completion.Answer`.
+
+    The client said `max_tokens`, and of which tools it takes arguments as they are written.
+    """
+
+    usual: tuple[bytes, bytes] | None = None
+    ping = event(b'{"type":"ping"}', "ping")
+
+    def __init__(
+        self, completion: Completion, head: Head, *, max_tokens: int, eager: Container[str] = ()
+    ) -> None:
+        self._completion = completion
+        self._head = head
+        self._max_tokens = max_tokens
+        self._eager = eager
+        self._blocks: BlockEvents | None = None
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        (piece,) = pieces
+        content = blocks_of(_parts(piece))
+        return _encode(self._message(content) | self._ending(piece) | {"usage": self._usage()})
+
+    def take(self) -> bytes:
+        events: list[bytes] = []
+        for _, pieces in self._completion.take():
+            if self._blocks is None and pieces:
+                events.append(self._start())
+                self._blocks = BlockEvents(self._eager)
+            for piece in pieces:
+                assert self._blocks is not None
+                events += [self._blocks.add(part) for part in _parts(piece)]
+                if piece.finish_reason is not None:
+                    ending = {"delta": self._ending(piece), "usage": self._usage()}
+                    events += [self._blocks.close(), _event("message_delta", ending)]
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        return _event("message_stop", {})
+
+    def failure(self, error: HttpError) -> bytes:
+        return event(message_error(error, self._head.request_id), "error")
+
+    def _start(self) -> bytes:
+        unknown = {"stop_reason": None, "stop_sequence": None}
+        usage = self._usage() | {"output_tokens": 0}
+        return _event("message_start", {"message": self._message([]) | unknown | {"usage": usage}})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._head.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+        }
+
+    def _ending(self, piece: Piece) -> dict[str, str | None]:
+        (choice,) = self._completion.choices
+        if piece.finish_reason == "stop" and isinstance(choice.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        reason = REASONS[piece.finish_reason or "stop"]
+        if reason == "max_tokens" and choice.num_tokens < self._max_tokens:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        usage = usage_body(self._completion.choices, 1)
+        cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+class BlockEvents:
+    """The events of blocks that grow part by part.
+
+    The arguments of a call come together when it is finished, or what can be read of them when it
+    never is: Anthropic's client fails on text that does not parse.  Those of the `eager` tools come
+    as the model writes them.
+    """
+
+    def __init__(self, eager: Container[str] = ()) -> None:
+        self._eager = eager
+        self._is_eager = False
+        # Arguments that wait for the end of their call.
+        self._arguments: list[str] = []
+        self._index = -1
+        self._kind = ""  # of the open block
+        # What stands around the text of its next delta.
+        self._around = (b"", b"")
+
+    def add(self, part: Part) -> bytes:
+        """Return the events of one more part."""
+        if isinstance(part, CallEnd):
+            arguments, self._arguments = "".join(self._arguments), []
+            return self._say(arguments) + self.close()
+        text = "" if isinstance(part, CallStart) else part.text
+        begun = b""
+        if isinstance(part, CallStart) or (text and KINDS[type(part)] != self._kind):
+            begun = self.close() + self._open(empty_block(part))
+        if isinstance(part, CallStart):
+            self._is_eager = part.name in self._eager
+        elif isinstance(part, CallArguments) and not self._is_eager:
+            self._arguments.append(text)
+            return begun
+        return begun + self._say(text)
+
+    def close(self) -> bytes:
+        """Return the end of the open block, if there is one."""
+        if not self._kind:
+            return b""
+        last = b""
+        if self._kind == "thinking":
+            last = self._delta("signature_delta", "signature", "")
+        elif self._arguments:
+            arguments, self._arguments = "".join(self._arguments), []
+            last = self._say(_encode(read_arguments(arguments)).decode())
+        self._kind = ""
+        return last + _event("content_block_stop", {"index": self._index})
+
+    def _say(self, text: str) -> bytes:
+        before, after = self._around
+        return before + _encode(text) + after if text else b""
+
+    def _open(self, block: dict[str, Any]) -> bytes:
+        self._index += 1
+        self._kind = block["type"]
+        # An event is rendered whose text is one NUL, and cut there.
+        before, after = self._delta(*DELTAS[self._kind], "\0").split(b'"\\u0000"')
+        self._around = before, after
+        return _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _delta(self, kind: str, name: str, text: str) -> bytes:
+        delta = {"type": kind, name: text}
+        return _event("content_block_delta", {"index": self._index, "delta": delta})
+
+
+def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """Return the blocks of a whole answer."""
+    blocks: list[dict[str, Any]] = []
+    for part in joined([part for part in parts if isinstance(part, BORDERS) or part.text]):
+        match part:
+            case CallArguments(text=text):
+                blocks[-1]["input"] = read_arguments(text)
+            case Content(text) | Reasoning(text):
+                blocks.append(empty_block(part) | {KINDS[type(part)]: text})
+            case CallStart():
+                blocks.append(empty_block(part))
+    return blocks
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return what the JSON text of a call says: of one that is cut short the values that are whole.
+
+    A number at the very end counts as whole, as nothing shows that digits are missing.  It is the
+    parser with which Anthropic's client reads a stream that ends there.  Text that is no object
+    says nothing.
+    """
+    try:
+        read = from_json(text, allow_inf_nan=False, allow_partial=True)
+    except (ValueError, TypeError):  # the latter of half a surrogate pair
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def empty_block(part: Part) -> dict[str, Any]:
+    """Return the block that a part begins, without the part's text."""
+    kind = KINDS[type(part)]
+    if isinstance(part, CallStart):
+        return {
+            "type": kind,
+            "id": f"toolu_{secrets.token_hex(12)}",
+            "name": part.name,
+            "input": {},
+        }
+    # Thoughts are signed at Anthropic, and nobody here would check it.
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _parts(piece: Piece) -> Sequence[Part]:
+    return (Content(piece.text),) if piece.parts is None else piece.parts
+
+
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return event(_encode({"type": kind} | fields), kind)

@@ -1,0 +1,189 @@
+"""What can be asked of the API: every operation, with its body, its answer and its statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from msgspec import Meta, Struct
+
+from router.api.chat import ChatBody
+from router.api.messages.body import MessagesBody, PromptBody
+from router.api.openapi import response_types as answers
+from router.api.responses.body import ResponseBody
+from router.api.responses.store import DEFAULT_ITEMS, MAX_ITEMS
+from router.api.text import CompletionBody
+from router.api.tokenize import DetokenizeBody, TokenizeBody
+
+STATUSES: Final = {
+    400: "The request is wrong: the message names the field and what is allowed there.",
+    401: "There is no API key in the request, or one that is not valid.",
+    403: "The web page that asks is not allowed to, or the host name is none of this router.",
+    404: "There is nothing of this name here.",
+    408: "The request came too slowly, or its deadline has passed.",
+    413: "The body is too large, or has too many values.",
+    415: "The body is not JSON, or compressed in a way that is not taken.",
+    429: "Too many requests wait: ask again after Retry-After seconds.",
+    431: "The headers are too large.",
+    500: "It failed by a fault of ours.",
+    503: "It cannot be served now: ask again after Retry-After seconds.",
+}
+# Whatever is asked.
+_ALWAYS: Final = {400, 408, 431, 500, 503}
+
+
+class Operation(NamedTuple):
+    """One method of one path.
+
+    `answer` is a type of JSON, or the media type of a text, or None where it is always refused;
+    `refusal` is the type of an error, and `unready` what a 503 may be beside it.  `example` is a
+    body that is answered by the demo model.
+    """
+
+    method: str
+    path: str
+    summary: str
+    answer: type[Any] | str | None
+    body: type[Any] | None = None
+    example: Mapping[str, Any] | None = None
+    query: type[Struct] | None = None
+    is_streamed: bool = False
+    is_open: bool = False
+    refusal: type[Any] = answers.Error
+    unready: type[Any] | None = None
+
+    @property
+    def refusals(self) -> list[int]:
+        """The statuses that it may have beside 200, and that are no answer to what is asked."""
+        keyed = set() if self.is_open else {401, 403}
+        named = {404} if "{" in self.path else set()
+        read = {404, 413, 415, 429} if self.body else set()
+        return sorted(_ALWAYS | keyed | named | read)
+
+
+class ItemsQuery(Struct):
+    """Which items of a response are shown: after which, how many, and which first."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=MAX_ITEMS)] = DEFAULT_ITEMS
+    order: Literal["asc", "desc"] = "desc"
+
+
+_HELLO: Final = [{"role": "user", "content": "Hello"}]
+# Anthropic's clients always name the model; it is that of a router with no settings.
+_TO_DEMO: Final = {"model": "demo", "messages": _HELLO}
+
+OPERATIONS: Final = (
+    Operation(
+        "post",
+        "/v1/completions",
+        "Go on with a text.",
+        answers.TextCompletion,
+        CompletionBody,
+        {"prompt": "Once upon a time", "max_tokens": 16},
+        is_streamed=True,
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Say what comes next in a conversation.",
+        answers.ChatCompletion,
+        ChatBody,
+        {"messages": _HELLO, "max_completion_tokens": 16},
+        is_streamed=True,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "The same in items, which are kept to go on from.",
+        answers.Response,
+        ResponseBody,
+        {"input": "Hello", "max_output_tokens": 16},
+        is_streamed=True,
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{response}",
+        "A response that is kept.",
+        answers.Response,
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{response}",
+        "Forget a response.",
+        answers.DeletedResponse,
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{response}/input_items",
+        "The items that a response went on from, page by page.",
+        answers.ResponseItems,
+        query=ItemsQuery,
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{response}/cancel",
+        "Refused: to end an answer, close its connection.",
+        None,
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "The same as Anthropic's clients ask for it.",
+        answers.Message,
+        MessagesBody,
+        _TO_DEMO | {"max_tokens": 16},
+        is_streamed=True,
+        refusal=answers.MessageError,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "How many tokens the prompt of a message would have.",
+        answers.InputTokens,
+        PromptBody,
+        _TO_DEMO,
+        refusal=answers.MessageError,
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "The tokens of a text or a conversation.",
+        answers.Tokens,
+        TokenizeBody,
+        {"prompt": "Hello"},
+    ),
+    Operation(
+        "post",
+        "/detokenize",
+        "The text of tokens.",
+        answers.Text,
+        DetokenizeBody,
+        {"tokens": [1, 2, 3]},
+    ),
+    Operation("get", "/v1/models", "The one model that is served.", answers.Models),
+    Operation("get", "/v1/models/{model}", "The model of this name.", answers.Model),
+    Operation("get", "/v1/cluster", "Every worker, and what it does.", answers.Cluster),
+    Operation("get", "/load", "How many requests are under way.", answers.Load),
+    Operation("get", "/metrics", "Figures for Prometheus.", "text/plain"),
+    Operation("get", "/version", "The release.", answers.Release),
+    Operation("get", "/livez", "Whether the process is alive.", answers.Alive, is_open=True),
+    *(
+        Operation(
+            method,
+            path,
+            "Whether a completion could be served now; if not, 503.",
+            answers.Readiness,
+            is_open=True,
+            unready=answers.Readiness,
+        )
+        for method, path in (
+            ("get", "/readyz"),
+            ("get", "/health"),
+            ("get", "/ping"),
+            ("post", "/ping"),
+        )
+    ),
+    Operation("get", "/openapi.json", "This description.", dict, is_open=True),
+    Operation("get", "/docs", "This description as a page.", "text/html", is_open=True),
+)

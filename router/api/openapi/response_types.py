@@ -1,0 +1,290 @@
+"""What answers look like, as types: for the description of the API, which promises them.
+
+They are made field by field elsewhere, as they are asked for; tests hold them to these types.  An
+answer may have further fields, and those with a default may be missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from router.api.completions.usage import UsageBody
+
+
+class ErrorDetail(Struct):
+    """`code` is a word that a program can test for, `param` the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    """Why there is no answer."""
+
+    error: ErrorDetail
+
+
+class MessageErrorDetail(Struct):
+    type: str
+    message: str
+
+
+class MessageError(Struct):
+    """Why there is no answer, in Anthropic's shape."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str
+
+
+# Of completions.
+
+
+class TextLogprobs(Struct):
+    """Lists with an entry for each token; a prompt's first token has no log-probabilities."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Ended(Struct, kw_only=True):
+    """`stop_reason` is the stop string or the token id that ended it; ids come if asked for."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class TextChoice(Ended, kw_only=True):
+    text: str
+    logprobs: TextLogprobs | None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+
+
+class TextCompletion(Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody
+
+
+# Of chats.
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ScoredLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ScoredLogprob] | None
+    refusal: None
+
+
+class CalledFunction(Struct):
+    """`arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Ended, kw_only=True):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+
+
+# Of responses.
+
+
+class ResponseItem(Struct):
+    """A message, reasoning, a call of a function or what it returned, by its type."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "function_call_output"]
+    status: Literal["completed", "incomplete", "in_progress"]
+    role: str | None = None
+    content: list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens_details: dict[str, int]
+
+
+class Response(Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    incomplete_details: dict[str, str] | None
+    output: list[ResponseItem]
+    usage: ResponseUsage
+    error: None
+
+
+class ResponseItems(Struct):
+    object: Literal["list"]
+    data: list[ResponseItem]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+# Of messages.
+
+
+class TextBlock(Struct, tag="text"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(Struct):
+    """`input_tokens` are those that were in no cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+
+
+class Message(Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class InputTokens(Struct):
+    input_tokens: int
+
+
+# Of the rest.
+
+
+class Tokens(Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+
+
+class Text(Struct):
+    prompt: str
+
+
+class Model(Struct):
+    """`max_model_len` is null while no worker is here."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class Models(Struct):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Counted(Struct):
+    """`processes` are there where the router has several (`--processes`)."""
+
+    running: int
+    waiting: int
+    processes: list[dict[str, int]] | None = None
+
+
+class Cluster(Struct):
+    """Every worker, and the requests that this router has."""
+
+    workers: list[dict[str, Any]]
+    router: Counted
+
+
+class Release(Struct):
+    version: str
+
+
+class Load(Struct):
+    server_load: int
+
+
+class Alive(Struct):
+    status: Literal["alive"]
+
+
+class Readiness(Struct):
+    """`reasons` say why a completion could not be served now."""
+
+    status: Literal["ready", "unready"]
+    reasons: list[str]

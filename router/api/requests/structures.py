@@ -1,0 +1,203 @@
+"""Structured output: what an answer's text has to be, as OpenAI, vLLM and older clients say it.
+
+`response_format` is OpenAI's field, `structured_outputs` vLLM's, `guided_…` are its older ones.
+All come down to one structure of SPEC 4.9.  A request may name one; two are refused, for an answer
+cannot be held to both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from json import dumps
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from router.api.errors import invalid
+from router.text.tools import lark
+from wire.options import MAX_STRUCTURE_LENGTH, Structure
+from wire.process.structured_output import problem_of
+
+ANY_OBJECT: Final = '{"type": "object"}'
+FORMATS: Final = ("text", "json_object", "json_schema")
+# How a grammar in Lark's syntax is told from one in the EBNF of llama.cpp.
+_LARK: Final = re.compile(r"\s*(start\s*:|%llguidance)")
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    return bytes(raw) not in (b"", b"null")
+
+
+class JsonSchema(Struct):
+    """`json_schema` of a response format; it is enforced, whatever `strict` says."""
+
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """`response_format`: OpenAI's field."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct):
+    """`structured_outputs`: vLLM's field.  One of the first five says what is wanted."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    # Known, and refused unless neutral.
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class Wanted(NamedTuple):
+    """A structure that a request asks for, not looked at yet; `param` is the field that has it."""
+
+    param: str
+    kind: Literal["json_schema", "regex", "lark", "ebnf"]
+    text: str
+    # Whose parameters are part of it.
+    tools: Sequence[lark.Tool] = ()
+
+    def settle(self) -> Structure:
+        """Return what the workers are told.  It takes up to 0.3 s: call it in a thread.
+
+        Raises:
+            HttpError: 400; no answer can be held to it.
+        """
+        structure = _lark(self) if self.kind == "ebnf" else Structure(self.kind, self.text)
+        if (reason := problem_of(structure)) is not None:
+            for tool in self.tools:
+                parameters = Structure("lark", f"start: {lark.schema(tool.parameters)}")
+                if (problem := problem_of(parameters)) is not None:
+                    raise invalid("tools", f"the parameters of {tool.name!r}: {problem}")
+            raise invalid(self.param, reason)
+        return structure
+
+
+def wanted_of_format(asked: ResponseFormat | None) -> Iterator[Wanted]:
+    """Find what `response_format` asks for.
+
+    Raises:
+        HttpError: 400; that is not there.
+    """
+    if asked is None or asked.type == "text":
+        return
+    if asked.type not in FORMATS:
+        expected = f"expected one of {', '.join(FORMATS)}, not {asked.type[:40]!r}"
+        raise invalid("response_format.type", expected)
+    if asked.type == "json_object":
+        yield Wanted("response_format", "json_schema", ANY_OBJECT)
+        return
+    place = "response_format.json_schema"
+    if asked.json_schema is None or not is_given(asked.json_schema.schema):
+        raise invalid(f"{place}.schema", "is missing")
+    yield wanted_schema(f"{place}.schema", asked.json_schema.schema)
+
+
+def wanted_of_structured(asked: StructuredOutputs | None) -> Iterator[Wanted]:
+    """Find what `structured_outputs` asks for.
+
+    Raises:
+        HttpError: 400; nothing, or what is not supported.
+    """
+    if asked is None:
+        return
+    for name in (
+        "structural_tag",
+        "disable_any_whitespace",
+        "disable_additional_properties",
+        "whitespace_pattern",
+    ):
+        if getattr(asked, name):
+            raise invalid(f"structured_outputs.{name}", "is not supported by this server")
+    found = list(
+        wanted_of_guided(
+            "structured_outputs.", asked.json, asked.regex, asked.choice, asked.grammar
+        )
+    )
+    if asked.json_object:
+        found.append(Wanted("structured_outputs.json_object", "json_schema", ANY_OBJECT))
+    if not found:
+        raise invalid("structured_outputs", "needs json, regex, choice, grammar or json_object")
+    yield from found
+
+
+def wanted_of_guided(
+    prefix: str,
+    json: msgspec.Raw,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+) -> Iterator[Wanted]:
+    """Find what these four ask for; their names in the request begin with `prefix`."""
+    if is_given(json):
+        yield wanted_schema(f"{prefix}json", json)
+    if regex is not None:
+        yield _short(f"{prefix}regex", "regex", regex)
+    if choice is not None:
+        if not choice:
+            raise invalid(f"{prefix}choice", "is empty")
+        texts = map(dumps, choice)  # strings of Lark are those of JSON
+        yield _short(f"{prefix}choice", "lark", f"start: {' | '.join(texts)}")
+    if grammar is not None:
+        is_lark = any(_LARK.match(line) for line in grammar.splitlines())
+        yield _short(f"{prefix}grammar", "lark" if is_lark else "ebnf", grammar)
+
+
+def one_of(found: list[Wanted]) -> Wanted | None:
+    """Return the only one, if there is any.
+
+    Raises:
+        HttpError: 400; there are two.
+    """
+    if len(found) > 1:
+        raise invalid(found[1].param, f"an answer is held to one structure; leave {found[0].param}")
+    return found[0] if found else None
+
+
+def wanted_schema(param: str, raw: msgspec.Raw) -> Wanted:
+    """Return what a JSON schema asks for; `param` is the field that has it.
+
+    Raises:
+        HttpError: 400; it is none, or too long.
+    """
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError:
+        raise invalid(param, "is not UTF-8") from None
+    if text.startswith('"'):  # vLLM takes the text of a schema too
+        text = msgspec.json.decode(text).strip()
+    if not text.startswith("{"):
+        raise invalid(param, "expected a JSON schema, an object")
+    return _short(param, "json_schema", text)
+
+
+def _short(param: str, kind: Literal["json_schema", "regex", "lark", "ebnf"], text: str) -> Wanted:
+    if not 1 <= len(text) <= MAX_STRUCTURE_LENGTH:
+        raise invalid(param, f"has {len(text)} characters, not 1 to {MAX_STRUCTURE_LENGTH}")
+    return Wanted(param, kind, text)
+
+
+def _lark(wanted: Wanted) -> Structure:
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # few need it
+
+    try:
+        text = gbnf_to_lark(wanted.text)
+    except Exception as error:  # it raises no other kind for a rule that is not there
+        raise invalid(wanted.param, f"is no grammar in EBNF or Lark: {str(error)[:200]}") from error
+    if len(text) > MAX_STRUCTURE_LENGTH:
+        raise invalid(wanted.param, f"is over {MAX_STRUCTURE_LENGTH} characters in Lark's syntax")
+    return Structure("lark", text)

@@ -1,0 +1,123 @@
+"""The answer to POST /v1/responses: a response, or the events in which it comes to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from router.api.completions.completion import Choice, Completion
+from router.api.completions.deltas import Piece
+from router.api.completions.events import PING
+from router.api.completions.logprobs import chat_logprobs, encoded
+from router.api.completions.response import Head
+from router.api.completions.usage import usage_body
+from router.api.errors import HttpError
+from router.api.responses.output import Output, content_of
+
+
+class Told(NamedTuple):
+    """What is known of a response before its first token.
+
+    `key` is what its id and those of its items are made of, `echo` what it says of its request, and
+    `keep` takes the response when it is complete.
+    """
+
+    key: str
+    echo: Mapping[str, Any]
+    keep: Callable[[bytes], None]
+
+
+class ResponseAnswer:
+    """Renders the one choice of a response; `router.api.completions.completion.Answer`."""
+
+    ping = PING
+    usual: tuple[bytes, bytes] | None = None
+
+    def __init__(self, completion: Completion, head: Head, *, told: Told) -> None:
+        self._completion = completion
+        self._told = told
+        options = completion.asked.requests[0][0].options
+        self._head: Final[dict[str, Any]] = {
+            "id": response_id(told.key),
+            "object": "response",
+            "created_at": head.created,
+            "model": head.model,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            **told.echo,
+        }
+        self._output = Output(told.key, is_streamed=completion.asked.is_streamed)
+        self._is_begun = False
+        self._status = "in_progress"
+        self._is_over_limit = False
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        [choice], [piece] = self._completion.choices, pieces
+        self._add(choice, piece)
+        return self._finish()
+
+    def take(self) -> bytes:
+        for choice, pieces in self._completion.take():
+            for piece in pieces:
+                if not self._is_begun:
+                    self._begin()
+                self._add(choice, piece)
+        return self._output.take_events()
+
+    def end(self) -> bytes:
+        self._output.say(f"response.{self._status}", response=msgspec.Raw(self._finish()))
+        return self._output.take_events()
+
+    def failure(self, error: HttpError) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        said = {"code": code, "message": error.message}
+        self._output.say("response.failed", response=self._document("failed", error=said))
+        return self._output.take_events()
+
+    def _begin(self) -> None:
+        self._is_begun = True
+        response = msgspec.Raw(msgspec.json.encode(self._document("in_progress")))
+        self._output.say("response.created", response=response)
+        self._output.say("response.in_progress", response=response)
+
+    def _add(self, choice: Choice, piece: Piece) -> None:
+        logprobs = encoded(chat_logprobs, choice, piece.scores)
+        parts = content_of(piece.text) if piece.parts is None else piece.parts
+        self._output.add(parts, logprobs["content"] if logprobs else ())
+        if piece.finish_reason is not None:
+            self._is_over_limit = piece.finish_reason == "length"
+            self._output.end("incomplete" if self._is_over_limit else "completed")
+            is_whole = not (self._is_over_limit or self._output.is_cut)
+            self._status = "completed" if is_whole else "incomplete"
+
+    def _finish(self) -> bytes:
+        # The API has no reason for calls that a stop cut, or that do not parse.
+        details = {"reason": "max_output_tokens"} if self._is_over_limit else None
+        document = self._document(self._status, incomplete_details=details, usage=self._usage())
+        response = msgspec.json.encode(document)
+        self._told.keep(response)
+        return response
+
+    def _document(self, status: str, **known: Any) -> dict[str, Any]:
+        nothing = {"error": None, "incomplete_details": None}
+        items = self._output.items("incomplete" if status == "failed" else status)
+        return {**self._head, "status": status, **nothing, "output": items, **known}
+
+    def _usage(self) -> dict[str, Any]:
+        [choice] = self._completion.choices
+        spent = usage_body([choice], 1)
+        cached = spent.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": spent.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": spent.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
+            "total_tokens": spent.total_tokens,
+        }
+
+
+def response_id(key: str) -> str:
+    """Return the id of the response with this key."""
+    return f"resp_{key}"

@@ -1,0 +1,350 @@
+"""`--processes N`: router processes that share one port, started again when they die.
+
+This is the parent.  It serves nobody: it keeps the addresses, has the local workers, speaks to
+systemd, and passes what one process asks of all.  Each process is a whole router with a bus of its
+own, which all workers join; Linux gives it a part of the connections (SO_REUSEPORT).
+
+    start   the first process begins alone, so that what is wrong is said once, then the others
+    death   the others go on; a new process gets the same bus, and clients when workers joined it
+    stuck   a process that answers nothing for `STUCK_S`, or does not serve `START_S` after its
+            start, is ended, with its stacks in the log
+    stop    all processes drain and let their clients go, then the local workers end, then the
+            processes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from math import inf
+from typing import Any, Final
+
+import structlog
+
+from router.app import REPORT_S, announce, named, split_address
+from router.config import Config
+from router.core.cluster import ProcessState, Readiness, is_free, reasons_of, status_line
+from router.http.server import FLUSH_S
+from router.local import LocalWorkers
+from router.processes.channel import (
+    Answers,
+    AskAll,
+    AskAssignment,
+    AskMetrics,
+    AskState,
+    Assignment,
+    Channel,
+    DeleteResponse,
+    Drained,
+    FindResponse,
+    Listening,
+    Question,
+)
+from router.processes.merged_metrics import Families, summed, without_gauges
+from router.processes.siblings import VARIABLE
+from wire.aio.listener import reserve
+from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
+from wire.process.lifetime import keep_watchdog, notify
+
+log = structlog.get_logger("router")
+
+# How long others wait for the answer of a process.
+ANSWER_S: Final = 1.0
+# The same where a load balancer asks whether we are ready: it gives up after a second, mostly.
+STATE_S: Final = 0.5
+SILENCE: Final = object()
+# As in the unit: an event loop that stands still for this long is broken.
+STUCK_S: Final = 15.0
+# As in the unit: one that does not serve by then never will.
+START_S: Final = 90.0
+# Variables of systemd that are for this process alone.
+PARENT_ONLY: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+
+
+class Process:
+    """One router process, and each that is started in its place when it has died."""
+
+    def __init__(self, index: int, bus: str) -> None:
+        self.index = index
+        self.bus = bus
+        self.channel: Channel | None = None
+        self.child: asyncio.subprocess.Process | None = None
+        self.is_listening = self.has_listened = False
+        self.drained = asyncio.Event()
+        self.heard_at = 0.0
+        self.is_aborted = False
+        self.state: ProcessState | None = None
+        self.metrics: Families = []
+
+    def signal(self, number: int) -> None:
+        """Send it a signal if it runs."""
+        if self.child is not None:
+            signal_child(self.child, number)
+
+    def forget(self) -> Families:
+        """Take that it is gone; return its counters, which still count."""
+        self.channel = self.child = self.state = None
+        self.is_listening = self.is_aborted = False
+        self.drained.set()
+        counters, self.metrics = without_gauges(self.metrics), []
+        return counters
+
+
+class Processes:
+    """All of them, and the local workers.  Raises OSError where an address cannot be had."""
+
+    def __init__(self, config: Config, argv: Sequence[str]) -> None:
+        self._config = config
+        self._argv = argv
+        self._reserved: list[socket.socket] = []
+        for flag, endpoint in (("--http", config.http), ("--tcp", config.tcp)):
+            with named(flag, endpoint):
+                self._reserved.append(reserve(*split_address(endpoint), self._reserved))
+        self._all = [Process(index, config.bus_of(index)) for index in range(config.processes)]
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._local: LocalWorkers | None = None
+        self._first_listens, self._all_listen = asyncio.Event(), asyncio.Event()
+        self._may_leave = asyncio.Event()
+        self._is_stopping = False
+        self._endpoints: dict[str, str] = {}
+        self._try_this = ""
+        self._looked_at = inf
+        self._ended_counters: Families = []
+
+    async def serve(self, stop: asyncio.Event) -> int:
+        """Run them until asked to stop; return the exit status."""
+        try:
+            return await self._serve(stop)
+        except asyncio.CancelledError:  # by a second signal, which is theirs, too
+            await self._hurry()
+            raise
+
+    async def _serve(self, stop: asyncio.Event) -> int:
+        loops = [self._start(self._look_after(process)) for process in self._all]
+        stopped, begun = self._start(stop.wait()), self._start(self._begin())
+        # A loop ends before that only if its process never served: the settings cannot work.
+        await asyncio.wait([stopped, begun, *loops], return_when=asyncio.FIRST_COMPLETED)
+        if begun.done():
+            begun.result()  # it does not end but by an error
+        begun.cancel()
+        failed = [max(each.result(), 0) or 1 for each in loops if each.done()]
+        await self._stop(self._config.drain_s if stopped.done() else 0.0)
+        return failed[0] if failed else 0
+
+    async def close(self) -> None:
+        """Leave nothing behind, however `serve` ended."""
+        self._is_stopping = True
+        for process in self._all:
+            process.signal(signal.SIGKILL)
+        await asyncio.gather(*[each.child.wait() for each in self._all if each.child is not None])
+        if self._local is not None:
+            await self._local.stop(0.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for reserved in self._reserved:
+            reserved.close()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def _begin(self) -> None:
+        """Look after all; when all serve, start local workers and say that we are ready."""
+        while not self._all_listen.is_set():
+            await self._look()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_listen.wait(), REPORT_S)
+        buses = ",".join(process.bus for process in self._all)
+        self._endpoints["bus"] = buses
+        self._local = LocalWorkers(
+            self._config, buses, lambda role, rank: is_free(self._states(), role, rank)
+        )
+        self._local.start()
+        announce(self._config, self._endpoints)
+        notify("READY=1")
+        readiness, loop = Readiness(self._try_this), asyncio.get_running_loop()
+        while True:
+            await self._look()
+            states = self._states()
+            notify(f"STATUS={status_line(states)}")
+            readiness.on_look(reasons_of(states), loop.time())
+            self._local.check(states)
+            await asyncio.sleep(REPORT_S)
+
+    async def _stop(self, drain_s: float) -> None:
+        self._is_stopping = True
+        for process in self._all:
+            process.signal(signal.SIGTERM if process.is_listening else signal.SIGKILL)
+        here = [process for process in self._all if process.is_listening]
+        waits = [asyncio.create_task(process.drained.wait()) for process in here]
+        if waits:
+            await asyncio.wait(waits, timeout=drain_s + 2 * FLUSH_S + ANSWER_S)
+        if self._local is not None:
+            await self._local.stop(self._config.drain_s)
+        self._may_leave.set()
+        ends = [asyncio.create_task(each.child.wait()) for each in here if each.child is not None]
+        if ends:
+            await asyncio.wait(ends, timeout=FLUSH_S + ANSWER_S)
+
+    async def _hurry(self) -> None:
+        """Have them tell their clients that they are not waited for, and end."""
+        self._may_leave.set()
+        # Each is to get two signals, one of which it may have; and the same twice may come as one.
+        numbers = (signal.SIGINT,) if self._is_stopping else (signal.SIGTERM, signal.SIGINT)
+        self._is_stopping = True
+        for process in self._all:
+            for number in numbers:
+                process.signal(number)
+        ends = [asyncio.create_task(each.child.wait()) for each in self._all if each.child]
+        if ends:
+            await asyncio.wait(ends, timeout=FLUSH_S / 2)
+
+    def _states(self) -> list[ProcessState]:
+        return [process.state for process in self._all if process.state is not None]
+
+    # Starting processes, again and again.
+
+    async def _look_after(self, process: Process) -> int:
+        """Start it again whenever it dies; return its status if it never served."""
+        run = partial(self._run, process)
+        async for status in lives(run, log.bind(process=process.index), MIN_PAUSE_S):
+            self._ended_counters = summed([self._ended_counters, process.forget()])
+            if self._is_stopping or not process.has_listened:
+                return status
+        raise AssertionError("there is always a next life")
+
+    async def _run(self, process: Process) -> int:
+        if self._is_stopping:  # while it waited to be started again
+            return 0
+        ours, theirs = socket.socketpair()
+        process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
+        environ = {name: it for name, it in os.environ.items() if name not in PARENT_ONLY}
+        try:
+            with theirs:
+                process.child = child = await start_child(
+                    [sys.executable, "-m", "router", *self._argv],
+                    environ | {VARIABLE: str(theirs.fileno())},
+                    [theirs.fileno()],
+                )
+            process.heard_at = asyncio.get_running_loop().time()
+            log.info("router process started", process=process.index, pid=child.pid)
+            if self._is_stopping:  # `_stop` has signalled the others already
+                process.signal(signal.SIGKILL)
+            process.drained.clear()
+            await channel.open()
+            return await child.wait()
+        finally:
+            await channel.close()
+
+    async def _look(self) -> None:
+        """Ask all how they are; end those that have said nothing for too long.
+
+        Where looks are further apart than they should be, the time between was this process's own
+        pause, and perhaps the whole machine's.
+        """
+        here = [process for process in self._all if process.child is not None]
+        states = await self._ask(AskState(), here)
+        now = asyncio.get_running_loop().time()
+        pause_s, self._looked_at = now - self._looked_at, now
+        for process, state in zip(here, states, strict=True):
+            if state is not SILENCE:
+                process.heard_at = now
+            elif pause_s > 2 * (REPORT_S + STATE_S):
+                process.heard_at = min(now, process.heard_at + pause_s)
+            allowed_s = STUCK_S if process.is_listening else START_S
+            if (silent_s := now - process.heard_at) > allowed_s:
+                log.error("router process is stuck", process=process.index, for_s=round(silent_s))
+                # At first SIGABRT, for which it logs the stacks of its threads.
+                process.signal(signal.SIGKILL if process.is_aborted else signal.SIGABRT)
+                process.is_aborted = True
+
+    # What processes ask.
+
+    async def _answer(self, process: Process, question: object) -> object:
+        match question:
+            case AskAssignment():
+                if process.index:
+                    await self._first_listens.wait()
+                process.heard_at = asyncio.get_running_loop().time()
+                return self._assignment(process)
+            case Listening(endpoints, try_this):
+                self._on_listening(process, endpoints, try_this)
+            case Drained():
+                process.drained.set()
+                if self._is_stopping:  # or else only this one was asked to end, and begins again
+                    await self._may_leave.wait()
+            case AskAll(AskMetrics()):
+                await self._ask(AskMetrics(), self._all)
+                every = [self._ended_counters, *(each.metrics for each in self._all)]
+                return Answers(every, is_complete=True)
+            case AskAll(asked):
+                listening = [each for each in self._all if each.is_listening]
+                answers = await self._ask(asked, listening)
+                given = [each for each in answers if each is not SILENCE]
+                return Answers(given, is_complete=len(given) == len(answers))
+        return True
+
+    def _assignment(self, process: Process) -> Assignment:
+        addresses = [reserved.getsockname() for reserved in self._reserved]
+        asked = (self._config.http, self._config.tcp)
+        http, tcp = (
+            f"{each.rpartition(':')[0]}:{address[1]}"
+            for each, address in zip(asked, addresses, strict=True)
+        )
+        again = process.has_listened
+        return Assignment(process.index, len(self._all), http, tcp, process.bus, again)
+
+    def _on_listening(self, process: Process, endpoints: dict[str, str], try_this: str) -> None:
+        process.is_listening = process.has_listened = True
+        process.heard_at = asyncio.get_running_loop().time()
+        process.bus = endpoints["bus"]
+        self._endpoints, self._try_this = endpoints | self._endpoints, try_this
+        self._first_listens.set()
+        if all(each.has_listened for each in self._all):
+            self._all_listen.set()
+
+    async def _ask(self, question: Question, processes: Sequence[Process]) -> list[Any]:
+        """Return the answers of these processes, SILENCE of those that do not answer soon."""
+        return list(
+            await asyncio.gather(*[self._ask_one(question, process) for process in processes])
+        )
+
+    async def _ask_one(self, question: Question, process: Process) -> object:
+        if process.channel is None or not process.is_listening:
+            return SILENCE
+        patience_s = STATE_S if isinstance(question, AskState) else ANSWER_S
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(patience_s):
+                match question:
+                    case AskState():
+                        process.state = await process.channel.ask(question, ProcessState)
+                        return process.state
+                    case AskMetrics():
+                        process.metrics = await process.channel.ask(question, Families)
+                        return process.metrics
+                    case FindResponse() | DeleteResponse():
+                        return await process.channel.ask(question, Any)
+        return SILENCE
+
+
+async def serve_by_several(config: Config, argv: Sequence[str], stop: asyncio.Event) -> int:
+    """Run the processes of a router until asked to stop, and return the exit status."""
+    try:
+        processes = Processes(config, argv)
+    except OSError as error:
+        log.error("cannot listen", reason=str(error))
+        return 1
+    watchdog = asyncio.create_task(keep_watchdog(lambda: True))
+    try:
+        return await processes.serve(stop)
+    finally:
+        watchdog.cancel()
+        await processes.close()

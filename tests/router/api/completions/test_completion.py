@@ -1,0 +1,699 @@
+"""A choice: tokens in, pieces out.  A completion: all choices or none, errors end the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.api.chat import ChatAnswer
+from router.api.completions.completion import (
+    MAX_AT_ONCE,
+    MAX_PENDING_TOKENS,
+    Choice,
+    CompletionRequest,
+)
+from router.api.completions.deltas import Piece
+from router.api.completions.usage import usage_body
+from router.text.stops import StopAutomaton
+from router.text.tokenizer import Tokenizer
+from tests.circles import circles
+from tests.router.api.scripted import Core, started
+from tests.router.ends import ended
+from tests.router.site import LETTERS, ids
+from wire.errors import ErrorCode, WireError
+from wire.logprobs import join_prompt_logprobs, pack_logprobs
+from wire.payloads import Logprobs, PrefillResult, Usage
+
+TOKENIZER = Tokenizer(LETTERS)
+
+
+def choice(*stops: str, tokenizer: Tokenizer = TOKENIZER, **output: Any) -> Choice:
+    automaton = StopAutomaton(stops) if stops else None
+    return Choice(
+        0,
+        (1, 2, 3),
+        CompletionRequest(answer=ChatAnswer, tokenizer=tokenizer, stops=automaton, **output),
+        lambda choice: None,
+    )
+
+
+def say(target: Choice, text: str) -> None:
+    for token_id in ids(text):
+        target.on_token(token_id, None)
+
+
+def done(target: Choice, reason: str = "stop") -> None:
+    target.on_done(Usage(finish_reason=reason))
+
+
+def texts(pieces: list[Piece]) -> list[tuple[str, str | None]]:
+    return [(piece.text, piece.finish_reason) for piece in pieces]
+
+
+def test_one_piece_a_token() -> None:
+    subject = choice()
+    say(subject, "abc")
+    assert texts(subject.take()) == [("a", None), ("b", None), ("c", None)]
+    assert subject.num_tokens == 3
+    assert subject.take() == []
+
+
+@pytest.mark.parametrize("stops", [(), ("zzz",)])
+def test_the_end_goes_out_with_the_last_token_if_it_is_there(stops: tuple[str, ...]) -> None:
+    subject = choice(*stops)
+    say(subject, "ab")
+    done(subject, "length")
+    assert texts(subject.take()) == [("a", None), ("b", "length")]
+    assert subject.is_over
+
+
+@pytest.mark.parametrize("stops", [(), ("zzz",)])
+def test_else_the_end_stands_alone(stops: tuple[str, ...]) -> None:
+    subject = choice(*stops)
+    say(subject, "a")
+    subject.take()
+    done(subject)
+    assert texts(subject.take()) == [("", "stop")]
+    assert subject.take() == []
+
+
+@pytest.mark.parametrize("stops", [(), ("zzz",)])
+def test_half_a_character_waits_for_the_other_half(stops: tuple[str, ...]) -> None:
+    subject = choice(*stops, has_ids=True)
+    first, second = ids("é")
+    subject.on_token(first, None)
+    assert subject.take() == [Piece("", [first], [])]
+    subject.on_token(second, None)
+    assert subject.take() == [Piece("é", [second], [])]
+
+
+def test_tokens_that_show_nothing_but_text_can_be_lent() -> None:
+    subject, lent, woken = choice(), list[int](), list[Choice]()
+    subject.max_tokens = 5
+    say(subject, "a")
+    assert subject.num_lendable == 0, "one is to be taken first"
+    subject.take()
+    assert subject.num_lendable == 3, "the last one goes with the end"
+    json_of = subject.lend(lambda token_id, logprobs: lent.append(token_id), woken.append)
+    say(subject, "bé")
+    assert b"".join(json_of(token_id) for token_id in lent) == '"b""""é"'.encode()
+    assert (subject.lag, woken) == (0, [])
+    done(subject)
+    assert woken == [subject], "an end is no token"
+    subject.take_back(3)
+    assert (texts(subject.take()), subject.num_tokens) == ([("", "stop")], 5)
+
+
+def test_half_a_character_may_be_lent_without_the_other_half() -> None:
+    first, second = ids("é")
+    subject = choice()
+    subject.on_token(first, None)
+    assert texts(subject.take()) == [("", None)]
+    json_of = subject.lend(lambda token_id, logprobs: None, lambda choice: None)
+    assert [json_of(second), json_of(first)] == ['"é"'.encode(), b'""']
+    subject.take_back(2)
+    subject.on_token(second, None)
+    assert texts(subject.take()) == [("é", None)]
+
+
+def test_tokens_that_were_taken_back_are_not_lent() -> None:
+    subject, lent = choice(), list[int]()
+    subject.lend(lambda token_id, logprobs: lent.append(token_id), lambda choice: None)
+    subject.take_back(0)
+    say(subject, "c")
+    assert (texts(subject.take()), lent) == ([("c", None)], [])
+
+
+@pytest.mark.parametrize("output", [{"has_ids": True}, {"has_logprobs": True}])
+def test_tokens_that_show_more_are_not_lent(output: dict[str, Any]) -> None:
+    assert choice(**output).num_lendable == 0
+
+
+def test_after_the_end_there_is_nothing_to_lend() -> None:
+    subject = choice()
+    done(subject)
+    assert subject.num_lendable == 0
+
+
+def test_half_a_character_at_the_end_is_shown_broken() -> None:
+    subject = choice()
+    subject.on_token(ids("é")[0], None)
+    done(subject)
+    assert texts(subject.take()) == [("\ufffd", "stop")]
+
+
+def test_a_stop_string_across_tokens_ends_it() -> None:
+    subject = choice("lo w")
+    say(subject, "hello world")
+    *pieces, last = texts(subject.take())
+    assert [text for text, _ in pieces] == ["h", "e", "", "l", "", ""]
+    assert last == ("", "stop")
+    assert subject.num_tokens == 7
+    say(subject, "more")
+    done(subject)
+    assert subject.take() == []
+    assert subject.usage is not None
+
+
+def test_a_stop_string_alone_ends_with_an_empty_piece() -> None:
+    subject = choice("ab")
+    say(subject, "a")
+    assert texts(subject.take()) == [("", None)]
+    say(subject, "b")
+    assert texts(subject.take()) == [("", "stop")]
+
+
+def test_what_was_held_for_a_stop_string_comes_at_the_end() -> None:
+    subject = choice("</s>")
+    say(subject, "x</")
+    done(subject, "length")
+    assert texts(subject.take()) == [("x", None), ("", None), ("</", "length")]
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    subject = choice("a", min_tokens=2)
+    say(subject, "aaba")
+    assert "".join(piece.text for piece in subject.take()) == "aab"
+    assert subject.finish_reason == "stop"
+
+
+def test_the_end_sign_as_first_token_is_no_text() -> None:
+    subject = choice()
+    subject.on_prefill(PrefillResult(token_id=1, cached_tokens=2, finish_reason="stop"), 0)
+    done(subject)
+    assert texts(subject.take()) == [("", "stop")]
+    assert (subject.num_tokens, subject.cached_tokens) == (1, 2)
+
+
+def test_the_first_token_comes_from_prefill() -> None:
+    subject = choice()
+    subject.on_prefill(PrefillResult(token_id=ids("h")[0], finish_reason="length"), 0)
+    done(subject, "length")
+    assert texts(subject.take()) == [("h", "length")]
+
+
+def test_what_came_before_an_error_is_shown() -> None:
+    subject = choice()
+    say(subject, "ab")
+    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    assert texts(subject.take()) == [("a", None), ("b", None)]
+    assert subject.is_over
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_stop_string_says_which_and_may_be_shown(is_shown: bool) -> None:
+    subject = choice("lo", "zz", has_stop_text=is_shown)
+    say(subject, "hello")
+    assert "".join(piece.text for piece in subject.take()) == ("hello" if is_shown else "hel")
+    assert (subject.finish_reason, subject.stop_reason, subject.num_tokens) == ("stop", "lo", 5)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_stop_token_counts_and_says_which(is_own: bool, is_shown: bool) -> None:
+    [stop] = ids("!")
+    asked: dict[str, Any] = {
+        "stop_token_ids": frozenset({stop} if is_own else {}),
+        "has_stop_text": is_shown,
+    }
+    subject = choice(has_ids=True, **asked)
+    say(subject, "ab")
+    subject.on_done(Usage(finish_reason="stop", stop_token_id=stop))
+    pieces = subject.take()
+    assert "".join(piece.text for piece in pieces) == ("ab!" if is_shown else "ab")
+    assert [i for piece in pieces for i in piece.token_ids] == [*ids("ab"), stop]
+    assert (subject.num_tokens, subject.stop_reason) == (3, stop if is_own else None)
+
+
+def test_a_stop_token_that_is_half_a_character_is_shown_broken() -> None:
+    subject = choice(has_stop_text=True)
+    subject.on_done(Usage(finish_reason="stop", stop_token_id=ids("é")[0]))
+    assert texts(subject.take()) == [("\ufffd", "stop")]
+
+
+def test_a_stop_token_has_its_scores() -> None:
+    subject = choice(has_ids=True, has_logprobs=True)
+    [first, stop] = ids("a!")
+    subject.on_token(first, Logprobs(logprob=-1.0))
+    scores = Logprobs(logprob=-2.0)
+    subject.on_done(Usage(finish_reason="stop", stop_token_id=stop, stop_logprobs=scores))
+    [piece] = subject.take()
+    assert [each.token_id for each in piece.scores] == list(piece.token_ids) == [first, stop]
+    assert (piece.scores[1].logprobs, piece.scores[1].text_offset) == (scores, 1)
+
+
+@pytest.mark.parametrize("stops", [(), ("zzz",)])
+def test_the_last_token_waits_for_the_end(stops: tuple[str, ...]) -> None:
+    subject = choice(*stops)
+    subject.max_tokens = 2
+    say(subject, "ab")
+    assert texts(subject.take()) == [("a", None)] and subject.lag == 0
+    done(subject, "length")
+    assert texts(subject.take()) == [("b", "length")]
+    assert subject.num_tokens == 2
+
+
+def test_the_last_token_keeps_its_scores_while_it_waits() -> None:
+    subject = choice(has_logprobs=True)
+    subject.max_tokens = 2
+    for token_id, logprob in zip(ids("ab"), (-1.0, -2.0), strict=True):
+        subject.on_token(token_id, Logprobs(logprob=logprob))
+    pieces = subject.take()
+    done(subject, "length")
+    pieces += subject.take()
+    scores = [score.logprobs for piece in pieces for score in piece.scores]
+    assert scores == [Logprobs(logprob=-1.0), Logprobs(logprob=-2.0)]
+
+
+def test_the_last_token_is_not_lost_when_an_error_comes_for_the_end() -> None:
+    subject = choice()
+    subject.max_tokens = 2
+    say(subject, "ab")
+    assert subject.num_lendable == 0, "the last one waits for the end"
+    assert texts(subject.take()) == [("a", None)]
+    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    assert texts(subject.take()) == [("b", None)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_but_not_for_one_that_does_not_come(is_first: bool) -> None:
+    subject = choice("a")
+    subject.max_tokens = 1 if is_first else 2
+    if not is_first:
+        say(subject, "b")
+    subject.on_prefill(PrefillResult(token_id=ids("a")[0]), 0)
+    if is_first:
+        assert texts(subject.take()) == [("", "stop")]
+        return
+    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    assert texts(subject.take()) == [("b", None), ("", "stop")]
+
+
+def test_the_prompts_scores_may_stand_alone() -> None:
+    subject = choice(has_prompt_logprobs=True)
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0], prompt_logprobs=scored(-1, -2)), 0)
+    [piece] = subject.take()
+    assert [score.token_id for score in piece.prompt_scores] == [1, 2, 3]
+    assert list(piece.scores) == []
+
+
+def test_special_tokens_may_be_shown() -> None:
+    subject = choice(shown=TOKENIZER.special_ids)
+    subject.on_token(0, None)
+    assert texts(subject.take()) == [("<s>", None)]
+    subject = choice()
+    subject.on_token(0, None)
+    assert texts(subject.take()) == [("", None)]
+
+
+def test_without_a_tokenizer_every_token_is_an_empty_piece() -> None:
+    subject = choice(tokenizer=Tokenizer(None), has_ids=True)
+    for token_id in (7, 8):
+        subject.on_token(token_id, None)
+    assert subject.take() == [Piece("", [7], []), Piece("", [8], [])]
+
+
+def test_scores_travel_with_their_token() -> None:
+    subject = choice(has_logprobs=True)
+    for token_id in ids("xé"):
+        subject.on_token(token_id, Logprobs(logprob=-1.0))
+    pieces = subject.take()
+    assert [len(piece.scores) for piece in pieces] == [1, 1, 1]
+    assert [score.text_offset for piece in pieces for score in piece.scores] == [0, 1, 1]
+
+
+def test_offsets_count_the_echoed_prompt() -> None:
+    output = CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, has_logprobs=True)
+    subject = Choice(0, (1,), output, lambda choice: None, prefix="abc")
+    subject.on_token(ids("x")[0], None)
+    assert subject.take()[0].scores[0].text_offset == 3
+
+
+def test_nobody_is_woken_for_what_nobody_reads() -> None:
+    woken: list[Choice] = []
+    subject = Choice(
+        0,
+        (1,),
+        CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, is_streamed=False),
+        woken.append,
+    )
+    say(subject, "abc")
+    assert woken == []
+    done(subject)
+    assert woken == [subject]
+    assert "".join(piece.text for piece in subject.take()) == "abc"
+
+
+@given(st.text(alphabet="ab日", max_size=12), st.lists(st.integers(0, 12), max_size=4))
+def test_when_it_is_taken_never_changes_the_text(text: str, cuts: list[int]) -> None:
+    results = set()
+    for has_ids in (False, True):
+        for moments in ([], cuts):
+            subject = choice("ba", has_ids=has_ids)
+            shown = []
+            for position, token_id in enumerate(ids(text)):
+                subject.on_token(token_id, None)
+                if position in moments:
+                    shown += subject.take()
+            done(subject, "length")
+            shown += subject.take()
+            assert [piece.finish_reason is None for piece in shown].count(False) == 1
+            results.add(("".join(piece.text for piece in shown), shown[-1].finish_reason))
+    assert results == {(text.split("ba")[0], "stop" if "ba" in text else "length")}
+
+
+def test_the_model_directory_of_these_tests_is_complete(tmp_path: Path) -> None:
+    LETTERS.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).decode(ids("é!")) == "é!"
+
+
+# What belongs to the prompt, and ends that are known at the first token.
+
+
+def scored(*logprobs: float) -> bytes:
+    rows = [Logprobs(logprob=value, top=((7, value),)) for value in logprobs]
+    return join_prompt_logprobs(1, map(pack_logprobs, rows))
+
+
+def echoing(*, is_echo_only: bool = False) -> Choice:
+    output = CompletionRequest(
+        answer=ChatAnswer,
+        tokenizer=TOKENIZER,
+        has_logprobs=True,
+        has_echo_logprobs=True,
+        is_echo_only=is_echo_only,
+    )
+    return Choice(0, ids("abc"), output, lambda choice: None, prefix="abc")
+
+
+def test_the_prompts_scores_come_with_the_first_piece() -> None:
+    subject = echoing()
+    first = PrefillResult(
+        token_id=ids("d")[0], logprobs=Logprobs(logprob=-4.0), prompt_logprobs=scored(-2, -3)
+    )
+    subject.on_prefill(first, 0)
+    [piece] = subject.take()
+    logprobs = [score.logprobs and score.logprobs.logprob for score in piece.scores]
+    assert logprobs == [None, -2, -3, -4]
+    assert [score.text_offset for score in piece.scores] == [0, 1, 2, 3]
+    assert [score.token_id for score in piece.scores] == ids("abcd")
+    say(subject, "e")
+    assert [len(piece.scores) for piece in subject.take()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "offsets"),
+    [("ab", [0, 0, 1]), ("<s>ab", [0, 3, 4]), ("", [0, 0, 0])],
+    ids=["added", "sent", "shorter than its tokens"],
+)
+def test_special_tokens_have_room_only_where_they_are_echoed(
+    prefix: str, offsets: list[int]
+) -> None:
+    asked = CompletionRequest(
+        answer=ChatAnswer, tokenizer=TOKENIZER, has_logprobs=True, has_echo_logprobs=True
+    )
+    subject = Choice(0, [0, *ids("ab")], asked, lambda choice: None, prefix)
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0], prompt_logprobs=scored(-2, -3)), 0)
+    [piece] = subject.take()
+    assert [score.text_offset for score in piece.scores] == [*offsets, len(prefix)]
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_an_echo_alone_has_no_token_of_its_own(reason: str) -> None:
+    subject = echoing(is_echo_only=True)
+    result = PrefillResult(
+        token_id=ids("d")[0], finish_reason="length", prompt_logprobs=scored(-2, -3)
+    )
+    subject.on_prefill(result, 0)
+    done(subject, reason)  # that of the token which is not shown
+    [piece] = subject.take()
+    assert (piece.text, piece.finish_reason, len(piece.scores)) == ("", "length", 3)
+    assert subject.num_tokens == 0
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_the_first_token_may_be_a_stop_string(stop: bool) -> None:
+    subject = choice("d" if stop else "de")
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
+    assert subject.is_stopped_at_once is stop
+    assert texts(subject.take()) == [("", "stop" if stop else None)]
+
+
+def test_unless_there_must_be_more() -> None:
+    subject = choice("d", min_tokens=1)
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
+    assert not subject.is_stopped_at_once
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [WireError(ErrorCode.OVERLOADED, "full"), ValueError("full"), KeyboardInterrupt("full")],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_all_are_submitted_or_none(refusal: BaseException) -> None:
+    core = Core(capacity=2, refusal=refusal)
+    with pytest.raises(type(refusal), match="full"):
+        started(core, 3)
+    assert core.cancelled == [1, 2]
+
+
+def test_one_wake_for_what_comes_together() -> None:
+    core = Core()
+    subject, writer = started(core)
+    for token_id in ids("abc"):
+        core.sinks[0].on_token(token_id, None)
+    assert writer.wakes == 1
+    [(choice, pieces)] = subject.take()
+    assert choice.index == 0
+    assert len(pieces) == subject.num_new_tokens == 3
+    core.sinks[0].on_token(ids("d")[0], None)
+    assert writer.wakes == 2
+
+
+def test_over_when_every_choice_is() -> None:
+    core = Core()
+    subject, _ = started(core)
+    for sink in core.sinks:
+        assert not subject.is_over
+        sink.on_done(Usage(finish_reason="stop"))
+        subject.take()
+    assert subject.is_over
+    subject.cancel()
+    assert core.cancelled == []
+
+
+def test_a_stop_string_ends_its_own_request_only_and_well() -> None:
+    core = Core()
+    subject, writer = started(core, stop="b")
+    for token_id in ids("abc"):
+        core.sinks[1].on_token(token_id, None)
+    subject.take()
+    assert (core.stopped, core.cancelled) == ([2], [])
+    assert not subject.is_over
+    wakes = writer.wakes
+    core.sinks[1].on_token(ids("d")[0], None)
+    assert (writer.wakes, subject.take()) == (wakes, [])
+
+
+def test_an_error_ends_all() -> None:
+    core = Core()
+    subject, _ = started(core, 3)
+    core.sinks[0].on_done(Usage(finish_reason="stop"))
+    core.sinks[1].on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    subject.take()
+    assert subject.is_over
+    assert subject.error is not None and subject.error.code is ErrorCode.WORKER_LOST
+    assert core.cancelled == [3]
+
+
+def test_cancel_is_idempotent() -> None:
+    core = Core()
+    subject, _ = started(core)
+    subject.cancel()
+    subject.cancel()
+    assert core.cancelled == [1, 2]
+
+
+def test_completions_that_ended_leave_nothing_to_the_garbage_collector() -> None:
+    with circles() as found:
+        for _ in range(2):
+            subject, _ = started(Core())
+            subject.cancel()
+            subject.let_go()
+            del subject
+    assert not found
+
+
+def test_a_writer_that_lags_is_told() -> None:
+    core = Core()
+    _, writer = started(core)
+    for token_id in ids("a") * (MAX_PENDING_TOKENS + 3):
+        core.sinks[0].on_token(token_id, None)
+    assert writer.overruns == 3
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    core = Core()
+    subject, _ = started(core, 4, per_prompt=2)
+    for sink in core.sinks:
+        sink.on_prefill(PrefillResult(token_id=ids("a")[0], cached_tokens=2), 64)
+        sink.on_done(Usage(finish_reason="stop", kv_bytes=100, kv_skipped_tokens=1, kv_seconds=0.5))
+    subject.take()
+    usage = usage_body(subject.choices, 2, has_baton=True)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 8, 14)
+    assert usage.prompt_tokens_details.cached_tokens == 4
+    assert usage.baton is not None and usage.baton.kv_transfer is not None
+    transfer = usage.baton.kv_transfer
+    assert (transfer.bytes, transfer.skipped_tokens) == (400, 4)
+    assert [choice.num_tokens for choice in subject.choices] == [2] * 4, "EOS counts"
+
+
+def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
+    core = Core()
+    subject, _ = started(core, 2, stop="d")
+    core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
+    assert core.stopped == [1], "the decode worker is not even asked"
+    core.sinks[1].on_prefill(PrefillResult(token_id=ids("e")[0]), 0)
+    [(stopped, pieces), _] = subject.take()
+    assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
+    assert (core.stopped, core.cancelled) == ([1], [])
+
+
+def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
+    """A client that reads again after a pause has thousands of tokens waiting, for each choice."""
+    subject, writer = started(core := Core())
+    tokens = ids("ab") * MAX_AT_ONCE
+    for sink in core.sinks:
+        for token_id in tokens:
+            sink.on_token(token_id, None)
+        sink.on_done(Usage(finish_reason="length"))
+    texts, parts = ["", ""], 0
+    while not subject.is_over:
+        wakes = writer.wakes
+        for choice, pieces in subject.take():
+            texts[choice.index] += "".join(piece.text for piece in pieces)
+        assert subject.num_new_tokens <= MAX_AT_ONCE
+        assert subject.is_over or writer.wakes > wakes
+        parts += 1
+    assert texts == ["ab" * MAX_AT_ONCE] * 2 and parts == 4
+    assert [choice.finish_reason for choice in subject.choices] == ["length"] * 2
+    assert subject.take() == []
+
+
+def test_what_came_before_an_error_is_shown_though_it_is_very_much() -> None:
+    subject, writer = started(core := Core(), 1)
+    for token_id in ids("ab") * MAX_AT_ONCE:
+        core.sinks[0].on_token(token_id, None)
+    core.sinks[0].on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    shown, wakes = "", 0
+    while writer.wakes > wakes:
+        assert not subject.is_over
+        wakes = writer.wakes
+        for _, pieces in subject.take():
+            shown += "".join(piece.text for piece in pieces)
+    assert shown == "ab" * MAX_AT_ONCE
+    assert subject.is_over and subject.outcome == "worker_lost"
+
+
+def test_a_turn_has_a_bound_however_many_choices_there_are() -> None:
+    subject, _ = started(core := Core(), 3)
+    for sink in core.sinks:
+        for token_id in ids("a") * (MAX_AT_ONCE // 2 + 1):
+            sink.on_token(token_id, None)
+    assert sum(len(pieces) for _, pieces in subject.take()) == MAX_AT_ONCE
+
+
+@given(
+    st.lists(st.sampled_from(["0 says", "1 says", "1 says all", "0 ends", "takes"]), max_size=40),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+)
+def test_no_token_is_left_though_only_the_first_wakes(
+    moments: list[str], is_plain: bool, count: int
+) -> None:
+    """Whenever a writer that is awake takes, at once or late: nothing waits that it is not told."""
+    subject, writer = started(core := Core(), count, stop=None if is_plain else "~")
+    said, shown, num_wakes = ["", ""], ["", ""], 0
+    running = set(range(count))
+
+    def take() -> bool:
+        nonlocal num_wakes
+        if writer.wakes == num_wakes:
+            return False  # it sleeps
+        num_wakes = writer.wakes
+        for choice, pieces in subject.take():
+            shown[choice.index] += "".join(piece.text for piece in pieces)
+        return True
+
+    def end(index: int) -> None:
+        running.remove(index)
+        core.sinks[index].on_done(Usage(finish_reason="length"))
+
+    for moment in moments:
+        who, _, what = moment.partition(" ")
+        if what and int(who) in running and what == "ends":
+            end(int(who))
+        elif what and int(who) in running:
+            text = "日é" * (2 * MAX_AT_ONCE if what == "says all" else 1)
+            said[int(who)] += text
+            say(core.sinks[int(who)], text)
+        else:
+            take()
+    while take():
+        pass
+    assert shown == said
+    for index in tuple(running):
+        end(index)
+    while take():
+        pass
+    assert subject.is_over and shown == said
+
+
+def test_a_stop_string_ends_a_choice_though_more_waits() -> None:
+    subject, _ = started(core := Core(), 1, stop="b")
+    for token_id in ids("ab") * MAX_AT_ONCE:
+        core.sinks[0].on_token(token_id, None)
+    [(_, pieces)] = subject.take()
+    assert pieces[-1].finish_reason == "stop" and subject.is_over
+    assert core.stopped == [1] and subject.take() == []
+
+
+def test_what_a_completion_came_to() -> None:
+    core = Core()
+    subject, _ = started(core, 1)
+    core.sinks[0].on_prefill(PrefillResult(token_id=5, cached_tokens=2), 0)
+    core.sinks[0].on_end(
+        ended(
+            "length",
+            prompt_tokens=3,
+            cached_tokens=2,
+            completion_tokens=1,
+            kv_bytes=64,
+            queue_s=None,
+            num_attempts=2,
+        )
+    )
+    core.sinks[0].on_done(Usage(finish_reason="length", kv_bytes=64))
+    subject.take()
+    assert subject.outcome == "length"
+    assert subject.facts == {
+        "choices": 1,
+        "attempts": 2,
+        "prompt_tokens": 3,
+        "cached_tokens": 2,
+        "completion_tokens": 1,
+        "kv_bytes": 64,
+        "kv_skipped_tokens": 0,
+    }
+
+
+def test_an_error_in_the_middle_is_the_outcome() -> None:
+    core = Core()
+    subject, _ = started(core, 1)
+    core.sinks[0].on_error(WireError(ErrorCode.TRANSFER_FAILED, "x"))
+    subject.take()
+    assert subject.outcome == "transfer_failed"

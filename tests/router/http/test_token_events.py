@@ -1,0 +1,210 @@
+"""The middle of a stream is pushed; when anything else comes, the writer goes on without a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from router.api.completions.events import PING
+from router.http.asgi import Disconnected
+from router.http.writer import PING_S
+from tests.router.http.client import Client, text_of
+from wire.errors import ErrorCode, WireError
+from wire.payloads import Usage
+
+
+class Pushed:
+    """A server's way past ASGI that takes what comes while `is_free`."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.is_free = True
+
+    def __call__(self, body: bytes) -> bool:
+        if self.is_free:
+            self.bodies.append(body)
+        return self.is_free
+
+    @property
+    def texts(self) -> list[str]:
+        return [text_of(body) for body in self.bodies]
+
+
+async def in_the_middle(
+    max_tokens: int = sys.maxsize,
+) -> tuple[Client, Pushed, asyncio.Task[None]]:
+    """A stream that has said "a", "b" and "c", one after the other: with "c" its middle begins."""
+    client = Client(push=(push := Pushed()))
+    client.sink.max_tokens = max_tokens
+    task = client.stream()
+    client.say("a")
+    assert text_of(await client.bodies.get()) == "a"
+    for letter in "bc":
+        client.now += 1.0
+        client.say(letter)
+        await asyncio.sleep(0)
+    assert push.texts == ["b", "c"]
+    return client, push, task
+
+
+async def finish(client: Client, task: asyncio.Task[None]) -> str:
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
+    return text_of(b"".join(each["body"] for each in client.sent[1:]).partition(b"data: [DONE]")[0])
+
+
+async def test_tokens_are_pushed_and_timed_until_the_end() -> None:
+    client, push, task = await in_the_middle()
+    client.now += 0.5
+    client.say("de")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "de"]
+    assert client.tokens == [(1.0, 1), (1.0, 1), (0.5, 2)]
+    client.say("f")
+    assert await finish(client, task) == "af"
+
+
+async def test_what_is_not_taken_at_once_is_sent_by_asgi_and_the_middle_goes_on() -> None:
+    client, push, task = await in_the_middle()
+    push.is_free = False
+    client.may_write.clear()
+    client.is_writing.clear()
+    client.say("d")
+    await client.is_writing.wait()
+    client.say("e")
+    await asyncio.sleep(0)
+    push.is_free = True
+    client.may_write.set()
+    assert text_of(await client.bodies.get()) == "d"
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for letter in "fg":
+        client.say(letter)
+        await asyncio.sleep(0)
+    assert "".join(push.texts) == "bcefg"
+    assert await finish(client, task) == "ad"
+
+
+async def test_silence_in_the_middle_is_broken_by_a_comment() -> None:
+    client, push, task = await in_the_middle()
+    client.now += PING_S - 1
+    client.say("d")
+    await asyncio.sleep(0)
+    client.now += PING_S - 1
+    client.writer.tick()
+    await asyncio.sleep(0)
+    assert PING not in push.bodies
+    client.now += 1
+    client.writer.tick()
+    await asyncio.sleep(0)
+    assert push.bodies[-1] == PING
+    client.say("e")
+    await asyncio.sleep(0)
+    assert text_of(push.bodies[-1]) == "e"
+    await finish(client, task)
+
+
+async def test_a_comment_that_is_due_with_a_token_disturbs_nothing() -> None:
+    client, push, task = await in_the_middle()
+    client.say("d")
+    client.now += PING_S
+    client.writer.tick()
+    await asyncio.sleep(0)
+    for letter in "ef":
+        client.say(letter)
+        await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "d", "e", "f"]
+    assert await finish(client, task) == "a"
+
+
+async def test_silence_is_counted_from_what_the_middle_wrote_though_it_is_over() -> None:
+    client, push, task = await in_the_middle()
+    client.now += PING_S - 1
+    push.is_free = False
+    client.say("d")
+    assert text_of(await client.bodies.get()) == "d"
+    await asyncio.sleep(0)
+    push.is_free = True
+    client.now += 2.0
+    client.writer.tick()
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c"]
+    client.say("e")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "e"]
+    assert await finish(client, task) == "ad"
+
+
+async def test_the_last_token_waits_for_the_end() -> None:
+    client, push, task = await in_the_middle(max_tokens=6)
+    client.say("de")
+    await asyncio.sleep(0)
+    client.say("f")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "de"]
+    assert await finish(client, task) == "af"
+
+
+async def test_what_came_in_one_turn_is_one_write_with_an_event_for_each_token() -> None:
+    client, push, task = await in_the_middle()
+    client.say("d" * 1000 + "e")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "d" * 1000 + "e"]
+    events = push.bodies[2].removesuffix(b"\n\n").split(b"\n\n")
+    assert [text_of(each + b"\n\n") for each in events] == [*"d" * 1000, "e"]
+    assert client.tokens[2:] == [(0.0, 1001)]
+    assert await finish(client, task) == "a"
+
+
+async def test_what_the_middle_has_not_written_goes_before_all_that_follows() -> None:
+    client, push, task = await in_the_middle()
+    client.now += 2.0
+    client.say("d")
+    client.writer.wake()
+    client.sink.on_done(Usage(finish_reason="length"))
+    await task
+    assert text_of(client.sent[-1]["body"].partition(b"data: [DONE]")[0]) == "d"
+    assert client.tokens[-1] == (2.0, 1)
+    assert push.texts == ["b", "c"]
+
+
+async def test_who_left_is_told_nothing_more() -> None:
+    client, push, task = await in_the_middle()
+    client.say("d")
+    client.writer.disconnect()
+    with pytest.raises(Disconnected):
+        await task
+    client.say("e")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c"]
+
+
+async def test_nothing_is_pushed_for_a_request_that_was_interrupted() -> None:
+    client, push, task = await in_the_middle()
+    task.cancel()
+    client.say("d")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c"]
+
+
+async def test_a_failure_in_the_middle_is_said() -> None:
+    client, _, task = await in_the_middle()
+    client.say("d")
+    client.sink.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    await task
+    assert b"worker_lost" in client.sent[-1]["body"] and b'"d"' in client.sent[-1]["body"]
+
+
+async def test_what_is_no_token_disturbs_no_other() -> None:
+    client, push, task = await in_the_middle()
+    with pytest.raises(TypeError):  # The core ends the request then.
+        client.sink.on_token("no token", None)  # type: ignore[arg-type]
+    client.say("d")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "d"]
+    await finish(client, task)

@@ -1,0 +1,322 @@
+"""The parent of real router processes: who is ended, who is started again, and how it all ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry, Counter
+
+from router.config import Config
+from router.core.cluster import ProcessState
+from router.processes.merged_metrics import families
+from router.processes.supervisor import PARENT_ONLY, STUCK_S, Process, serve_by_several
+from tests.scarce import no_descriptor_left
+from wire.process.children import lives, start_child
+
+pytestmark = pytest.mark.timeout(360)  # several starts each
+FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
+ARGV = (*FLAGS, "error", "--bus")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Look until it is so: what another process does sends us no event."""
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+class Parent:
+    """`serve_by_several` in this process, and what it has logged."""
+
+    def __init__(self, directory: Path, bus: str, capture: structlog.testing.LogCapture) -> None:
+        self.stop = asyncio.Event()
+        self.ready = directory / "ready"
+        config = Config(
+            processes=2, http="127.0.0.1:0", tcp="127.0.0.1:0", bus=bus, ready_file=self.ready
+        )
+        self.serving = asyncio.create_task(serve_by_several(config, [*ARGV, bus], self.stop))
+        self._capture = capture
+
+    def pids(self, index: int) -> list[int]:
+        """Of one of the processes, all its lives."""
+        return [
+            line["pid"]
+            for line in self._capture.entries
+            if line["event"] == "router process started" and line["process"] == index
+        ]
+
+    async def die(self, index: int) -> None:
+        """Kill one of the processes, and wait for the next in its place."""
+        lives = self.pids(index)
+        os.kill(lives[-1], signal.SIGKILL)
+        await until(lambda: self.pids(index) != lives)
+
+    def said(self, event: str, what: str = "process") -> list[Any]:
+        return [line[what] for line in self._capture.entries if line["event"] == event]
+
+
+@asynccontextmanager
+async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterator[Parent]:
+    capture = structlog.testing.LogCapture()
+    before = structlog.get_config()["processors"]
+    structlog.configure(processors=[capture])
+    try:
+        started = Parent(directory, bus, capture)
+        try:
+            yield started
+        finally:
+            started.stop.set()
+            await started.serving
+    finally:
+        structlog.configure(processors=before)
+
+
+def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None:
+    process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
+    Counter("baton_requests", "Ends.", registry=registry).inc()
+    process.is_listening, process.metrics = True, families(registry.collect())
+    process.is_aborted, process.state = True, ProcessState(7, 1, 0, [], [])
+    assert [family.name for family in process.forget()] == ["baton_requests"]
+    assert process.forget() == []
+    assert not process.is_listening, "nobody is to wait for its answers"
+    assert process.drained.is_set(), "nor for its clients"
+    assert process.state is None, "nor is anybody to count its requests"
+    assert not process.is_aborted, "if the next one is stuck too, it shows its stacks"
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def waits_for(pid: int, number: int) -> bool:
+    """Whether a stopped process has been sent this signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [mask] = [line.split()[1] for line in lines if line.startswith("ShdPnd")]
+    return bool(int(mask, 16) & 1 << number - 1)
+
+
+def environ_of(pid: int) -> list[str]:
+    return [each.split("=")[0] for each in Path(f"/proc/{pid}/environ").read_text().split("\0")]
+
+
+async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PARENT_ONLY:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("router.processes.supervisor.ANSWER_S", 60.0)
+    children = list[asyncio.subprocess.Process]()
+
+    async def start(*of: Any) -> asyncio.subprocess.Process:
+        children.append(child := await start_child(*of))
+        return child
+
+    monkeypatch.setattr("router.processes.supervisor.start_child", start)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        environ = environ_of(it.pids(0)[0])
+        assert not [name for name in PARENT_ONLY if name in environ]
+        ready = it.ready.read_text()
+        assert len(set(json.loads(ready)["bus"].split(","))) == 2
+        os.kill(it.pids(1)[0], signal.SIGTERM)
+        await until(lambda: len(it.pids(1)) == 2)
+        assert len(it.pids(0)) == 1 and it.ready.read_text() == ready
+    assert it.serving.result() == 0
+    assert [child.returncode for child in children[:2]] == [0, 0], "each had time to end"
+    assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
+
+
+async def test_counters_do_not_fall_however_often_a_process_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.supervisor.MIN_PAUSE_S", 0.01)
+
+    counter = 'baton_http_requests_total{endpoint="completions"'
+
+    async def ask(path: str, **body: object) -> str:
+        # A connection each: they reach both.
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            return (await (client.post(path, json=body) if body else client.get(path))).text
+
+    async def counted() -> list[str]:
+        lines = (await ask("/metrics")).splitlines()
+        return [line for line in lines if line.startswith(counter)]
+
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        url = json.loads(it.ready.read_text())["http"]
+        for _ in range(12):
+            await ask("/v1/completions", prompt=[1, 2], max_tokens=1)
+        before = await counted()
+        assert [float(line.split()[-1]) for line in before] == [12.0]
+        await it.die(1)
+        assert await counted() == before
+        await it.die(1)
+        assert await counted() == before
+
+
+async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A second process may wait for a core for longer than a look waits for it.
+    for name, seconds in (("STUCK_S", 3.0), ("REPORT_S", 0.2), ("STATE_S", 0.2)):
+        monkeypatch.setattr(f"router.processes.supervisor.{name}", seconds)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(0)[0], signal.SIGSTOP)
+        await until(lambda: len(it.pids(0)) == 2)
+        assert set(it.said("router process is stuck")) == {0}
+        assert len(it.pids(1)) == 1
+        os.kill(it.pids(1)[0], signal.SIGSTOP)
+        await until(lambda: 1 in it.said("router process is stuck"))
+        os.kill(it.pids(1)[0], signal.SIGCONT)  # it can do what SIGABRT makes it do
+        await until(lambda: len(it.pids(1)) == 2)
+    assert it.said("child process ended", "status") == [-signal.SIGKILL, -signal.SIGABRT]
+
+
+async def test_a_pause_of_the_parent_is_not_the_silence_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr("router.processes.supervisor.notify", looks.append)
+    monkeypatch.setattr("router.processes.supervisor.REPORT_S", 0.01)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(1)[0], signal.SIGSTOP)
+        loop, count = asyncio.get_running_loop(), len(looks)
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + 4 * STUCK_S)
+        await until(lambda: len(looks) > count + 3)
+        os.kill(it.pids(1)[0], signal.SIGCONT)
+        assert it.said("router process is stuck") == []
+
+
+async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.supervisor.ANSWER_S", 60.0)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(1)[0], signal.SIGKILL)
+        await until(lambda: len(it.pids(1)) == 2)
+        os.kill(hung := it.pids(1)[1], signal.SIGSTOP)
+        url = json.loads(it.ready.read_text())["http"]
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            assert (await client.get("/metrics")).status_code == 200
+            assert (await client.get("/v1/responses/resp_1")).status_code == 404, "it has none yet"
+        monkeypatch.setattr("router.processes.supervisor.STUCK_S", 600.0)
+        monkeypatch.setattr("router.processes.supervisor.START_S", 0.0)
+        await until(lambda: is_gone(hung))
+        monkeypatch.undo()  # before the next one starts, after a pause
+        await until(lambda: len(it.pids(1)) == 3)
+        assert set(it.said("router process is stuck")) == {1}
+    assert it.serving.result() == 0
+
+
+async def test_the_pause_grows_until_one_has_served_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.supervisor.MIN_PAUSE_S", 0.01)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        for life in range(3):
+            if life == 2:
+                monkeypatch.setattr("wire.process.children.HEALTHY_S", 0.0)
+            await it.die(1)
+    assert it.said("child process ended", "restart_in_s") == [0.01, 0.02, 0.01]
+
+
+async def test_none_is_started_again_while_all_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = []
+    is_over = asyncio.Event()
+
+    async def told(run: Callable[[], Awaitable[int]], *of: Any) -> AsyncIterator[int]:
+        async def begin() -> int:
+            if ends:
+                await is_over.wait()  # the pause lasts until all stop
+            return await run()
+
+        async for status in lives(begin, *of):
+            ends.append(status)
+            yield status
+
+    monkeypatch.setattr("router.processes.supervisor.lives", told)
+    monkeypatch.setattr("router.processes.supervisor.MIN_PAUSE_S", 0.05)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(0)[0], signal.SIGSTOP)  # so that the stop takes longer than the pause
+        os.kill(it.pids(1)[0], signal.SIGKILL)
+        await until(lambda: it.said("child process ended"))
+        it.stop.set()
+        await until(lambda: waits_for(it.pids(0)[0], signal.SIGTERM))
+        is_over.set()
+        await until(lambda: len(ends) == 2)  # and nothing was started
+        os.kill(it.pids(0)[0], signal.SIGCONT)
+        assert await it.serving == 0
+    assert len(it.pids(1)) == 1
+
+
+async def test_one_that_has_begun_to_serve_has_its_time_before_it_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr("router.processes.supervisor.notify", looks.append)
+    monkeypatch.setattr("router.processes.supervisor.ANSWER_S", 0.0)  # nobody answers in time
+    monkeypatch.setattr("router.processes.supervisor.REPORT_S", 0.01)
+    async with parent(tmp_path) as it:
+        await until(lambda: len(looks) > 4)
+        assert it.said("router process is stuck") == []
+
+
+async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_serves(
+    tmp_path: Path,
+) -> None:
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        with no_descriptor_left():
+            os.kill(it.pids(1)[0], signal.SIGKILL)
+            await until(lambda: it.said("cannot start child process"))
+        await until(lambda: len(it.pids(1)) == 2)
+        assert len(it.pids(0)) == 1 and not it.serving.done()
+    assert it.serving.result() == 0
+
+
+async def test_what_cannot_begin_ends_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second bus has the port after the first one's, and here somebody has it."""
+    monkeypatch.setenv("WATCHDOG_USEC", "60000000")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bus = f"tcp://127.0.0.1:{taken.getsockname()[1] - 1}"
+        async with parent(tmp_path, bus) as it:
+            assert await it.serving == 1
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not it.ready.exists()
+    assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
+
+
+async def test_an_address_that_somebody_has(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config(processes=2, http=f"127.0.0.1:{taken.getsockname()[1]}")
+        assert await serve_by_several(config, [], asyncio.Event()) == 1
+
+
+async def test_a_stop_before_anybody_serves(tmp_path: Path) -> None:
+    async with parent(tmp_path) as it:
+        await until(lambda: it.pids(1))
+        it.stop.set()
+        assert await it.serving == 0
+    assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))

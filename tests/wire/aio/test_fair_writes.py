@@ -1,0 +1,151 @@
+"""Whoever asked for a turn has one, once; all prepare before anybody transmits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import count
+
+import pytest
+
+from wire.aio.fair_writes import Turns
+
+
+class Speaker:
+    """Says what it was given, and writes down when."""
+
+    def __init__(self, name: str, story: list[str]) -> None:
+        self._name, self._story = name, story
+        self.words: list[bytes] = []
+
+    def prepare(self, now: float) -> bytes:
+        self._story.append(f"{self._name} prepares")
+        said, self.words = b" ".join(self.words), []
+        return said
+
+    def transmit(self, body: bytes) -> None:
+        self._story.append(f"{self._name} says {body.decode()}")
+
+
+async def test_all_prepare_before_anybody_transmits() -> None:
+    turns, story = Turns(), list[str]()
+    a, b = Speaker("a", story), Speaker("b", story)
+    for word in (b"one", b"two"):
+        for speaker in (a, b):
+            speaker.words.append(word)
+            turns.take(speaker)
+    assert not story
+    await asyncio.sleep(0)
+    assert story == ["a prepares", "b prepares", "a says one two", "b says one two"]
+
+
+async def test_who_has_nothing_to_say_transmits_nothing() -> None:
+    turns, story = Turns(), list[str]()
+    turns.take(Speaker("a", story))
+    await asyncio.sleep(0)
+    assert story == ["a prepares"]
+
+
+async def test_who_asks_in_a_turn_has_the_next_one() -> None:
+    turns, story = Turns(), list[str]()
+
+    class Again(Speaker):
+        def transmit(self, body: bytes) -> None:
+            super().transmit(body)
+            self.words.append(b"more")
+            turns.take(self)
+
+    speaker = Again("a", story)
+    speaker.words.append(b"one")
+    turns.take(speaker)
+    await asyncio.sleep(0)
+    assert story == ["a prepares", "a says one"]
+    await asyncio.sleep(0)
+    assert story[2:] == ["a prepares", "a says more"]
+
+
+@pytest.mark.parametrize(("num_writers", "num_first"), [(128, 128), (129, 128), (2000, 500)])
+async def test_very_many_divide_into_turns_between_which_others_have_theirs(
+    num_writers: int, num_first: int
+) -> None:
+    turns, story = Turns(), list[str]()
+    for number in range(num_writers):
+        speaker = Speaker(str(number), story)
+        speaker.words.append(b"one")
+        turns.take(speaker)
+    await asyncio.sleep(0)
+    assert story == [
+        *[f"{number} prepares" for number in range(num_first)],
+        *[f"{number} says one" for number in range(num_first)],
+    ]
+    while len(story) < 2 * num_writers:
+        before = len(story)
+        await asyncio.sleep(0)
+        assert before < len(story) <= before + 2 * num_first
+    assert len(set(story)) == 2 * num_writers
+
+
+async def test_who_asks_again_comes_after_those_that_have_waited() -> None:
+    turns, story = Turns(), list[str]()
+    speakers = [Speaker(str(number), story) for number in range(200)]
+    for speaker in speakers:
+        turns.take(speaker)
+    await asyncio.sleep(0)
+    turns.take(speakers[0])
+    await asyncio.sleep(0)
+    assert story == [f"{number} prepares" for number in [*range(200), 0]]
+
+
+async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
+    """Or else whoever has more to say each time would never have a turn."""
+    turns, story = Turns(), list[str]()
+    speakers = [Speaker(str(number), story) for number in range(200)]
+    for speaker in speakers:
+        turns.take(speaker)
+    turns.take(speakers[0])
+    await asyncio.sleep(0)
+    turns.take(speakers[128])
+    await asyncio.sleep(0)
+    assert story == [f"{number} prepares" for number in range(200)]
+
+
+async def test_who_asks_in_its_turn_has_another_one_though_others_wait() -> None:
+    turns, story = Turns(), list[str]()
+
+    class Again(Speaker):
+        def transmit(self, body: bytes) -> None:
+            super().transmit(body)
+            if body == b"one":
+                self.words.append(b"more")
+                turns.take(self)
+
+    speakers = [Again("0", story), *(Speaker(str(number), story) for number in range(1, 200))]
+    speakers[0].words.append(b"one")
+    for speaker in speakers:
+        turns.take(speaker)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert story == [
+        *[f"{number} prepares" for number in range(128)],
+        "0 says one",
+        *[f"{number} prepares" for number in [*range(128, 200), 0]],
+        "0 says more",
+    ]
+
+
+async def test_all_of_a_turn_are_told_the_same_time() -> None:
+    told = list[float]()
+
+    class Timed(Speaker):
+        def prepare(self, now: float) -> bytes:
+            told.append(now)
+            return super().prepare(now)
+
+    ticks = count(7)
+    for turns in (Turns(lambda: next(ticks)), Turns()):
+        began = time.monotonic()
+        for name in "ab":
+            turns.take(Timed(name, []))
+        await asyncio.sleep(0)
+    assert told[:2] == [7, 7]
+    assert told[2] == told[3] and began <= told[2] <= time.monotonic(), "the clock by default"

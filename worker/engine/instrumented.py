@@ -1,0 +1,330 @@
+"""What seed 003 has around an executor: status, metrics, a warmup, and steps made by hand.
+
+`MeasuredExecutor` stands between an engine and its executor.  It counts as a step `forward` and, if
+anything is sampled, the `sample` after it; a step that fails with `SequenceFailed` is logged and
+not counted.  The engine calls from its thread; `status` and `metrics` may be called from any.
+
+`Direct` drives an executor without an engine: seed 003's prefill, decode and release_cache, for the
+warmup, for trying a plug-in in a console and for tests of executors.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import structlog
+
+from wire.errors import ErrorCode
+from wire.options import Options
+from wire.process.log_limit import RepeatedLine
+from worker.compute.contract import KVCache
+from worker.engine.batch import Chunk, build
+from worker.engine.blocks import BlockPool
+from worker.engine.sequence import Sequence, Status
+from worker.engine.states import states_of
+from worker.engine.windows import windows_of
+from worker.executor.batch import Batch, BatchType
+from worker.executor.contract import (
+    Drawer,
+    Drawn,
+    Executor,
+    Preparer,
+    SampledToken,
+    Scorer,
+    SequenceFailed,
+    Structurer,
+)
+from worker.executor.metrics import Metrics, Stopwatch
+
+log = structlog.get_logger("worker")
+
+
+class State(StrEnum):
+    """Where an executor is in its life."""
+
+    INITIALIZING = "initializing"  # until `allocate`
+    READY = "ready"
+    BUSY = "busy"  # a step is under way
+    ERROR = "error"  # a step raised; the process is expected to end
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """Bytes of the model, of its KV cache, and the most that this process ever had in memory."""
+
+    parameter_bytes: int
+    kv_cache_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatus:
+    """An executor at one moment; `last_step_s` is when its last step ended, None before any.
+
+    It is in `num_shards` x `num_stages` processes, and so is its memory but for the peak.
+    """
+
+    state: State
+    batch_sequences: int
+    memory: MemoryUsage
+    last_step_s: float | None
+    num_shards: int = 1
+    num_stages: int = 1
+
+
+class MeasuredExecutor:
+    """An executor with status and metrics; implements `worker.executor.contract.Executor`."""
+
+    def __init__(self, executor: Executor, *, clock: Callable[[], float] = time.perf_counter):
+        self.info = executor.info
+        self.capabilities = executor.capabilities
+        self._executor = executor
+        self._clock = clock
+        self._cache: KVCache | None = None
+        self._state = State.INITIALIZING
+        self._batch_sequences = 0
+        self._batch: Batch | None = None  # the last one that was begun
+        self._started_s = 0.0
+        self._last_step_s: float | None = None
+        self._prefill, self._decode = Stopwatch(), Stopwatch()
+        self._num_sampled = 0
+        self._num_sequences = 0
+        self._is_overdraw_told = False
+        self._faults = RepeatedLine(log.warning, "a sequence cannot be computed", clock)
+        # What it can do besides, it still can.
+        if isinstance(executor, Scorer):
+            self.score = executor.score
+        if isinstance(executor, Structurer):
+            self.structured = executor.structured
+        if isinstance(executor, Drawer):
+            self.can_draw, self.draw = executor.can_draw, self._draw
+
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> KVCache:
+        room = {"num_states": num_states, "num_window_blocks": num_window_blocks}
+        given = {name: number for name, number in room.items() if number}
+        self._cache = self._executor.allocate(num_blocks, block_size, **given)
+        self._state = State.READY
+        return self._cache
+
+    def warmup(self) -> None:
+        """Read a prompt and generate a token, so that no request waits for what is done only once.
+
+        A broken plug-in fails here, before the first request.  It writes to blocks, so its time is
+        between `allocate` and the first sequence.  It is not counted.
+        """
+        assert self._cache is not None, "allocate comes first"
+        room = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
+        direct = Direct(self._executor, self._cache)
+        num_tokens = self._executor.prepare() if isinstance(self._executor, Preparer) else 2
+        # With a temperature: drawing a token needs more to be compiled than taking the likeliest.
+        sequence = direct.prefill([0] * min(num_tokens, room), Options(temperature=1.0))
+        if room > num_tokens:
+            direct.decode(sequence)
+        direct.release_cache(sequence)
+
+    def forward(self, batch: Batch) -> Any:
+        self._state, self._batch_sequences = State.BUSY, len(batch.context_lens)
+        self._batch, self._started_s = batch, self._clock()
+        self._faults.tick()
+        logits = self._watched("forward", batch, self._executor.forward, batch)
+        if not batch.samplings:
+            self._finish(batch, self._started_s)
+        return logits
+
+    def sample(self, logits: Any, batch: Batch) -> list[SampledToken]:
+        started_s = self._started_s
+        return self._sampled(batch, started_s, "sample", self._executor.sample, logits, batch)
+
+    def _draw(self, logits: Any, batch: Batch) -> Drawn:
+        drawer = self._executor
+        assert isinstance(drawer, Drawer)
+        drawn: Drawn = self._watched("draw", batch, drawer.draw, logits, batch)
+        return _MeasuredDrawn(partial(self._sampled, batch, self._started_s, "draw", drawn.tokens))
+
+    def _sampled(
+        self, batch: Batch, started_s: float, method: str, call: Callable[..., Any], *args: Any
+    ) -> list[SampledToken]:
+        """Return a step's tokens, which `call` returns: with them the step has ended."""
+        tokens: list[SampledToken] = self._watched(method, batch, call, *args)
+        self._finish(batch, started_s)
+        if (
+            not self._is_overdraw_told
+            and max([it.token_id for it in tokens]) >= self.info.vocab_size
+        ):
+            self._is_overdraw_told = True
+            log.error(
+                "the executor drew a token that is not below its vocab_size",
+                token=max(it.token_id for it in tokens),
+                vocab_size=self.info.vocab_size,
+            )
+        return tokens
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+        self._cache = None
+        self._state = State.SHUTDOWN
+
+    def status(self) -> ExecutorStatus:
+        cache = self._cache
+        parameter_bytes = self.capabilities.memory.parameter_bytes
+        kv_cache_bytes = 0
+        if cache is not None:
+            token_bytes = self.capabilities.memory.kv_bytes_per_token
+            kv_cache_bytes = cache.num_blocks * cache.block_size * token_bytes
+            if cache.layout.windows:
+                token_bytes = self.capabilities.memory.window_bytes_per_token
+                kv_cache_bytes += cache.window_blocks.num_blocks * cache.block_size * token_bytes
+            if cache.layout.has_state:
+                kv_cache_bytes += cache.state_slots.num_slots * cache.layout.state_bytes
+        memory = MemoryUsage(parameter_bytes, kv_cache_bytes, _peak_bytes())
+        return ExecutorStatus(
+            self._state,
+            self._batch_sequences,
+            memory,
+            self._last_step_s,
+            self.capabilities.num_shards,
+            self.capabilities.num_stages,
+        )
+
+    def metrics(self) -> Metrics:
+        total_s = self._prefill.total_s + self._decode.total_s
+        num_steps = self._prefill.num_steps + self._decode.num_steps
+        return Metrics(
+            prefill=self._prefill.latency(),
+            decode=self._decode.latency(),
+            tokens_per_second=self._num_sampled / total_s if total_s else 0.0,
+            mean_batch_sequences=self._num_sequences / num_steps if num_steps else 0.0,
+        )
+
+    def _watched(self, method: str, batch: Batch, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the executor."""
+        try:
+            return call(*args)
+        except SequenceFailed as failure:  # only that sequence is affected
+            self._state, self._batch_sequences = State.READY, 0
+            if failure.code is ErrorCode.MODEL_FAILED:  # else the request is to blame
+                fault = type(failure.__cause__ or failure).__name__
+                self._faults.add({"fault": fault}, exc_info=failure)
+            raise
+        except BaseException as error:
+            self._state = State.ERROR
+            kind, size = batch.kind, len(batch.context_lens)
+            error.add_note(f"in {method} of a {kind} step, batch size {size}")
+            raise
+
+    def _finish(self, batch: Batch, started_s: float) -> None:
+        # A step that was started while the last one ran has computed only since that one ended.
+        started_s = max(started_s, self._last_step_s or started_s)
+        self._last_step_s = self._clock()
+        stopwatch = self._decode if batch.kind is BatchType.DECODE else self._prefill
+        stopwatch.add(self._last_step_s - started_s)
+        self._num_sampled += len(batch.sample_rows)
+        self._num_sequences += len(batch.context_lens)
+        if batch is self._batch:
+            self._state, self._batch_sequences = State.READY, 0
+
+
+class _MeasuredDrawn(NamedTuple):
+    tokens: Callable[[], list[SampledToken]]
+
+
+class Direct:
+    """Reads prompts and generates, each call one step.  `cache` is what `allocate` returned.
+
+    It hands out blocks of its own, so an engine must not use the same cache meanwhile.
+    """
+
+    def __init__(self, executor: Executor, cache: KVCache) -> None:
+        self._executor = executor
+        self._pool = BlockPool(
+            cache.num_blocks,
+            cache.block_size,
+            enable_prefix_cache=False,
+            windows=windows_of(cache, step_tokens=0),
+            states=states_of(cache),
+        )
+
+    def prefill(self, token_ids: Many[int], options: Options | None = None) -> Sequence:
+        """Read a prompt; return the sequence, its first token appended to its `token_ids`."""
+        (sequence,) = self.batch_prefill([token_ids], options)
+        return sequence
+
+    def batch_prefill(
+        self, prompts: Many[Many[int]], options: Options | None = None
+    ) -> list[Sequence]:
+        """Read several prompts in one step.
+
+        Raises:
+            ValueError: There are not enough blocks.
+        """
+        sequences = [Sequence(index, prompt, options) for index, prompt in enumerate(prompts)]
+        self._step(BatchType.PREFILL, sequences)
+        return sequences
+
+    def decode(self, sequence: Sequence) -> SampledToken:
+        """Compute the KV of the sequence's last token; draw, append and return the next one."""
+        (token,) = self.batch_decode([sequence])
+        return token
+
+    def batch_decode(self, sequences: Many[Sequence]) -> list[SampledToken]:
+        """Generate one token of each sequence in one step.
+
+        Raises:
+            ValueError: There are not enough blocks.
+        """
+        return self._step(BatchType.DECODE, sequences)
+
+    def release_cache(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks back; it cannot go on."""
+        sequence.give_back(self._pool)
+        if self._pool.states is not None:
+            self._pool.states.prepare((), 0)
+        sequence.move_to(Status.FINISHED)
+
+    def _step(self, kind: BatchType, sequences: Many[Sequence]) -> list[SampledToken]:
+        self._allocate(sequences)
+        chunks = [Chunk(sequence, sequence.num_uncomputed_tokens) for sequence in sequences]
+        for chunk in chunks:
+            chunk.sequence.look_ahead(chunk.num_tokens, self._pool)
+        batch = build(kind, chunks, self._pool.block_size)
+        tokens = self._executor.sample(self._executor.forward(batch), batch)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.num_computed_tokens = sequence.num_tokens
+            sequence.look_ahead(0, self._pool)
+            sequence.token_ids.append(token.token_id)
+        return tokens
+
+    def _allocate(self, sequences: Many[Sequence]) -> None:
+        wanted = [
+            self._pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+            for sequence in sequences
+        ]
+        windows, num_free = self._pool.windows, self._pool.num_free
+        if windows is not None:
+            num_free = min(num_free, windows.num_free)
+        if sum(wanted) > num_free:
+            raise ValueError(f"{sum(wanted)} more blocks are too many, {num_free} left")
+        for sequence, num_blocks in zip(sequences, wanted, strict=True):
+            if num_blocks:
+                sequence.take(num_blocks, self._pool)
+
+
+def measured(executor: Executor) -> MeasuredExecutor:
+    """Return the executor with measurements around it; one that has them is returned as it is."""
+    return executor if isinstance(executor, MeasuredExecutor) else MeasuredExecutor(executor)
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

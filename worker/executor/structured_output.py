@@ -1,0 +1,155 @@
+"""Where the text of one answer is in its structure, and what may follow there.  SPEC 4.9.
+
+A pure function of the generated tokens, kept up to date from them: so a preemption, a transfer or a
+failover changes nothing, and one can look ahead along drafts and back again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.process.background import in_background
+from wire.process.structured_output import StructureError
+
+if TYPE_CHECKING:  # executors without structures need not have it
+    from llguidance import LLMatcher
+
+
+# Runs a call on another thread.
+Submit = Callable[[Callable[[], Any]], Future[Any]]
+
+
+class Compiled(NamedTuple):
+    """A grammar at its beginning, and a mask of EOS: [words] int32, a bit for each token."""
+
+    matcher: LLMatcher
+    eos: npt.NDArray[np.int32]
+
+
+class Structured:
+    """Where the text of one sequence is in its structure.
+
+    Used by one thread at a time: by the engine's, between `Grammars.start` and `take` by one of
+    theirs, and while it is not ready by another one of theirs.
+
+    Attributes:
+        is_slow: Whether its masks take so long that a step should not wait for them.
+        mask_s: How long its last mask took.
+    """
+
+    def __init__(self, compiled: Future[Compiled], prompt_len: int, mask_threads: Submit) -> None:
+        self.is_slow = False
+        self.mask_s = 0.0
+        self._compiled = compiled
+        self._mask_threads = mask_threads
+        # The last mask that was made outside of a step, or that is being made.
+        self._mask: Future[npt.NDArray[np.int32]] | None = None
+        self._matcher: LLMatcher | None = None
+        self._num_seen = prompt_len
+        self._num_after_end = 0  # those of a draft model that goes on after EOS
+        self._problem: str | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next mask can be taken: the grammar is compiled, or cannot be, and a mask
+        that is made outside of steps is made."""
+        return self._compiled.done() and (self._mask is None or self._mask.done())
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it is ready, but not longer than so many seconds."""
+        awaited: Future[Any] = self._compiled if self._mask is None else self._mask
+        wait([awaited], timeout_s)
+
+    def make_mask(self, token_ids: Sequence[int]) -> None:
+        """Begin to make the mask after `token_ids` outside of any step; it is not ready until then.
+
+        The tokens must not change before it is ready.
+        """
+        self._mask = self._mask_threads(partial(self._make_mask, token_ids))
+
+    def cancel(self) -> None:
+        """Make no mask any more that has not been begun."""
+        if self._mask is not None:
+            self._mask.cancel()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the answer cannot be held to its structure any longer, or never could."""
+        if self._problem is None and self.is_ready and (error := self._compiled.exception()):
+            self._problem = f"structure: {StructureError(str(error))}"
+        return self._problem
+
+    @property
+    def eos(self) -> npt.NDArray[np.int32]:
+        """The mask of EOS, once it is ready."""
+        return self._compiled.result().eos
+
+    def begin(self, prompt_len: int) -> Structured:
+        """Return the beginning of the same structure, for another answer."""
+        return Structured(self._compiled, prompt_len, self._mask_threads)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget the tokens after the first `num_tokens`, which include the whole prompt."""
+        self._mask = None
+        if self._matcher is not None and num_tokens < self._num_seen:
+            num_back = self._num_seen - num_tokens
+            num_uncounted = min(num_back, self._num_after_end)
+            self._matcher.rollback(num_back - num_uncounted)
+            self._num_after_end -= num_uncounted
+            self._num_seen = num_tokens
+
+    def fill(
+        self, token_ids: Sequence[int], drafts: Sequence[int], address: int, row_bytes: int
+    ) -> bool:
+        """Write what may follow `token_ids`, then what may follow them with each draft more.
+
+        D + 1 rows from `address` on; those behind a draft that is not allowed, or that ends the
+        text, are not written: nothing that is drawn from them counts.
+
+        Returns:
+            Whether that could be told; if not, there is a `problem`.
+        """
+        if self._mask is not None and len(token_ids) == self._num_seen and not drafts:
+            ctypes.memmove(address, self._mask.result().ctypes.data, row_bytes)
+        else:
+            self._follow(token_ids, drafts, address, row_bytes)
+        return self._problem is None
+
+    def _follow(
+        self, token_ids: Sequence[int], drafts: Sequence[int], address: int, row_bytes: int
+    ) -> None:
+        started_s = time.perf_counter()
+        if self._matcher is None:
+            self._matcher = self._compiled.result().matcher.deep_copy()
+        matcher = self._matcher
+        new, self._num_seen = token_ids[self._num_seen :], len(token_ids)
+        for token_id in new:
+            if matcher.is_stopped():
+                self._num_after_end += 1
+            else:
+                matcher.consume_token(token_id)
+        matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        num_ahead = 0
+        for draft in drafts:
+            if not matcher.try_consume_tokens([draft]):
+                break
+            num_ahead += 1
+            matcher.unsafe_compute_mask_ptr(address + num_ahead * row_bytes, row_bytes)
+        if num_ahead:
+            matcher.rollback(num_ahead)
+        if matcher.is_error():
+            self._problem = f"structure: {StructureError(matcher.get_error())}"
+        self.mask_s = time.perf_counter() - started_s
+
+    def _make_mask(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        bits = np.empty_like(self.eos)
+        in_background(partial(self._follow, token_ids, (), bits.ctypes.data, bits.nbytes))
+        return bits

@@ -1,0 +1,140 @@
+"""Copies of KV that other processes of a model keep: the leader asks, a thread of theirs answers.
+
+They need not wait for steps, and steps not for them: the two take turns nowhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final
+
+import torch
+
+from wire.parts import Buffer
+from wire.transfer import Rectangle
+from worker.compute.kv_cache import TorchKVCache, tensor_over
+from worker.compute.ranks import Ranks
+from worker.parallel.partition import Part
+
+HEADER: Final = 10
+
+
+class _Verb(IntEnum):
+    PACK = 1
+    UNPACK = 2
+    END = 3
+
+
+class Steps:
+    """Counts the steps that this process has computed, or has asked its GPU for."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        """Note one more: what is copied from now on, is copied after it."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        """Wait until there are so many."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count >= count)
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+
+def pack(cache: TorchKVCache, places: Sequence[int], own: Rectangle) -> memoryview:
+    """Copy a rectangle out of blocks, or of the slot of a state."""
+    if cache.is_state(own):
+        return cache.pack_state(places[0], own)
+    return cache.pack(places, own)
+
+
+def unpack(cache: TorchKVCache, places: Sequence[int], own: Rectangle, segment: Buffer) -> None:
+    """Copy a segment into blocks, or into the slot of a state."""
+    if cache.is_state(own):
+        cache.unpack_state(places[0], own, segment)
+    else:
+        cache.unpack(places, own, segment)
+
+
+class Own:
+    """The part of the process itself, as `Asking` has those of others."""
+
+    def __init__(self, cache: TorchKVCache, part: Part) -> None:
+        self._cache, self._part = cache, part
+
+    def pack(self, places: Sequence[int], share: Rectangle) -> memoryview:
+        """Return the bytes of a share of the part; see `TorchKVCache.pack`."""
+        return pack(self._cache, places, self._part.own(share))
+
+    def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None:
+        """Put a share into the blocks."""
+        unpack(self._cache, places, self._part.own(share), segment)
+
+
+class Asking:
+    """The leader's end, of one other process.  Calls may come from several threads."""
+
+    def __init__(self, ranks: Ranks, part: Part, steps: Steps) -> None:
+        self._ranks, self._part, self._steps = ranks, part, steps
+        self._turn = threading.Lock()
+
+    def pack(self, places: Sequence[int], share: Rectangle) -> memoryview:
+        """Return the bytes of a share of the part, as `TorchKVCache.pack` does."""
+        own = self._part.own(share)
+        segment = torch.empty(own.num_bytes(self._part.layout), dtype=torch.uint8)
+        with self._turn:
+            self._ask(_Verb.PACK, places, own)
+            self._ranks.take(segment, self._part.process)
+        return segment.numpy().data
+
+    def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None:
+        """Put a share into the blocks there; return when it is there."""
+        own = self._part.own(share)
+        with self._turn:
+            self._ask(_Verb.UNPACK, places, own)
+            self._ranks.hand(tensor_over(segment), self._part.process)
+            self._ranks.take(torch.empty(1, dtype=torch.uint8), self._part.process)
+
+    def end(self) -> None:
+        """Tell the other process that this was all."""
+        with self._turn:
+            self._ask(_Verb.END, (), Rectangle(0, range(0), range(0), range(0)))
+
+    def _ask(self, verb: _Verb, places: Sequence[int], own: Rectangle) -> None:
+        group, layers, heads, tokens = own
+        ends = [layers.start, layers.stop, heads.start, heads.stop, tokens.start, tokens.stop]
+        numbers = [verb, self._steps.count, group, *ends, len(places)]
+        self._ranks.hand(torch.tensor(numbers), self._part.process)
+        if places:
+            self._ranks.hand(torch.tensor(places), self._part.process)
+
+
+def answer(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
+    """Pack and unpack as the leader asks, until it says that this was all."""
+    header = torch.empty(HEADER, dtype=torch.int64)
+    while True:
+        ranks.take(header, 0)
+        verb, num_steps, group, *ends, num_places = header.tolist()
+        if verb == _Verb.END:
+            return
+        places = torch.empty(num_places, dtype=torch.int64)
+        ranks.take(places, 0)
+        own = Rectangle(group, range(*ends[:2]), range(*ends[2:4]), range(*ends[4:]))
+        # What the leader has computed may end here a little later, or on a GPU begin.
+        steps.wait_for(num_steps)
+        if verb == _Verb.PACK:
+            ranks.hand(tensor_over(pack(cache, places.tolist(), own)), 0)
+        else:
+            segment = torch.empty(own.num_bytes(cache.layout), dtype=torch.uint8)
+            ranks.take(segment, 0)
+            unpack(cache, places.tolist(), own, segment.numpy().data)
+            ranks.hand(torch.zeros(1, dtype=torch.uint8), 0)
