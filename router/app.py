@@ -47,9 +47,10 @@ from router.http.server import FLUSH_S, HttpServer
 from router.http.server import Limits as HttpLimits
 from router.local import LocalWorkers
 from router.processes.siblings import Siblings
-from router.tcp import serve_clients
+from router.tcp import Client
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
+from wire.aio.tcp import serve as serve_tcp
 from wire.aio.tls import server_context
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode
@@ -173,18 +174,21 @@ class Router:
         if self._siblings is not None and self._siblings.assignment.is_again:
             await self._until_joined()
         with named("--tcp", config.tcp):
-            self._tcp = await serve_clients(
+            self._tcp = await serve_tcp(
                 *split_address(config.tcp),
-                self.dispatcher,
-                max_requests=config.max_requests_per_connection,
-                limits=TcpLimits(
+                lambda connection: Client(
+                    connection,
+                    self.dispatcher,
+                    config.max_requests_per_connection,
+                    self._api_keys,
+                ),
+                TcpLimits(
                     max_connections=config.max_connections,
                     message_s=config.grace_s,
                     idle_s=config.idle_s,
                 ),
-                api_keys=self._api_keys,
-                tls=self._tls,
-                traffic=self._planes["tcp"],
+                self._tls,
+                self._planes["tcp"],
                 is_shared=is_shared,
                 on_slow_client=self.application.metrics.on_slow_client,
             )

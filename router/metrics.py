@@ -1,8 +1,8 @@
-"""`GET /metrics`: what the router measures, for Prometheus.
+"""`GET /metrics`: the router's metrics for Prometheus.
 
-How series are named is said in `wire.process.exposition`.  What the core counts anyway (workers,
-queues, dropped frames) is read when Prometheus asks.  The rest is counted as it happens, in plain
-dicts and lists: the library's own counters would make a tenth of all calls of a request.
+What the core counts anyway (workers, queues, dropped frames) is read at each scrape.  The rest is
+counted as it happens, in plain dicts and lists: the library's own counters would make a tenth of
+all calls of a request.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.core.cluster import Counts
+from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
 from router.processes.merged_metrics import LAG, Families, Series, families, summed
@@ -25,7 +25,7 @@ from wire.frames import Role
 from wire.process.exposition import LATENCY_S, Distribution, Totals, frames, gauge, tally
 from wire.process.frame_counters import Traffic
 
-# Bounds of histograms, in seconds, beside those in `wire.process.exposition`.
+# Bounds of histograms, in seconds.
 TOKEN_S: Final = (
     0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10
 )  # fmt: skip
@@ -33,27 +33,15 @@ REQUEST_S: Final = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 20, 40, 60, 120, 240, 600
 )  # fmt: skip
 
-# Finish reasons come from workers; what is none of these counts as "other", so that labels are few.
+# Finish reasons come from workers; any other one counts as "other", so that labels stay few.
 OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCode)})
 
 
-class CoreCounts(Counts, Protocol):
-    """The part of `router.core.dispatcher.Dispatcher` that is read here."""
-
-    rejected: Tally[str]
-
-    @property
-    def dropped(self) -> Tally[str]: ...
-
-    @property
-    def failovers(self) -> Tally[str]: ...
-
-
 class Metrics:
-    """All series of the router.  One of `Dispatcher.observers`: it hears of every end."""
+    """All metrics of the router; one of `Dispatcher.observers`."""
 
     def __init__(
-        self, fleet: Fleet, core: CoreCounts, planes: Mapping[str, Traffic] | None = None
+        self, fleet: Fleet, core: Dispatcher, planes: Mapping[str, Traffic] | None = None
     ) -> None:
         self._registry = CollectorRegistry()
         self._http = self._counter(
@@ -80,7 +68,7 @@ class Metrics:
             "How late the last timer of the event loop was.",
             registry=self._registry,
         )
-        # These grow when something leaks; resident memory grows and shrinks for other reasons, too.
+        # Leaks show in these two; resident memory changes for other reasons too.
         self.tasks = Gauge("baton_tasks", "Asyncio tasks of the router.", registry=self._registry)
         blocks = Gauge(
             "baton_python_blocks",
@@ -95,7 +83,7 @@ class Metrics:
         self._prefill = self._distribution(
             "prefill", "From the first placement to the first token.", LATENCY_S
         )
-        # Told of tokens of one stream that came together: the time since the last, how many.
+        # Takes the time since the last tokens of a stream, and the number of new ones.
         self.on_tokens = self._distribution(
             "inter_token", "Between tokens of a stream; those that come together share.", TOKEN_S
         ).share
@@ -136,18 +124,18 @@ class Metrics:
         self._lag.set(lag_s)
 
     def families(self) -> Families:
-        """Return what this process has measured; the workers are the same to all of them."""
+        """Return the metrics of this process, without those of the shared workers."""
         return families(self._registry.collect())
 
     def render(self, processes: Sequence[Families] | None = None) -> bytes:
-        """Return all series in the text format of Prometheus: of this process, or of several."""
+        """Return this process's metrics, or the sum of several, in Prometheus's text format."""
         workers = self._workers.collect()
         if processes is None:
             return generate_latest(Series([], (*self._registry.collect(), *workers)))
         return generate_latest(Series(summed(processes), workers))
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Tally[tuple[str, ...]]:
-        """Return what to count in, by the values of the labels."""
+        """Register a counter and return its counts by label values."""
         counter = Totals(f"baton_{name}", help_text, *labels)
         self._registry.register(counter)
         return counter.counts
@@ -159,7 +147,7 @@ class Metrics:
 
 
 class _CoreCollector(Collector):
-    def __init__(self, core: CoreCounts, planes: Mapping[str, Traffic]) -> None:
+    def __init__(self, core: Dispatcher, planes: Mapping[str, Traffic]) -> None:
         self._core = core
         self._planes = planes
 

@@ -1,16 +1,14 @@
 """Raw TCP: clients that send the protocol's frames themselves, without HTTP.  SPEC 2.2, 7.
 
-A client chooses the request ids of its connection; each open one stands for a handle of
-`Dispatcher`.  When a connection ends, its requests are cancelled.  Where the router asks for API
-keys, a connection begins with a HELLO that has one, and ends at the first request after that key
-was revoked.  Reading and writing, their limits and buffers are in `wire.aio.tcp`.
+A client chooses the request ids of its connection; each open id stands for a handle of
+`Dispatcher`.  When a connection ends, its requests are cancelled.  If the router has API keys, the
+first frame is a HELLO with one, and the connection ends at the first request after that key was
+revoked.
 """
 
 from __future__ import annotations
 
-import ssl
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -19,7 +17,7 @@ from msgspec import structs
 from router.core.dispatcher import Dispatcher
 from router.core.request import Request, RequestEnd
 from router.log import facts
-from wire.aio.tcp import Connection, Limits, Server, serve
+from wire.aio.tcp import Connection
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
     ANY_RANK,
@@ -46,51 +44,23 @@ from wire.payloads import (
     encode_prefill_result,
 )
 from wire.process.api_keys import ApiKeys, digest, name_of
-from wire.process.frame_counters import Traffic
 from wire.session import Direction, Session, SessionState
 
 log = structlog.get_logger("router")
 
-# Requests that ended lately are remembered, for frames that the client sent before it heard of the
-# end; so many of one connection.
+# Ended requests remembered per connection, for frames that the client sent before it saw the end.
 MAX_ENDED: Final = 1024
-# Bytes that a client may send before its HELLO was accepted.
+# Bytes that a client may send before its HELLO is accepted.
 MAX_HELLO_BYTES: Final = 4096
-# After how long a client may ask again, as it is told: by then, others may have ended.
+# The retry_after_s of errors that may pass when other requests end.
 RETRY_AFTER_S: Final = 1.0
 RETRYABLE: Final = frozenset(
     {ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING, ErrorCode.OUT_OF_BLOCKS}
 )
 
 
-async def serve_clients(
-    host: str,
-    port: int,
-    dispatcher: Dispatcher,
-    *,
-    max_requests: int,
-    limits: Limits,
-    api_keys: ApiKeys | None = None,
-    tls: ssl.SSLContext | None = None,
-    traffic: Traffic | None = None,
-    is_shared: bool = False,
-    on_slow_client: Callable[[], object] = lambda: None,
-) -> Server:
-    """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
-    return await serve(
-        host,
-        port,
-        lambda connection: Client(connection, dispatcher, max_requests, api_keys),
-        limits,
-        tls,
-        traffic,
-        is_shared=is_shared,
-        on_slow_client=on_slow_client,
-    )
-
-
 class Client:
-    """One connection: the requests open on it, and those that ended lately."""
+    """One connection, with at most `max_requests` open, and the requests that ended lately."""
 
     def __init__(
         self,
@@ -105,7 +75,7 @@ class Client:
         self._api_keys = api_keys
         self._has_begun = False
         self._key_digest = b""
-        self._asker = connection.peer_name.rpartition(":")[0]  # until a key says who it is
+        self._asker = connection.peer_name.rpartition(":")[0]  # until an API key names it
         self._open: dict[int, ClientRequest] = {}
         self._ended: OrderedDict[int, Session] = OrderedDict()
         if api_keys is not None:
@@ -116,11 +86,11 @@ class Client:
         return bool(self._open)
 
     def on_message(self, message: Message) -> None:
-        """Take a frame of the client.
+        """Handle a frame; the connection ends with any error.
 
         Raises:
-            RemoteProtocolError: The client broke the protocol; the connection ends.
-            WireError: UNAUTHORIZED; the connection ends, too.
+            RemoteProtocolError: The client broke the protocol.
+            WireError: UNAUTHORIZED.
         """
         frame = message.frame
         is_first, self._has_begun = not self._has_begun, True
@@ -157,13 +127,13 @@ class Client:
             raise WireError(ErrorCode.UNAUTHORIZED, "this API key is not valid")
 
     def on_closed(self, error: Exception | None) -> None:
-        """Cancel every request: there is nobody to answer."""
+        """Cancel every open request."""
         requests, self._open = self._open, {}
         for request in requests.values():
             self._dispatcher.cancel(request.handle)
 
     def end(self, request_id: int) -> None:
-        """Close a request: its last frame is about to be sent, or its CANCEL came."""
+        """Close a request whose last frame is about to be sent, or whose CANCEL came."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._ended[request_id] = request.session
@@ -224,7 +194,7 @@ class Client:
 
 
 class ClientRequest:
-    """One open request of a client: the sink that answers with frames under the client's own id."""
+    """One open request: the sink that sends frames under the client's own request id."""
 
     def __init__(self, request_id: int, connection: Connection, client: Client) -> None:
         self.session = Session(Direction.RESPONSE)
@@ -234,15 +204,15 @@ class ClientRequest:
         self._client = client
 
     def refuse(self, error: WireError) -> None:
-        """Answer and log a request that was not accepted; `on_end` logs the others."""
+        """Reject and log a request; `on_end` logs those that were accepted."""
         self._note(error.code.label)
         self.on_error(error)
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
         frame = PrefillDone(self._request_id, kv_bytes)
-        said = structs.replace(result, stop_token_id=None)  # of version 2, the bus
-        self._connection.send(frame, encode_prefill_result(said))
+        result = structs.replace(result, stop_token_id=None)  # of version 2, the bus
+        self._connection.send(frame, encode_prefill_result(result))
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         if self.session.state is not SessionState.DECODING:  # else it changes nothing
@@ -256,9 +226,9 @@ class ClientRequest:
     def on_done(self, usage: Usage) -> None:
         self.session.on(Tag.DECODE_DONE, Direction.RESPONSE)
         self._client.end(self._request_id)
-        # Of version 2, the bus.
-        said = structs.replace(usage, stop_token_id=None, stop_logprobs=None)
-        self._connection.send(DecodeDone(self._request_id), encode_map(said))
+        # These two are of version 2, the bus.
+        usage = structs.replace(usage, stop_token_id=None, stop_logprobs=None)
+        self._connection.send(DecodeDone(self._request_id), encode_map(usage))
 
     def on_error(self, error: WireError) -> None:
         self.session.on(Tag.ERROR, Direction.RESPONSE)

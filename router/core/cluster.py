@@ -7,33 +7,24 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from shlex import quote
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 from msgspec import Struct
 
+from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet, Worker
 from wire.frames import Role
 from wire.payloads import Load
 
 log = structlog.get_logger("router")
 
-# Between two lines that say what is missing: soon enough for a person, few enough for a log.
+# Between two log lines about missing workers.
 AGAIN_S: Final = 10.0
 
 
-class Counts(Protocol):
-    """The part of `router.core.dispatcher.Dispatcher` that is used here."""
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-
 class ProcessState(Struct):
-    """How one router process is: its requests, its workers as JSON, and why it cannot serve."""
+    """The state of one router process: its requests, its workers as JSON, why it cannot serve."""
 
     pid: int
     running: int
@@ -43,12 +34,12 @@ class ProcessState(Struct):
 
 
 def state_of(
-    fleet: Fleet, dispatcher: Counts, now: float, *, is_draining: bool = False
+    fleet: Fleet, dispatcher: Dispatcher, now: float, *, is_draining: bool = False
 ) -> ProcessState:
-    """Return how this process is.
+    """Return the state of this process.
 
-    The figures of a worker are those of its last heartbeat, `last_seen_s` seconds before `now`;
-    only `placed`, the attempts that this router has there, is of this moment.
+    Workers' figures are from their last heartbeat, `last_seen_s` seconds ago, except `placed`: the
+    attempts that this router has there now.
     """
     return ProcessState(
         pid=os.getpid(),
@@ -60,9 +51,9 @@ def state_of(
 
 
 def together(states: Sequence[ProcessState], *, are_several: bool = False) -> dict[str, Any]:
-    """Return the workers, as the first process that knows each sees it, and the requests of all.
+    """Merge the states of processes: each worker as the first process sees it, all requests.
 
-    Where there `are_several`, each process is named, if only one of them can answer just now too.
+    If the router has several processes (`are_several`), each that answered is listed.
     """
     workers: dict[tuple[str, int], dict[str, Any]] = {}
     for row in (row for state in states for row in state.workers):
@@ -82,18 +73,18 @@ def together(states: Sequence[ProcessState], *, are_several: bool = False) -> di
 
 
 def reasons_of(states: Sequence[ProcessState]) -> list[str]:
-    """Return the reasons why not every process can serve, each once; none if all can."""
+    """Return the reasons why a process cannot serve, without repetition."""
     return list(dict.fromkeys(reason for state in states for reason in state.reasons))
 
 
 def is_free(states: Sequence[ProcessState], role: str, rank: int) -> bool:
-    """Tell whether no process knows a worker with this rank; False while none has said anything."""
+    """Whether no process knows a worker with this rank; False while no state is known."""
     rows = [row for state in states for row in state.workers if row["state"] != "lost"]
     return bool(states) and (role, rank) not in [(row["role"], row["rank"]) for row in rows]
 
 
 def status_line(states: Sequence[ProcessState]) -> str:
-    """Return one line for systemd: how many requests there are, and ready workers."""
+    """Return the status line for systemd: the numbers of requests and of ready workers."""
     now = together(states)
     ready = Counter(row["role"] for row in now["workers"] if row["state"] == "ready")
     workers = " and ".join([f"{ready[role]} {role}" for role in ("prefill", "decode")])
@@ -131,7 +122,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
 
 
 def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
-    """Return the reasons why requests cannot be served now; none if they can."""
+    """Return the reasons why requests cannot be served now."""
     reasons = [
         f"no {role.name.lower()} worker is ready" + _others(fleet, role)
         for role in (Role.PREFILL, Role.DECODE)
@@ -141,8 +132,8 @@ def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
 
 
 class Readiness:
-    """Writes to the log that the router is ready, each time it becomes so, with a command to try;
-    or, every `AGAIN_S`, what it waits for."""
+    """Logs when the router becomes ready, with a command to try, and every `AGAIN_S` until then
+    the workers that are missing."""
 
     def __init__(self, try_this: str) -> None:
         self._ready = f"ready; try {try_this}"
@@ -150,14 +141,14 @@ class Readiness:
         self._next_at = 0.0
 
     def on_look(self, reasons: Sequence[str], now: float) -> None:
-        """Take the reasons why requests cannot be served now; call it about once a second."""
+        """Log a change of `reasons`; call it about once a second."""
         if not reasons:
             if not self._is_ready:
                 log.info(self._ready)
             self._is_ready = self._has_been_ready = True
         elif self._is_ready or now >= self._next_at:
             self._is_ready, self._next_at = False, now + AGAIN_S
-            # At the start this is no reason for a warning: the workers are about to come.
+            # At the start, workers are about to come: no reason for a warning.
             note = log.warning if self._has_been_ready else log.info
             note("waiting for workers", reasons=list(reasons))
 

@@ -33,16 +33,15 @@ from router.api.tokenize import detokenize, tokenize
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.http import asgi
-from router.http.admission import Admission
 from router.http.asgi import Disconnected, HttpExchange, Receive, Scope, Send
-from router.http.limits import Bodies, Threads
+from router.http.limits import Admission, Bodies, Threads
 from router.http.origin import Origins, preflight
 from router.http.responses import ResponseHandlers
 from router.http.routes import Handler, Route, Routes
 from router.http.server import cut, find_push
 from router.http.status import Status
 from router.http.structures import Structures
-from router.http.writer import ResponseWriter, wait_for_disconnect
+from router.http.writer import ResponseWriter
 from router.processes.siblings import Siblings
 from wire.aio.fair_writes import Turns
 from wire.errors import ErrorCode, WireError
@@ -103,7 +102,7 @@ class Application:
         status = Status(
             model=self._model,
             fleet=fleet,
-            counts=dispatcher,
+            dispatcher=dispatcher,
             statistics=self.metrics,
             is_draining=lambda: self.draining,
             siblings=siblings,
@@ -162,16 +161,9 @@ class Application:
         return self._model.tokenizer.has_text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await asgi.lifespan(receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-        else:
-            self._start_ticking()
-            fresh = secrets.token_hex(16)
-            await self._serve(
-                HttpExchange(scope, receive, send, asgi.request_id(scope, fresh), time.monotonic())
-            )
+        self._start_ticking()
+        request_id = asgi.request_id(scope, secrets.token_hex(16))
+        await self._serve(HttpExchange(scope, receive, send, request_id, time.monotonic()))
 
     # Every error becomes an answer here, and every request a line in the log.
 
@@ -258,7 +250,7 @@ class Application:
         writer = self._writer(exchange)
         completion = Completion(self._dispatcher, asked, writer)
         completion.submit()
-        watch = asyncio.create_task(wait_for_disconnect(exchange.receive, writer))
+        watch = asyncio.create_task(_watch(exchange, writer))
         self._writers.add(writer)
         try:
             await self._deliver(exchange, completion, writer)
@@ -338,6 +330,11 @@ class Application:
             return await self._threads.run(exchange, size, partial(read, raw))
         finally:
             self._bodies.let_go(exchange, raw)
+
+
+async def _watch(exchange: HttpExchange, writer: ResponseWriter) -> None:
+    await exchange.until_disconnected()
+    writer.disconnect()
 
 
 async def _in_version(handler: Handler, exchange: HttpExchange) -> None:

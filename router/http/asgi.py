@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from types import coroutine
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -175,7 +176,7 @@ class HttpExchange(Struct, eq=False):
         Raises:
             Disconnected: The client left before.
         """
-        leaving = asyncio.create_task(self._wait_for_disconnect())
+        leaving = asyncio.create_task(self.until_disconnected())
         try:
             await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
@@ -185,7 +186,8 @@ class HttpExchange(Struct, eq=False):
             leaving.cancel()
             future.cancel()
 
-    async def _wait_for_disconnect(self) -> None:
+    async def until_disconnected(self) -> None:
+        """Wait for the client to leave; the body must have been read whole."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
@@ -206,10 +208,19 @@ class HttpExchange(Struct, eq=False):
         await self.respond(status, msgspec.json.encode(body), *headers)
 
 
-async def lifespan(receive: Receive, send: Send) -> None:
-    """Answer the server's start and stop; there is nothing to prepare."""
-    while True:
-        kind = (await receive())["type"]
-        await send({"type": f"{kind}.complete"})
-        if kind == "lifespan.shutdown":
-            return
+@coroutine
+def resume(started: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
+    """Run a coroutine to its end that was started by `send(None)` and then awaited `awaited`.
+
+    Most of these finish in that first step, and then cost neither a task nor a timer.
+    """
+    try:
+        while True:
+            try:
+                yield awaited
+            except BaseException as error:
+                awaited = started.throw(error)
+            else:
+                awaited = started.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]

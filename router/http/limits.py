@@ -1,12 +1,9 @@
-"""What the body of a request may cost: its size, its pace, and the time of the loop.
+"""Limits on request bodies: their size, their pace, and the time they take on the event loop.
 
-A body must be JSON, small enough, inflated too, and fast enough.  All bodies that are being read or
-understood have one limit together: what goes over it is refused at once, since whoever is made to
-wait holds memory meanwhile, and may do so on purpose.
-
-Large bodies and large answers are worked on in threads.  There are few, so that many large bodies
-at once cost the memory and the cores of a few; clients take turns at them
-(`wire.process.fair_threads`), and ordinary bodies do not wait behind the largest.
+A body must be JSON, small enough (also when inflated) and fast enough.  All bodies together have a
+limit too.  A body beyond it is refused at once: a client that waits holds memory, and may do so on
+purpose.  Large bodies and large responses are processed in a few threads, where clients take turns
+(`wire.process.fair_threads`) and ordinary bodies do not wait behind the largest.
 """
 
 from __future__ import annotations
@@ -17,22 +14,21 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from router.api.errors import HttpError
-from router.http.asgi import JSON, Disconnected, HttpExchange, Receive, Scope, find_header
+from router.http.asgi import JSON, Disconnected, HttpExchange, Receive, Scope, find_header, resume
 from router.http.compression import STEP_BYTES, Inflation
-from router.http.eager import go_on
 from wire.aio.listener import LAST_LOOK_S
 from wire.errors import ErrorCode, WireError
+from wire.process.fair_queue import FairQueue
 from wire.process.fair_threads import FairThreads
 
-# Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and freeing what the
-# tokenizer made of a text hold the GIL: of 4 MB for longer than others should wait.
+# Half a million tokens as text, or 300,000 as decimal ids.  Parsing JSON and freeing the result of
+# the tokenizer hold the GIL, for 4 MB longer than other requests should wait.
 MAX_BODY_BYTES: Final = 2 * 1024 * 1024
-# A body must come at this rate at least, after a grace; slower is an attack or a broken link.
+# The slowest rate of a body, after a grace; slower is an attack or a broken link.
 BODY_BYTES_PER_S: Final = 64 * 1024
-# Of all bodies that are being read or understood.
 MAX_TOTAL_BYTES: Final = 256 * 1024 * 1024
 
-# Bodies up to this size are worked on by the loop itself: about a millisecond.
+# Bodies up to this size are processed on the event loop: about a millisecond.
 INLINE_BYTES: Final = 16 * 1024
 # Up to here it takes some ten milliseconds; far more beyond.
 ORDINARY_BYTES: Final = 128 * 1024
@@ -43,11 +39,54 @@ NUM_LARGE: Final = 1
 T = TypeVar("T")
 
 
-class Bodies:
-    """Reads bodies: each of `max_bytes`, begun within `grace_s`, then at `min_bytes_per_s`.
+class Admission:
+    """Lets one request start in each iteration of the event loop; clients take turns.
 
-    `total_bytes` are those of all that are being read or understood.  A client may have as many of
-    them as are left free: half if it is alone, and the more it has, the more is left for others.
+    Tokenizing a small body and placing its request take about a millisecond of the loop.  So a
+    thousand requests of one client at once delay neither the first of another client nor the
+    tokens of open streams.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: FairQueue[str, asyncio.Future[None]] = FairQueue()
+        self._has_started = False  # a request, in this iteration
+
+    async def wait(self, exchange: HttpExchange) -> None:
+        """Return when the request may start: at once if none has started in this iteration.
+
+        Raises:
+            Disconnected: The client left before.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._has_started:
+            self._has_started = True
+            loop.call_soon(self._start_next)
+            return
+        turn = loop.create_future()
+        self._waiting.add(exchange.asker, turn)
+        try:
+            await exchange.unless_left(turn)
+        finally:
+            self._waiting.remove(exchange.asker, turn)
+
+    def _start_next(self) -> None:
+        first = self._waiting.first()
+        if first is None:
+            self._has_started = False
+            return
+        client, turn = first
+        self._waiting.remove(client, turn)
+        self._waiting.end_turn(client)
+        if not turn.done():
+            turn.set_result(None)
+        asyncio.get_running_loop().call_soon(self._start_next)
+
+
+class Bodies:
+    """Reads bodies: each of `max_bytes`, started within `grace_s`, then at `min_bytes_per_s`.
+
+    `total_bytes` counts all bodies until `let_go`.  A client may hold as many bytes as are free:
+    half if it is alone, and the more it holds, the more is left for others.
     """
 
     def __init__(
@@ -97,7 +136,7 @@ class Bodies:
         return raw
 
     def let_go(self, exchange: HttpExchange, raw: bytes) -> None:
-        """What `read` returned is understood, or refused."""
+        """Stop counting a body that `read` returned."""
         self._count(exchange.asker, -len(raw))
 
     def _count(self, client: str, num_bytes: int) -> None:
@@ -111,19 +150,18 @@ class Bodies:
         patience = Patience(due)
 
         def on_bytes(num_came: int, num_kept: int) -> None:
-            # It moves with what has come: a body that trickles ends soon, whatever its size is
-            # said to be.
+            # Only bytes that came move the deadline, not an announced size.
             patience.deadline = due + num_came / self._min_bytes_per_s
             hold(num_kept)
 
         reading = read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
         try:
             awaited = reading.send(None)
-        except StopIteration as end:  # all of it had come with its headers, as it mostly does
+        except StopIteration as end:  # the body had come with its headers, as it mostly does
             raw: bytes | None = end.value
         else:
             try:
-                raw = await patience.go_on(reading, awaited)
+                raw = await patience.resume(reading, awaited)
             except TimeoutError:
                 raise HttpError(408, "the body came too slowly", code="body_timeout") from None
         if raw is None:
@@ -134,9 +172,8 @@ class Bodies:
 class Patience:
     """Waits for a body until a `deadline` that its bytes move as they come.
 
-    If the whole process stood still, the deadline may be over before bytes that came in time are
-    read.  So they are read for LAST_LOOK_S more.  Then it ends, unless they moved the deadline
-    beyond that moment: who trickles does not, so no byte of its buys another look.
+    If the whole process paused, the deadline may pass before bytes that came in time are read.  So
+    reading goes on for LAST_LOOK_S more, and ends then unless the deadline has moved beyond.
     """
 
     __slots__ = ("_is_last_look", "_timeout", "_timer", "deadline")
@@ -147,12 +184,12 @@ class Patience:
         self._timeout: asyncio.Timeout
         self._timer: asyncio.TimerHandle
 
-    async def go_on(self, begun: Coroutine[Any, Any, T], awaited: Any) -> T:
-        """Return what `router.http.eager.go_on` does.  Raises TimeoutError."""
+    async def resume(self, started: Coroutine[Any, Any, T], awaited: Any) -> T:
+        """Run `router.http.asgi.resume` with this deadline.  Raises TimeoutError."""
         async with asyncio.timeout(None) as self._timeout:
             self._watch()
             try:
-                return await go_on(begun, awaited)
+                return await resume(started, awaited)
             finally:
                 self._timer.cancel()
 
@@ -169,14 +206,10 @@ class Patience:
 
 
 def check_content_type(scope: Scope) -> None:
-    """Refuse bodies that do not say that they are JSON.
-
-    Raises:
-        HttpError: 415.
-    """
+    """Refuse a body that is not declared as JSON.  Raises HttpError 415."""
     kind = find_header(scope, b"content-type") or b""
     if kind.split(b";")[0].strip().lower() != JSON:
-        # A web page may send any other type to any host without asking first.
+        # Browsers let any web page send other types without a preflight request.
         raise HttpError(
             415,
             "send the header Content-Type: application/json (curl: -H 'content-type: "
@@ -191,10 +224,10 @@ async def read_body(
     limit: int = MAX_BODY_BYTES,
     on_bytes: Callable[[int, int], None] = lambda num_came, num_kept: None,
 ) -> bytes | None:
-    """Return the whole body, inflated; None when the client went away before its end.
+    """Return the whole body, inflated; None if the client left before its end.
 
-    `on_bytes` is told how many bytes have come and how many are kept of them, which are more where
-    they came compressed; what it raises ends the reading.
+    `on_bytes` gets the number of bytes received and of bytes kept after inflating; an error that it
+    raises ends the reading.
 
     Raises:
         HttpError: 413, before more than `limit` bytes are kept.  400 or 415: it cannot be inflated.
@@ -219,7 +252,7 @@ async def read_body(
             on_bytes(num_came, num_kept)
             kept.append(step)
             if len(step) == STEP_BYTES:
-                await asyncio.sleep(0)  # there is more to inflate, and others need a turn too
+                await asyncio.sleep(0)  # let others run between two steps
         if not event.get("more_body", False):
             if inflation is not None:
                 inflation.end()
@@ -232,7 +265,7 @@ def _too_large(limit: int) -> HttpError:
 
 
 class Threads:
-    """Runs `work` by the size of what it works on: in the loop, or in a thread.
+    """Runs work on the loop or in a thread, by the size of its input.
 
     In a thread it must release the GIL, or hold it for a few milliseconds at a time.
     """
@@ -242,7 +275,7 @@ class Threads:
         self._large = FairThreads(NUM_LARGE, "large-body")
 
     async def run(self, exchange: HttpExchange, size: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises.
+        """Run `work` and return its result.
 
         Raises:
             Disconnected: The client left before; work that waits is dropped.

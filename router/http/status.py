@@ -1,4 +1,4 @@
-"""What one can ask the router about itself: models, health, cluster, metrics, version, docs."""
+"""The GET routes: models, health, cluster, metrics, version, docs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from router.api.errors import retry_after
 from router.api.model import ServedModel
 from router.api.openapi.document import document
 from router.api.openapi.page import POLICY, page
-from router.core.cluster import Counts, ProcessState, reasons_of, state_of, together
+from router.core.cluster import ProcessState, reasons_of, state_of, together
+from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.http.asgi import HttpExchange
 from router.processes.siblings import Siblings
@@ -31,23 +32,23 @@ class Status:
         *,
         model: ServedModel,
         fleet: Fleet,
-        counts: Counts,
+        dispatcher: Dispatcher,
         statistics: metrics.Metrics,
         is_draining: Callable[[], bool],
         siblings: Siblings | None = None,
     ) -> None:
         self._model = model
         self._fleet = fleet
-        self._counts = counts
+        self._dispatcher = dispatcher
         self._statistics = statistics
         self._is_draining = is_draining
         self._siblings = siblings
         self._created = int(time.time())
         self._version = _version()
-        described()  # it takes longer than a request may
+        described()  # cached: too slow for a request
 
     async def models(self, exchange: HttpExchange) -> None:
-        """GET /v1/models: a list as OpenAI's clients read it, and a page as Anthropic's do."""
+        """GET /v1/models: a list for OpenAI's clients and a page for Anthropic's."""
         name = self._model.name
         page = {"has_more": False, "first_id": name, "last_id": name}
         await exchange.reply({"object": "list", "data": [self._card()]} | page)
@@ -69,12 +70,12 @@ class Status:
         await exchange.respond(200, body, content_type=CONTENT_TYPE)
 
     async def livez(self, exchange: HttpExchange) -> None:
-        """GET /livez: the process and its loop are alive, whatever the workers do."""
+        """GET /livez: the process is alive, with or without workers."""
         await exchange.reply({"status": "alive"})
 
     async def readyz(self, exchange: HttpExchange) -> None:
-        """GET /readyz, /health and /ping: a completion could be served now, or why not."""
-        # Where there are several, any of them may get the completion.
+        """GET /readyz, /health and /ping: whether a completion could be served, or why not."""
+        # Any process of the router may get the completion.
         reasons = reasons_of(await self._states())
         if reasons:
             await exchange.reply({"status": "unready", "reasons": reasons}, 503, retry_after())
@@ -82,7 +83,7 @@ class Status:
             await exchange.reply({"status": "ready", "reasons": []})
 
     async def load(self, exchange: HttpExchange) -> None:
-        """GET /load: the requests under way, as vLLM says it."""
+        """GET /load: the number of open requests, as in vLLM."""
         load = sum([state.running + state.waiting for state in await self._states()])
         await exchange.reply({"server_load": load})
 
@@ -102,12 +103,12 @@ class Status:
         await exchange.reply({"version": self._version})
 
     def state(self) -> ProcessState:
-        """Return how this process is."""
+        """Return the state of this process."""
         is_draining = self._is_draining()
-        return state_of(self._fleet, self._counts, time.monotonic(), is_draining=is_draining)
+        return state_of(self._fleet, self._dispatcher, time.monotonic(), is_draining=is_draining)
 
     async def _states(self) -> list[ProcessState]:
-        """Return how the processes of this router are that say so; this one first."""
+        """Return the states of all processes that answer, this one first."""
         own = self.state()
         if self._siblings is None:
             return [own]
@@ -121,7 +122,7 @@ class Status:
             "created": self._created,
             "owned_by": "baton",
             "max_model_len": self._fleet.max_model_len,
-            # What follows is for Anthropic's clients.
+            # For Anthropic's clients.
             "type": "model",
             "display_name": self._model.name,
             "created_at": datetime.fromtimestamp(self._created, UTC),
@@ -132,13 +133,13 @@ class Status:
 
 @cache
 def described() -> tuple[bytes, bytes]:
-    """Return the description of the API, for programs and for people."""
-    said = document()
-    return msgspec.json.encode(said), page(said).encode()
+    """Return the OpenAPI document and its HTML page."""
+    api = document()
+    return msgspec.json.encode(api), page(api).encode()
 
 
 def _version() -> str:
     try:
         return metadata.version("baton-serve")
-    except metadata.PackageNotFoundError:  # Run from a checkout that is not installed.
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
         return "unknown"

@@ -23,8 +23,7 @@ from router.api.completions.deltas import Piece, joined
 from router.api.completions.events import HEADERS
 from router.api.completions.response import Answer
 from router.api.errors import Header, http_error
-from router.http.asgi import Disconnected, Push, Receive, Send
-from router.http.eager import go_on
+from router.http.asgi import Disconnected, Push, Send, resume
 from router.http.token_events import Middle
 from wire.aio.fair_writes import Turns
 
@@ -135,7 +134,7 @@ class ResponseWriter:
         except Exception as error:
             self.fail(error)
         else:
-            self._rest = go_on(sending, awaited)
+            self._rest = resume(sending, awaited)
             self._signal.set()
 
     def fail(self, error: Exception) -> None:
@@ -259,10 +258,3 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
         if self._push is None and not is_last:
             self._push = self._find_push(self._send)
-
-
-async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:
-    """Tell `writer` when the client leaves; the body must have been read whole."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    writer.disconnect()

@@ -32,7 +32,6 @@ from wire.frames import (
     DecodeDone,
     DecodeRequest,
     DecodeToken,
-    Drain,
     Error,
     Frame,
     PrefillDone,
@@ -143,13 +142,6 @@ async def next_frame(client: object) -> Frame:
     return message.frame
 
 
-async def test_workers_leave_when_nothing_refers_to_them(tmp_path: Path) -> None:
-    async with running(tmp_path) as cluster:
-        cluster.decode.say(Drain(1, 1000))
-        message = await cluster.decode.hear(Tag.DRAIN)
-        assert message.frame == Drain(1, 0)
-
-
 async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None:
     async with running(tmp_path, drain_s=20.0) as cluster:
         sink = RecordingSink()
@@ -242,14 +234,6 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
         assert await serve(config, model, "f00d", asyncio.Event()) == 1
 
 
-async def test_serve_runs_until_it_is_told_to_stop(tmp_path: Path) -> None:
-    model, stop = write_model(tmp_path), asyncio.Event()
-    config = Config(**OPEN | {"model": str(model)})  # type: ignore[arg-type]
-    serving = asyncio.create_task(serve(config, model, "f00d", stop))
-    stop.set()
-    assert await serving == 0
-
-
 async def test_a_part_that_breaks_ends_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,17 +280,6 @@ def test_who_does_not_answer_a_good_bye_over_tls_is_no_error(tmp_path: Path) -> 
             assert client.recv(12) == b"HTTP/1.1 200"
             router.send_signal(signal.SIGTERM)
             _, log = router.communicate(timeout=30)
-        assert router.returncode == 0 and b"error" not in log, log
-
-
-def test_who_does_not_read_is_cut_off_in_the_end_and_it_is_no_error(tmp_path: Path) -> None:
-    with process(tmp_path, "--drain-s=0") as (router, url), socket.socket() as client:
-        little_room(client)
-        client.connect(split_endpoint(url.removeprefix("http://")))
-        client.sendall(LONG)
-        assert client.recv(12, socket.MSG_WAITALL) == b"HTTP/1.1 200"
-        router.send_signal(signal.SIGTERM)
-        _, log = router.communicate(timeout=30)
         assert router.returncode == 0 and b"error" not in log, log
 
 
@@ -389,19 +362,6 @@ def test_an_address_that_is_taken_is_said_with_its_flag(
     assert f"cannot bind --{flag} {endpoint}: Address already in use" in done.stderr
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_two_protocols_have_a_port_each(processes: int, tmp_path: Path) -> None:
-    """Several processes could share one: half of the clients would meet the other protocol."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]
-    endpoints = {**OPEN, "http": f"localhost:{port}", "tcp": f"127.0.0.1:{port}"}
-    command += [f"--{name}={value}" for name, value in endpoints.items()]
-    command.append(f"--processes={processes}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1 and "Address already in use" in done.stderr
-
-
 def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ready = tmp_path / "missing" / "ready"
     command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]
@@ -432,9 +392,3 @@ def test_a_ready_file_that_is_a_directory_leaves_nothing_behind(tmp_path: Path, 
         announce(Config(ready_file=ready), {"http": "http://127.0.0.1:1"})
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert not Path("/.part").exists()
-
-
-def test_a_missing_model_ends_the_process_with_78(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "router", "--model", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, timeout=50)
-    assert done.returncode == 78 and b"no such directory" in done.stderr

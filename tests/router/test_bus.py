@@ -35,7 +35,6 @@ from wire.frames import (
     Error,
     Heartbeat,
     Hello,
-    Peers,
     PrefillDone,
     Role,
     Tag,
@@ -102,15 +101,6 @@ def test_who_does_not_say_hello_is_asked_to() -> None:
     router.beat(b"stranger", load())
     assert errors(router) == [(b"stranger", ErrorCode.UNKNOWN_PEER, "say HELLO first")]
     assert list(router.fleet) == []
-
-
-def test_a_mismatch_is_answered_with_what_to_fix() -> None:
-    router = Router()
-    about = encode_map(detail(fingerprint="beef"))
-    router.say(D, Hello(1, 0, Role.DECODE), about)
-    [(peer, code, reason)] = errors(router)
-    assert (peer, code) == (D, ErrorCode.MISMATCH) and "--model" in reason
-    assert router.take(Tag.WELCOME) == []
 
 
 def test_a_worker_beside_one_that_is_alive_is_fenced_and_told_what_to_do() -> None:
@@ -188,13 +178,6 @@ def test_a_message_that_would_be_long_to_read_is_not_read() -> None:
     router.bus.on_message(peer, encode(DecodeToken(1, 5), scores))
     assert [(to, code) for to, code, _ in errors(router)] == [(peer, ErrorCode.PROTOCOL)]
     assert router.bus.fleet.get(peer) is None
-
-
-def test_a_worker_that_plays_the_router_is_forgotten() -> None:
-    router = Router()
-    router.pair()
-    router.say(P, Peers(1, 0), encode_map([]))
-    assert router.forgotten == [P]
 
 
 def test_a_bad_heartbeat_or_hello_is_a_breach() -> None:

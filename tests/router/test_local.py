@@ -21,7 +21,6 @@ from router import local
 from router.config import Config
 from router.core.cluster import ProcessState
 from router.local import LocalWorkers, command, environment, places
-from tests.scarce import no_descriptor_left
 from wire.process.children import start_child
 from wire.process.cores import format_cores
 from wire.process.settings import ConfigError, parse
@@ -116,19 +115,6 @@ def test_only_those_that_may_not_use_every_core_are_told_cores(
     assert planned == {role: format_cores(place) for (role, _), place in found.items()}
 
 
-async def test_workers_are_started_and_end_when_they_are_asked_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run_script(monkeypatch, OBEDIENT)
-    workers = local_workers((1, 2))
-    workers.start()
-    await until(lambda: len(workers.pids) == 3)
-    pids = dict(workers.pids)
-    assert set(pids) == {("prefill", 0), ("decode", 0), ("decode", 1)}
-    await workers.stop(20.0)
-    assert workers.pids == {} and all(is_gone(pid) for pid in pids.values())
-
-
 async def test_nobody_looks_after_workers_that_were_stopped() -> None:
     workers = local_workers((1, 1))
     workers.start()
@@ -144,20 +130,6 @@ async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPat
     first = workers.pids["decode", 0]
     os.kill(first, signal.SIGKILL)
     await until(lambda: workers.pids.get(("decode", 0), first) != first)
-    await workers.stop(20.0)
-
-
-async def test_a_worker_that_cannot_be_started_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run_script(monkeypatch, OBEDIENT)
-    workers = local_workers((0, 1))
-    with capture_logs() as logs:
-        with no_descriptor_left():
-            workers.start()
-            await until(lambda: logs)
-        await until(lambda: workers.pids)
-    assert logs[0]["event"] == "cannot start child process"
     await workers.stop(20.0)
 
 
@@ -187,7 +159,7 @@ async def test_a_worker_that_ran_before_is_tried_until_its_model_is_back(
     )
     workers = local_workers((0, 1))
     workers.start()
-    await until(runs.exists)
+    await until(lambda: runs.exists() and runs.read_text() == "x")  # it is written, not only opened
     model.unlink()
     with capture_logs() as logs:
         os.kill(workers.pids["decode", 0], signal.SIGKILL)

@@ -25,7 +25,3 @@ def test_choices_add_up_and_the_worst_time_counts() -> None:
 
 def test_a_request_that_was_never_placed_has_no_times() -> None:
     assert facts([ended("overloaded", queue_s=None)]).keys().isdisjoint({"queue_s", "kv_s"})
-
-
-def test_what_was_refused_has_no_facts() -> None:
-    assert facts([]) == {}

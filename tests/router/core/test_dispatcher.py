@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router.core.request import Request
 from router.core.state import Limits
 from tests.router.scripted import EPOCH, RecordingSink, Router, first, load, usage
-from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireError
+from wire.errors import ErrorCode, TransferTooLarge, WireError
 from wire.frames import (
     NO_RANK,
     Cancel,
@@ -154,13 +154,6 @@ def test_no_more_tokens_wanted_ends_after_the_first(router: Router) -> None:
     router.assert_idle()
 
 
-def test_a_decode_request_beyond_the_context_ends_in_an_error(router: Router) -> None:
-    handle, sink = router.submit(new=None)
-    router.dispatcher.decode(handle, 980)
-    assert sink.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
-    router.assert_idle()
-
-
 def test_a_hold_without_decode_request_is_given_up(router: Router) -> None:
     _, sink = router.submit(new=None)
     router.say(P, PrefillDone(router.prefill_id(), 0), first())
@@ -224,11 +217,6 @@ def test_a_prompt_no_worker_has_blocks_for_is_refused() -> None:
     router.submit(63)
 
 
-def test_a_draining_router_takes_nothing_new(router: Router) -> None:
-    router.dispatcher.is_draining = True
-    assert refused_by(router) is ErrorCode.DRAINING
-
-
 def test_requests_wait_in_order_for_a_worker_with_room() -> None:
     router = Router(Limits(max_waiting=2, max_running_per_worker=1))
     router.pair()
@@ -244,39 +232,6 @@ def test_requests_wait_in_order_for_a_worker_with_room() -> None:
     [(_, message)] = router.take(Tag.PREFILL_REQUEST)
     assert isinstance(message.frame, PrefillRequest) and message.frame.seq_len == 12
     assert sink.events == []
-
-
-def test_a_higher_priority_is_served_first() -> None:
-    router = Router(Limits(max_running_per_worker=1))
-    router.pair()
-    running, _ = router.submit(10)
-    for prompt, priority in ((11, 0), (12, 5), (13, -5), (14, 5)):
-        router.submit(prompt, priority=priority)
-    served = []
-    for _ in range(4):
-        router.take(Tag.PREFILL_REQUEST)
-        router.dispatcher.cancel(running)
-        [(_, message)] = router.take(Tag.PREFILL_REQUEST)
-        assert isinstance(message.frame, PrefillRequest)
-        served.append(message.frame.seq_len)
-        running = {11: 2, 12: 3, 13: 4, 14: 5}[message.frame.seq_len]
-    assert served == [12, 14, 11, 13]
-
-
-def test_the_lowest_priority_is_served_in_time_while_higher_ones_keep_coming() -> None:
-    router = Router(Limits(max_running_per_worker=1))
-    router.pair()
-    running, _ = router.submit(10)
-    lowest = {router.submit(12, priority=-100, client="low")[0] for _ in range(2)}
-    for _ in range(50):
-        router.submit(11, priority=100, client="high")
-        router.now += 0.5
-        router.dispatcher.tick()
-        router.dispatcher.cancel(running)
-        [attempt] = router.dispatcher.attempts.values()
-        running = attempt.state.handle
-        lowest.discard(running)
-    assert len(lowest) == 1, "the first, after half of the timeout"
 
 
 def test_waiting_ends_when_blocks_are_free_or_time_is_up() -> None:
@@ -367,12 +322,6 @@ def test_an_error_of_a_worker_reaches_the_client_and_the_other_worker(
     router.assert_idle()
 
 
-def test_an_unknown_error_code_is_internal(router: Router) -> None:
-    _, sink = router.submit()
-    router.say(P, Error(router.prefill_id(), 999))
-    assert sink.error.code is ErrorCode.INTERNAL and sink.error.message
-
-
 @pytest.mark.parametrize(("lost", "other"), [(P, D), (D, P)])
 def test_a_lost_worker_ends_its_requests(router: Router, lost: bytes, other: bytes) -> None:
     _, sink = router.submit()
@@ -391,13 +340,14 @@ def test_a_worker_that_starts_anew_is_told_to_drop_what_it_had(router: Router) -
 
 
 def test_frames_of_another_worker_change_nothing(router: Router) -> None:
-    other = router.join(Role.DECODE, 1)
+    prefill, decode = router.join(Role.PREFILL, 1), router.join(Role.DECODE, 1)
     _, sink = router.submit()
     request_id = router.prefill_id()
-    router.say(other, [DecodeToken(request_id, 3)])
-    router.say(other, Error(request_id, 1), encode_map(ErrorDetail(message="x")))
-    router.say(other, DecodeDone(request_id), usage())
-    assert sink.events == [] and router.dispatcher.dropped == {"wrong_worker": 3}
+    router.say(prefill, PrefillDone(request_id, 0), first())
+    router.say(decode, [DecodeToken(request_id, 3)])
+    router.say(decode, Error(request_id, 1), encode_map(ErrorDetail(message="x")))
+    router.say(decode, DecodeDone(request_id), usage())
+    assert sink.events == [] and router.dispatcher.dropped == {"wrong_worker": 4}
     assert router.dispatcher.num_running == 1 and router.forgotten == []
 
 
@@ -450,21 +400,6 @@ def test_frames_out_of_turn_end_the_request(router: Router) -> None:
         router.say(P, PrefillDone(request_id, 0), payload)
         assert sink.error.code is ErrorCode.INTERNAL
     router.assert_idle()
-
-
-def test_a_worker_cannot_send_more_tokens_than_it_was_asked_for(router: Router) -> None:
-    _, sink = router.submit(new=2)
-    request_id = router.prefill_id()
-    router.say(P, PrefillDone(request_id, 0), first())
-    router.say(D, [DecodeToken(request_id, i) for i in range(5)])
-    assert sink.kinds == ["prefill", "token", "token", "done"]
-    assert router.dispatcher.dropped == {"protocol": 1, "unknown_request": 2}
-    assert {peer for peer, _ in cancels(router)} == {D}
-
-
-def test_a_frame_that_no_worker_sends_is_a_breach(router: Router) -> None:
-    with pytest.raises(RemoteProtocolError):
-        router.dispatcher.on_message(P, Message(DecodeRequest(1, 2)))
 
 
 class RaisingSink(RecordingSink):

@@ -17,7 +17,6 @@ from wire.frames import (
     DecodeDone,
     DecodeRequest,
     DecodeToken,
-    Drain,
     Error,
     PrefillDone,
     PrefillRequest,
@@ -339,14 +338,6 @@ def test_a_worker_that_stands_still_is_left_and_told(router: Router) -> None:
     router.beat(P, load())
     assert asked(router)[0] == P
     assert router.dispatcher.attempts.get(frame.request_id) is None
-
-
-def test_a_draining_worker_that_is_lost_costs_nothing_either(router: Router) -> None:
-    router.submit()
-    router.take(Tag.PREFILL_REQUEST)
-    router.say(P, Drain(1, 5000))
-    router.bus.on_lost(P)
-    assert asked(router)[0] == P1
 
 
 def test_an_answer_that_outgrew_a_limit_is_not_read_anew() -> None:

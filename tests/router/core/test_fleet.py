@@ -267,29 +267,6 @@ def test_peers_are_the_decode_workers_also_when_they_drain() -> None:
     ]
 
 
-def test_promised_blocks_count_until_a_heartbeat_shows_them() -> None:
-    table = fleet()
-    identity = hello(table)
-    table.heartbeat(identity, BEAT, load(64), 0.0)
-    worker = table.get(identity)
-    assert worker is not None
-    worker.promise(1, 10)
-    worker.promise(2, 20)
-    assert worker.available_blocks == 34
-    table.heartbeat(identity, BEAT, load(64), 0.1)
-    assert worker.available_blocks == 34
-    worker.settle(1)
-    assert worker.available_blocks == 34
-    table.heartbeat(identity, BEAT, load(64, used=10), 0.2)
-    assert worker.available_blocks == 34
-    worker.unpromise(1)
-    worker.unpromise(2)
-    worker.unpromise(2)
-    assert worker.available_blocks == 54
-    worker.settle(2)
-    assert not worker.promised and worker.promised_blocks == 0
-
-
 def test_a_promise_counts_until_a_heartbeat_shows_its_blocks() -> None:
     it = worker(Role.DECODE)
     it.promise(1, 3)
@@ -302,12 +279,6 @@ def test_a_promise_counts_until_a_heartbeat_shows_its_blocks() -> None:
     assert it.available_blocks == 61 and not it.promised
     it.unpromise(1)
     assert it.promised_blocks == 0
-
-
-def test_a_worker_without_a_heartbeat_has_nothing_to_give() -> None:
-    it = worker(Role.PREFILL, 4)
-    it.load = None
-    assert it.available_blocks == 0 and it.name == "prefill-4" and it.is_ready
 
 
 def test_requests_of_other_routers_are_those_that_we_did_not_place() -> None:

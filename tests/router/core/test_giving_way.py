@@ -8,27 +8,13 @@ from router.core.dispatcher import HOLD_GRACE_S
 from router.core.fleet import WorkerState
 from router.core.request import Request
 from router.core.state import Limits
-from tests.router.scripted import RecordingSink, Router, first, load, usage
+from tests.router.scripted import RecordingSink, Router, first, load
 from wire.errors import ErrorCode, WireError
-from wire.frames import DecodeDone, Drain, Error, PrefillDone, Role, Tag
+from wire.frames import Error, PrefillDone, Role, Tag
 from wire.options import Options
 from wire.payloads import Usage
 
 P, D = b"prefill-0-1", b"decode-0-1"
-
-
-def test_only_the_first_end_counts() -> None:
-    router = Router()
-    router.pair()
-    handle, sink = router.submit()
-    request_id = router.prefill_id()
-    router.say(P, PrefillDone(request_id, 0), first(7, "stop"))
-    router.say(D, DecodeDone(request_id), usage())
-    router.say(P, Error(request_id, ErrorCode.INTERNAL))
-    router.dispatcher.cancel(handle)
-    router.dispatcher.stop(handle)
-    assert sink.kinds == ["prefill", "done"] and len(router.ends.ends) == 1
-    router.assert_idle()
 
 
 class DeafSink(RecordingSink):
@@ -223,18 +209,6 @@ def test_what_runs_takes_no_place_in_the_queue() -> None:
     assert caught.value.code is ErrorCode.OVERLOADED and not ended(sinks)
 
 
-def test_clients_that_hold_as_much_give_way_in_turn() -> None:
-    router = Router(Limits(max_running_per_worker=6))
-    router.pair()
-    big, small = prefilled(router, 4, "big"), prefilled(router, 2, "small")
-    for _ in range(4):
-        router.submit(client="new")
-    router.now += HOLD_GRACE_S
-    router.dispatcher.tick()
-    assert len(ended(big)) == 3 and len(ended(small)) == 1
-    assert len(router.take(Tag.PREFILL_REQUEST)) == 4
-
-
 def test_blocks_that_are_on_their_way_back_are_not_asked_for_twice() -> None:
     """A decode worker's heartbeat shows late what a CANCEL has freed."""
     router = Router()
@@ -302,19 +276,6 @@ def test_no_one_gives_way_on_a_worker_that_is_too_small() -> None:
     parked = prefilled(router, 1, "hog", prompt=250)
     router.beat(router.join(Role.DECODE, 1), load(64, used=64))
     router.submit(300, client="new")  # 20 blocks
-    router.now += HOLD_GRACE_S
-    router.dispatcher.tick()
-    assert not ended(parked) and router.dispatcher.num_waiting == 1
-
-
-def test_no_one_gives_way_on_a_worker_that_leaves() -> None:
-    router = Router()
-    router.join(Role.PREFILL)
-    router.join(Role.DECODE)
-    parked = prefilled(router, 1, "hog")
-    router.say(D, Drain(1, 1000))
-    router.beat(router.join(Role.DECODE, 1), load(64, used=64))
-    router.submit(client="new")
     router.now += HOLD_GRACE_S
     router.dispatcher.tick()
     assert not ended(parked) and router.dispatcher.num_waiting == 1

@@ -116,20 +116,6 @@ def test_both_workers_are_charged_and_released() -> None:
     assert books(table) == [(0, 0, 0, 0)] * 2
 
 
-def test_a_release_before_the_first_token_settles_everything() -> None:
-    table, placement = cluster(Role.PREFILL, Role.DECODE)
-    attempt = placed(placement)
-    placement.release_decode(attempt)
-    placement.release_prefill(attempt)
-    assert books(table) == [(0, 0, 0, 0)] * 2
-
-
-def test_ids_are_never_given_twice() -> None:
-    _, placement = cluster(Role.PREFILL, Role.DECODE)
-    ids = [placed(placement).request_id for _ in range(10)]
-    assert len(set(ids)) == 10
-
-
 def test_no_room_charges_no_one() -> None:
     table, placement = cluster(Role.PREFILL, Role.DECODE)
     [decode] = table.ready(Role.DECODE)
@@ -166,17 +152,6 @@ def test_a_prompt_that_no_worker_has_blocks_for_is_refused_with_the_number(small
     ) as caught:
         placement.check_workers(state(48), 0.0)
     assert caught.value.code is ErrorCode.OUT_OF_BLOCKS
-
-
-def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
-    table, placement = cluster(Role.PREFILL, Role.DECODE)
-    attempt = placed(placement)
-    [decode] = table.ready(Role.DECODE)
-    decode.on_load(load(64))
-    assert decode.available_blocks == 61
-    placement.finish_reading(attempt)
-    decode.on_load(load(64, used=3))
-    assert decode.available_blocks == 61 and not decode.promised
 
 
 def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:

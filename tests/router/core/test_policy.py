@@ -70,18 +70,6 @@ def test_a_prompt_needs_room_for_itself_and_one_token() -> None:
     assert can_ever_fit(short, 50) and not can_ever_fit(short, 51)
 
 
-def test_decode_prefers_the_worker_that_holds_the_prefix() -> None:
-    workers = [worker(rank=rank) for rank in range(3)]
-    index = index_of(workers)
-    assert decode(workers, index) == 0
-    index.store(workers[2].identity, prefix_hashes(PROMPT, 16)[:2])
-    assert decode(workers, index) == 2
-    index.store(workers[1].identity, prefix_hashes(PROMPT, 16))
-    choice = pick_decode(workers, PROMPT, 10, index, 256)
-    assert choice is not None and choice.worker is workers[1]
-    assert choice.num_blocks == 7
-
-
 def test_load_outweighs_a_held_prefix() -> None:
     workers = [worker(rank=rank) for rank in range(2)]
     index = index_of(workers)
@@ -136,30 +124,6 @@ def test_a_full_or_draining_worker_is_passed_over() -> None:
     assert decode(workers) == 1
     workers[1].state = WorkerState.DRAINING
     assert decode(workers) == -1
-
-
-@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 5)), min_size=1, max_size=6))
-def test_whoever_is_chosen_has_the_blocks(loads: list[tuple[int, int]]) -> None:
-    workers = [worker(rank=rank) for rank in range(len(loads))]
-    for each, (used, active) in zip(workers, loads, strict=True):
-        each.on_load(load(64, used=used))
-        each.num_active = active
-    choice = pick_decode(workers, PROMPT, 10, index_of(workers), 256)
-    roomy = [each for each in workers if each.available_blocks >= 7]
-    if choice is None:
-        assert not roomy
-    else:
-        assert choice.worker.num_active == min(each.num_active for each in roomy)
-
-
-def test_the_longest_held_prefix_is_counted_in_blocks() -> None:
-    index = PrefixIndex()
-    index.add(b"d", 10)
-    index.store(b"d", [1, 2, 3])
-    assert index.longest(b"d", [1, 2, 3, 4]) == 3
-    assert index.longest(b"d", [1, 9, 3]) == 1
-    assert index.longest(b"d", [9, 2]) == 0
-    assert index.longest(b"d", []) == 0
 
 
 def test_evicted_blocks_end_the_prefix() -> None:

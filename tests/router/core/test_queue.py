@@ -34,68 +34,12 @@ def state(
     )
 
 
-def test_an_empty_queue_holds_no_one_up() -> None:
-    queue = Queue(TIMEOUT_S)
-    assert len(queue) == 0 and queue.first() is None
-    assert not queue.is_behind(state(1))
-    queue.remove(state(1))
-
-
-def test_a_new_state_is_behind_its_equals_but_not_behind_lower_ones() -> None:
-    queue = Queue(TIMEOUT_S)
-    queue.add(state(1, priority=3))
-    assert queue.is_behind(state(2, priority=3)) and queue.is_behind(state(2, priority=2))
-    assert not queue.is_behind(state(2, priority=4))
-
-
-@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=30))
-def test_table_leave_by_priority_then_in_order(steps: list[tuple[int, bool]]) -> None:
-    queue, waiting = Queue(TIMEOUT_S), []
-    for handle, (priority, is_removed) in enumerate(steps):
-        each = state(handle, priority)
-        queue.add(each)
-        if is_removed:
-            queue.remove(each)
-            queue.remove(each)
-        else:
-            waiting.append(each)
-    for each in sorted(waiting, key=lambda each: (-each.request.options.priority, each.handle)):
-        assert queue.first() is each
-        queue.take(each, 0.0)
-    assert len(queue) == 0
-
-
 def drain(queue: Queue) -> list[int]:
     handles = []
     while (each := queue.first()) is not None:
         handles.append(each.handle)
         queue.take(each, 0.0)
     return handles
-
-
-def test_clients_take_turns() -> None:
-    queue = Queue(TIMEOUT_S)
-    for handle in range(4):
-        queue.add(state(handle, client="many"))
-    queue.add(state(9, client="one"))
-    queue.add(state(8, client="two"))
-    assert drain(queue) == [0, 9, 8, 1, 2, 3]
-
-
-def test_a_request_that_is_cancelled_costs_no_turn() -> None:
-    queue, cancelled = Queue(TIMEOUT_S), state(1, client="a")
-    for each in (cancelled, state(2, client="a"), state(3, client="b")):
-        queue.add(each)
-    queue.remove(cancelled)
-    assert drain(queue) == [2, 3]
-
-
-def test_one_that_was_served_before_is_first_of_all() -> None:
-    queue = Queue(TIMEOUT_S)
-    for handle, client in ((1, "a"), (2, "b"), (3, "b")):
-        queue.add(state(handle, client=client))
-    queue.add_first(state(4, client="b"))
-    assert drain(queue) == [4, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +60,6 @@ def test_a_lower_priority_is_first_once_it_has_waited_longer_by_the_head_start(
     queue.add(late)
     queue.remove(more)
     assert drain(queue) == [1, 4]
-
-
-def test_one_that_is_tried_again_ages_from_when_it_came() -> None:
-    queue, again = Queue(TIMEOUT_S), state(2, client="b", submitted_at=0.0)
-    queue.add(state(1, client="a", submitted_at=5.0))
-    queue.add_first(again)
-    queue.add(state(3, priority=1, submitted_at=2.0))
-    assert drain(queue) == [2, 3, 1]
 
 
 def test_what_has_long_waited_behind_others_of_its_client_passes_nobody() -> None:
@@ -162,24 +98,6 @@ def test_none_is_passed_for_longer_than_half_of_the_timeout(
         queue.take(first, step * step_s)
         served.append(first.handle)
         assert (step - came_at) * step_s <= TIMEOUT_S / 2 + 3 * step_s
-
-
-def test_the_heaviest_client_gives_way_to_one_with_less() -> None:
-    queue = Queue(TIMEOUT_S)
-    assert queue.displaced_by(state(1), {}) is None
-    many = [state(*each, "many") for each in ((1, 5), (2, 0), (3, 0), (4, 5))]
-    for each in many:
-        queue.add(each)
-    queue.add(state(5, client="few"))
-    displaced = queue.displaced_by(state(6, client="few"), {})
-    assert displaced is not None and displaced.handle == 3
-    assert queue.displaced_by(state(6, client="many"), {}) is None
-    queue.remove(many[2])
-    for _ in range(2):
-        queue.remove(many[1])  # Its priority is empty; the other one is not.
-    assert queue.displaced_by(state(6, client="few"), {}) is None  # It would have as many.
-    displaced = queue.displaced_by(state(6, client="new"), {})
-    assert displaced is not None and displaced.handle == 4
 
 
 class Line:

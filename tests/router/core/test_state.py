@@ -14,7 +14,7 @@ from wire.options import Options
 from wire.payloads import PrefillResult, Usage
 
 EPOCH = 7
-MANY = 50_000
+MANY = 5_000
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from router.api.chat import ChatAnswer
 from router.api.model import ServedModel
 from router.app import Idle
 from router.core.state import Limits
-from router.http.limits import INLINE_BYTES, NUM_ORDINARY, Bodies
+from router.http.limits import INLINE_BYTES, Bodies
 from router.http.origin import Origins
 from tests.circles import circles
 from tests.router.api.messages.stream import message_of, read_events
@@ -79,13 +79,6 @@ async def test_a_completion(site: Site) -> None:
     }
     assert body["system_fingerprint"].startswith("fp_")
     assert body["service_tier"] is None
-
-
-async def test_a_chat(site: Site) -> None:
-    body = await chat(site, max_completion_tokens=3)
-    assert body["id"].startswith("chatcmpl-")
-    assert body["choices"][0]["message"]["content"] == "hel"
-    assert body["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("ask", [complete, chat])
@@ -151,17 +144,6 @@ async def test_logprobs_and_token_ids(site: Site) -> None:
     assert len(content[0]["top_logprobs"]) == 2
     chunks = await chat(site, logprobs=True, top_logprobs=1, stream=True)
     assert sum(len(c["choices"][0]["logprobs"]["content"]) for c in chunks) == 3
-
-
-async def test_what_the_transfer_cost(site: Site) -> None:
-    site.answer = lambda prompt: Answer(usage={"kv_bytes": 64, "kv_skipped_tokens": 1})
-    transfer = (await complete(site, baton_usage=True))["usage"]["baton"]["kv_transfer"]
-    assert (transfer["bytes"], transfer["skipped_tokens"]) == (64, 1)
-
-
-async def test_one_token_needs_no_decode_worker(site: Site) -> None:
-    body = await complete(site, max_tokens=1)
-    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("h", "length")
 
 
 async def test_an_answer_that_is_over_at_once(site: Site) -> None:
@@ -264,13 +246,6 @@ async def test_routes(site: Site, method: str, path: str, status: int, code: str
         assert (status == 405) == ("allow" in answer.headers)
 
 
-async def test_a_slash_at_the_end_and_a_path_without_its_version(site: Site) -> None:
-    assert (await post(site, "/v1/completions/", {"prompt": "ab"})).status_code == 200
-    answer = await post(site, "/chat/completions", CHAT)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-    assert answer.json()["error"]["message"].endswith("use '/v1/chat/completions'")
-
-
 async def test_a_compressed_body(site: Site) -> None:
     kind = {"content-type": "application/json", "content-encoding": "gzip"}
     async with site.client() as client:
@@ -352,28 +327,6 @@ async def test_bad_bodies(site: Site) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "tokens", "status", "code"),
-    [
-        ("x" * 2000, 5, 400, "context_length_exceeded"),
-        ("x" * 900, 500, 400, "context_length_exceeded"),
-        ("", 5, 200, None),
-    ],
-)
-async def test_lengths(site: Site, prompt: str, tokens: int, status: int, code: str | None) -> None:
-    answer = await post(site, "/v1/completions", {"prompt": prompt, "max_tokens": tokens})
-    assert answer.status_code == status
-    assert code is None or answer.json()["error"]["code"] == code
-
-
-async def test_a_kv_cache_over_the_limit_is_refused_at_once(tmp_path: Path) -> None:
-    site = Site(write_model(tmp_path), max_kv_transfer_bytes=64 * 10)
-    sent = len(site.seen)
-    answer = await post(site, "/v1/completions", {"prompt": "x" * 20})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "kv_transfer_too_large")
-    assert len(site.seen) == sent
-
-
 async def test_no_worker_and_too_many_requests(tmp_path: Path) -> None:
     empty = Site(write_model(tmp_path), join=False)
     answer = await post(empty, "/v1/chat/completions", CHAT)
@@ -383,12 +336,6 @@ async def test_no_worker_and_too_many_requests(tmp_path: Path) -> None:
     answer = await post(full, "/v1/chat/completions", CHAT | {"n": 2})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert full.bus.dispatcher.num_running == 0
-
-
-async def test_draining_refuses_new_work(site: Site) -> None:
-    site.application.draining = True
-    answer = await post(site, "/v1/chat/completions", CHAT)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -438,12 +385,6 @@ async def test_a_stream_that_breaks_by_our_own_fault_says_so_and_ends(
 
 
 # Around a request.
-
-
-async def test_tokenize_and_detokenize(site: Site) -> None:
-    tokens = (await post(site, "/tokenize", {"prompt": "hé"})).json()
-    assert tokens == {"tokens": [0, *ids("hé")], "count": 4, "max_model_len": 1000}
-    assert (await post(site, "/detokenize", {"tokens": ids("hé")})).json() == {"prompt": "hé"}
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
@@ -535,17 +476,6 @@ def request_bytes(body: Any, path: str = "/v1/chat/completions", *headers: str) 
     return "\r\n".join([*lines, f"content-length: {len(raw)}", "", ""]).encode() + raw
 
 
-async def test_a_client_that_goes_away_frees_the_workers(site: Site) -> None:
-    site.answer = lambda prompt: Answer("hello", hangs_after=2)
-    async with listening(site.application) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(request_bytes(CHAT | {"stream": True}))
-        await reader.readuntil(b'"content":"h"')
-        writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 30)
-    assert site.bus.dispatcher.num_running == 0
-
-
 async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(
     site: Site,
 ) -> None:
@@ -607,17 +537,6 @@ async def test_who_is_answered_before_the_body_is_read_must_not_ask_there_again(
         writer.close()
 
 
-async def test_a_client_that_goes_away_before_a_whole_answer(site: Site) -> None:
-    site.answer = lambda prompt: Answer(hangs_after=0)
-    async with listening(site.application) as address:
-        _, writer = await asyncio.open_connection(*address)
-        writer.write(request_bytes(CHAT))
-        await asyncio.wait_for(site.asked.wait(), 30)
-        writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 30)
-    assert site.bus.dispatcher.num_running == 0
-
-
 async def test_a_client_that_does_not_read_is_cut_off(site: Site, tmp_path: Path) -> None:
     for role in (Role.PREFILL, Role.DECODE):
         site.join(role, max_model_len=20_000)
@@ -677,18 +596,6 @@ async def drained(client: socket.socket) -> bytes:
     return received
 
 
-async def test_a_body_over_the_limit(site: Site) -> None:
-    async with listening(site.application) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(
-            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: 99999999\r\n\r\n"
-        )
-        answer = await reader.read()
-        assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer
-        writer.close()
-
-
 async def test_a_body_that_comes_too_slowly(site: Site) -> None:
     site.configure(bodies=Bodies(grace_s=0.01))
     async with listening(site.application) as address:
@@ -701,16 +608,6 @@ async def test_a_body_that_comes_too_slowly(site: Site) -> None:
         assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
         assert b"connection: close" in answer
         writer.close()
-
-
-async def test_a_connection_is_used_again_after_a_stream(site: Site) -> None:
-    async with (
-        listening(site.application) as (host, port),
-        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
-    ):
-        for _ in range(2):
-            answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
-            assert events(answer.text)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.fixture
@@ -866,52 +763,3 @@ async def test_new_structures_of_one_key_do_not_keep_another_key_waiting(
     finally:
         checks.may_go_on.set()
         assert {(await task).status_code for task in flood} == {200}
-
-
-async def test_a_known_structure_waits_for_no_thread(
-    shared: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checks = Checks(monkeypatch)
-    assert (await ask_as(FEW, shared, guided_regex="[0-9]")).status_code == 200
-    keys = [FEW, *[MANY] * (NUM_ORDINARY - 1)]
-    busy = [
-        asyncio.create_task(ask_as(key, shared, guided_regex=f"slow{number}"))
-        for number, key in enumerate(keys)
-    ]
-    try:
-        await checks.have_begun(NUM_ORDINARY)
-        async with asyncio.timeout(60):
-            assert (await ask_as(FEW, shared, guided_regex="[0-9]")).status_code == 200
-    finally:
-        checks.may_go_on.set()
-        await asyncio.gather(*busy)
-
-
-async def test_nothing_is_checked_for_a_client_that_left_while_others_were(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checks = Checks(monkeypatch)
-    async with listening(site.application) as (host, port):
-
-        async def ask(text: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            reader, writer = await asyncio.open_connection(host, port)
-            body = json.dumps({"prompt": "ab", "guided_regex": text}).encode()
-            head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            return reader, writer
-
-        stay = [await ask(f"slow{number}") for number in range(NUM_ORDINARY - 1)]
-        await checks.have_begun(NUM_ORDINARY - 1)
-        with capture_logs() as logs:
-            _, leaving = await ask("left")
-            leaving.close()
-            for _ in range(6000):
-                if any(line.get("outcome") == "cancelled" for line in logs):
-                    break
-                await asyncio.sleep(0.01)
-        checks.may_go_on.set()
-        for reader, writer in stay:
-            assert b" 200 " in await reader.readline()
-            writer.close()
-    assert "left" not in checks.checked

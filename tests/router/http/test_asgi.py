@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -62,25 +63,6 @@ def test_a_trace_is_kept_if_it_is_one(
     assert asgi.trace(scope(*headers)) == {name: kept[name].decode() for name in kept}
 
 
-async def test_a_response() -> None:
-    wire = Wire()
-    await asgi.respond(wire.send, 201, b"hi", headers=((b"a", b"b"),))
-    start, body = wire.sent
-    assert start["status"] == 201
-    assert dict(start["headers"])[b"content-length"] == b"2"
-    assert (b"a", b"b") in start["headers"]
-    assert body["body"] == b"hi"
-
-
-async def test_the_servers_start_and_stop() -> None:
-    wire = Wire([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
-    await asgi.lifespan(wire.receive, wire.send)
-    assert [event["type"] for event in wire.sent] == [
-        "lifespan.startup.complete",
-        "lifespan.shutdown.complete",
-    ]
-
-
 def exchange(wire: Wire, **more: Any) -> HttpExchange:
     return HttpExchange(scope() | more, wire.receive, wire.send, "id-1", 0.0)
 
@@ -94,13 +76,37 @@ async def test_every_response_echoes_the_request_id() -> None:
     assert (subject.status, wire.sent[1]["body"]) == (503, b'{"a":1}')
 
 
-def test_the_client_is_an_address_or_nothing() -> None:
-    assert exchange(Wire(), client=("10.0.0.1", 5)).client == "10.0.0.1"
-    assert exchange(Wire(), client=None).client == ""
-
-
 def test_who_asks_is_the_key_or_else_the_address() -> None:
     subject = exchange(Wire(), client=("10.0.0.1", 5))
     assert subject.asker == "10.0.0.1"
     subject.key_name = "key-0123456789ab"
     assert subject.asker == "key-0123456789ab"
+
+
+async def doubled(future: asyncio.Future[int]) -> int:
+    try:
+        return 2 * await future
+    except ValueError:
+        return 2 * await asyncio.shield(future.get_loop().create_task(three()))
+
+
+async def three() -> int:
+    await asyncio.sleep(0)
+    return 3
+
+
+async def test_it_hears_of_an_error_and_may_wait_again() -> None:
+    future = asyncio.get_running_loop().create_future()
+    started = doubled(future)
+    awaited = started.send(None)
+    future.set_exception(ValueError)
+    assert await asgi.resume(started, awaited) == 6
+
+
+async def test_it_is_cancelled_with_its_task() -> None:
+    started = doubled(asyncio.get_running_loop().create_future())
+    task = asyncio.ensure_future(asgi.resume(started, started.send(None)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router.api.model import ServedModel
-from router.api.responses.store import KeptResponse, KeptResponses
+from router.api.responses.store import KeptResponse
 from router.http.limits import INLINE_BYTES
 from router.processes.channel import (
     Answers,
@@ -45,13 +45,6 @@ async def respond(site: Site, **fields: Any) -> dict[str, Any]:
 async def ask(site: Site, method: str, path: str, **headers: str) -> httpx.Response:
     async with site.client() as client:
         return await client.request(method, f"/v1/responses/{path}", headers=headers)
-
-
-async def test_a_response_can_be_seen_again(site: Site) -> None:
-    body = await respond(site)
-    assert body["output"][0]["content"][0]["text"] == "hello"
-    again = await ask(site, "GET", body["id"])
-    assert (again.status_code, again.json()) == (200, body)
 
 
 async def test_a_stream_is_kept_too(site: Site) -> None:
@@ -139,13 +132,6 @@ async def test_what_another_process_keeps_is_found_and_deleted_there(site: Site)
     assert (await ask(site, "GET", "resp_there")).status_code == 404
     await siblings.close()
     await channel.close()
-
-
-async def test_the_oldest_make_room(site: Site) -> None:
-    site.configure(kept=KeptResponses(max_responses=2))
-    names = [(await respond(site))["id"] for _ in range(3)]
-    statuses = [(await ask(site, "GET", name)).status_code for name in names]
-    assert statuses == [404, 200, 200]
 
 
 async def test_a_failure_before_the_first_token_has_a_status(site: Site) -> None:

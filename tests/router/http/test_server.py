@@ -270,20 +270,6 @@ async def test_who_is_refused_in_one_read_and_goes_on_sending_is_told(
     assert not problems
 
 
-async def test_a_large_body_is_no_large_header() -> None:
-    async with serving() as server:
-        size = 4 * MAX_HEADER_BYTES
-        head = b"POST /read HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-        assert (await ask(server, head % size + bytes(size))).endswith(b"\r\n\r\n/read")
-
-
-async def test_what_is_no_http_is_told_so_without_an_echo() -> None:
-    async with serving() as server:
-        answer = await ask(server, b"\x16\x03\x01secret\r\n\r\n")
-        assert error_of(answer) == (400, "invalid_http")
-        assert b"this is not HTTP/1.1" in answer and b"secret" not in answer
-
-
 async def test_a_body_nobody_reads_is_not_waited_for() -> None:
     async with serving() as server:
         answer = await ask(server, b"POST /1 HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nx")
@@ -359,21 +345,6 @@ async def test_nobody_is_kept_who_ends_its_side_and_does_not_take_the_little_tha
             await is_cut.wait()
         while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(0)
-
-
-async def test_a_client_that_took_its_answer_late_may_ask_again_later() -> None:
-    is_cut = asyncio.Event()
-    async with serving(Limits(stall_s=0.5), on_slow_client=is_cut.set) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
-        writer.write(LARGE)
-        await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.2)
-        await reader.readexactly(len(b"/large") + LARGE_BYTES)
-        await asyncio.sleep(0.6)
-        writer.write(GET % 1)
-        assert await reader.readuntil(b"/1")
-        assert not is_cut.is_set()
-        writer.close()
 
 
 async def test_a_client_for_whom_little_waits_may_take_its_time() -> None:
@@ -612,11 +583,6 @@ async def test_framings_that_two_servers_might_read_differently(headers: bytes) 
         assert error_of(await ask(server, data)) == (400, "invalid_http")
 
 
-async def test_one_host_is_enough_and_http_1_0_needs_none() -> None:
-    async with serving() as server:
-        assert (await ask(server, b"GET /1 HTTP/1.0\r\n\r\n")).endswith(b"/1")
-
-
 UPGRADES = [
     b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
     b"connection: upgrade\r\nupgrade: websocket\r\n",
@@ -696,17 +662,6 @@ async def test_http_1_0_is_never_told_to_continue() -> None:
             body = b"expect: 100-continue\r\ncontent-length: 2\r\n\r\nhi"
             answer = await ask(server, head + body)
             assert answer.count(b"100 Continue") == count and answer.endswith(b"hi")
-
-
-async def test_who_waits_to_be_told_to_continue_is_told() -> None:
-    async with serving() as server, asyncio.timeout(30):
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n")
-        writer.write(b"expect: 100-continue\r\n\r\n")
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        writer.write(b"hi")
-        assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
-        writer.close()
 
 
 async def test_what_follows_a_body_nobody_read_is_not_asked() -> None:
@@ -789,10 +744,6 @@ async def test_pipelines_have_a_limit() -> None:
         answer = await ask(server, GET % 1 * (MAX_PIPELINED + 2))
         assert answer.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
         assert b"invalid_http" in answer
-
-
-def test_nothing_is_cut_where_this_is_not_the_server() -> None:
-    cut(Wire().send)
 
 
 async def test_a_body_is_pushed_as_far_as_the_client_takes_it() -> None:

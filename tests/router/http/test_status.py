@@ -44,14 +44,6 @@ async def test_alive_without_any_worker_but_not_ready(tmp_path: Path) -> None:
         assert (await client.get("/readyz")).json() == {"status": "ready", "reasons": []}
 
 
-async def test_draining_is_not_ready(site: Site) -> None:
-    site.application.draining = True
-    async with site.client() as client:
-        answer = await client.get("/readyz")
-        assert answer.json()["reasons"] == ["the router is draining"]
-        assert (await client.get("/livez")).status_code == 200
-
-
 async def test_cluster_metrics_and_version(site: Site) -> None:
     async with site.client() as client:
         assert (await client.get("/v1/cluster")).json()["router"] == {"running": 0, "waiting": 0}

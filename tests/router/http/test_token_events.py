@@ -11,7 +11,6 @@ from router.api.completions.events import PING
 from router.http.asgi import Disconnected
 from router.http.writer import PING_S
 from tests.router.http.client import Client, text_of
-from wire.errors import ErrorCode, WireError
 from wire.payloads import Usage
 
 
@@ -106,19 +105,6 @@ async def test_silence_in_the_middle_is_broken_by_a_comment() -> None:
     await finish(client, task)
 
 
-async def test_a_comment_that_is_due_with_a_token_disturbs_nothing() -> None:
-    client, push, task = await in_the_middle()
-    client.say("d")
-    client.now += PING_S
-    client.writer.tick()
-    await asyncio.sleep(0)
-    for letter in "ef":
-        client.say(letter)
-        await asyncio.sleep(0)
-    assert push.texts == ["b", "c", "d", "e", "f"]
-    assert await finish(client, task) == "a"
-
-
 async def test_silence_is_counted_from_what_the_middle_wrote_though_it_is_over() -> None:
     client, push, task = await in_the_middle()
     client.now += PING_S - 1
@@ -190,14 +176,6 @@ async def test_nothing_is_pushed_for_a_request_that_was_interrupted() -> None:
         await task
     await asyncio.sleep(0)
     assert push.texts == ["b", "c"]
-
-
-async def test_a_failure_in_the_middle_is_said() -> None:
-    client, _, task = await in_the_middle()
-    client.say("d")
-    client.sink.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
-    await task
-    assert b"worker_lost" in client.sent[-1]["body"] and b'"d"' in client.sent[-1]["body"]
 
 
 async def test_what_is_no_token_disturbs_no_other() -> None:

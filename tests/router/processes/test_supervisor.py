@@ -21,7 +21,6 @@ from router.config import Config
 from router.core.cluster import ProcessState
 from router.processes.merged_metrics import families
 from router.processes.supervisor import PARENT_ONLY, STUCK_S, Process, serve_by_several
-from tests.scarce import no_descriptor_left
 from wire.process.children import lives, start_child
 
 pytestmark = pytest.mark.timeout(360)  # several starts each
@@ -224,19 +223,6 @@ async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ende
     assert it.serving.result() == 0
 
 
-async def test_the_pause_grows_until_one_has_served_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.processes.supervisor.MIN_PAUSE_S", 0.01)
-    async with parent(tmp_path) as it:
-        await until(it.ready.exists)
-        for life in range(3):
-            if life == 2:
-                monkeypatch.setattr("wire.process.children.HEALTHY_S", 0.0)
-            await it.die(1)
-    assert it.said("child process ended", "restart_in_s") == [0.01, 0.02, 0.01]
-
-
 async def test_none_is_started_again_while_all_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,19 +267,6 @@ async def test_one_that_has_begun_to_serve_has_its_time_before_it_is_stuck(
         assert it.said("router process is stuck") == []
 
 
-async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_serves(
-    tmp_path: Path,
-) -> None:
-    async with parent(tmp_path) as it:
-        await until(it.ready.exists)
-        with no_descriptor_left():
-            os.kill(it.pids(1)[0], signal.SIGKILL)
-            await until(lambda: it.said("cannot start child process"))
-        await until(lambda: len(it.pids(1)) == 2)
-        assert len(it.pids(0)) == 1 and not it.serving.done()
-    assert it.serving.result() == 0
-
-
 async def test_what_cannot_begin_ends_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,12 +279,6 @@ async def test_what_cannot_begin_ends_the_whole(
             assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not it.ready.exists()
     assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
-
-
-async def test_an_address_that_somebody_has(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = Config(processes=2, http=f"127.0.0.1:{taken.getsockname()[1]}")
-        assert await serve_by_several(config, [], asyncio.Event()) == 1
 
 
 async def test_a_stop_before_anybody_serves(tmp_path: Path) -> None:
