@@ -3,14 +3,11 @@
     WAITING -> PREFILL -> (HELD ->) DECODE
     any of them -> done | error | cancelled
 
-HTTP and raw TCP submit and cancel requests, the bus passes on what workers say of them
-(`router.core.replies`), and each request's sink hears what comes of it.  Every end goes through one
-method, `_end`: the first to call it takes the request off the table, and whoever comes later finds
-nothing.  An attempt that failed is followed by another, which goes on at the next token
-(`router.core.failover`), or the request ends: that is one method too, `fail_attempt`.
-
-Pure: it sends through a callable and reads the time from the clock it is given; `tick` looks for
-what is overdue.
+HTTP and raw TCP submit and cancel requests, the bus passes on frames of workers
+(`router.core.replies`), and each request's sink gets the results.  Every end goes through `_end`:
+its first call takes the request off the table, later ones do nothing.  A failed attempt goes
+through `fail_attempt`: another one continues at the next token (`router.core.failover`), or the
+request ends.  Pure: the transport and the clock are arguments, and `tick` finds overdue requests.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ from wire.process.log_limit import RepeatedLine
 
 log = structlog.get_logger("router")
 
-# A request whose prompt is read keeps its KV for this long even if others wait: its client answers
-# PREFILL_DONE with DECODE_REQUEST, and both have to travel, perhaps around the world.  SPEC 7.
+# A held request keeps its KV this long even if others wait: PREFILL_DONE and DECODE_REQUEST have to
+# travel, perhaps around the world.  SPEC 7.
 HOLD_GRACE_S: Final = 1.0
 
 
@@ -59,9 +56,9 @@ class Dispatcher:
     `request_ids` name the attempts (`router.core.state.RequestIds`).
 
     Attributes:
-        is_draining: Whether new requests are refused.
-        rejected: How many requests `submit` and `check_prompt` refused, by error code.
-        failovers: How many attempts were followed by another, by the error code of the first.
+        is_draining: New requests are refused.
+        rejected: Requests that `submit` and `check_prompt` refused, by error code.
+        failovers: Attempts that were followed by another, by the error code of the first.
         observers: Called at every end; append to it.
     """
 
@@ -89,7 +86,7 @@ class Dispatcher:
         self._open: dict[int, RequestState] = {}  # by handle
         self._attempts: dict[int, Attempt] = {}  # by request id
         self._waiting = Queue(limits.queue_timeout_s)
-        # Requests that pause before another attempt, and until when.
+        # Requests that pause before another attempt, with the end of their pause.
         self._resting: list[tuple[float, RequestState]] = []
 
         self.rejected: Counter[str] = Counter()
@@ -98,25 +95,21 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        """Requests that are placed on workers."""
+        """The number of requests that are placed on workers."""
         return len(self._attempts)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a worker with room, or to be tried again."""
+        """The number of requests that wait for a worker with room or for another attempt."""
         return len(self._open) - len(self._attempts)
 
     @property
     def dropped(self) -> Counter[str]:
-        """How many frames of workers were dropped, by reason."""
+        """Dropped frames of workers, by reason."""
         return self._replies.dropped
 
     def check_prompt(self, num_tokens: int) -> None:
-        """Refuse a prompt that is too long for every worker, before its token ids are decoded.
-
-        Raises:
-            WireError: CONTEXT_LENGTH_EXCEEDED.
-        """
+        """Refuse a prompt that is too long for every worker, before its token ids are decoded."""
         try:
             self._placement.check_tokens(num_tokens, 1)
         except WireError as error:
@@ -124,10 +117,10 @@ class Dispatcher:
             raise
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """Accept a request and return its handle; `sink` hears what comes of it.
+        """Accept a request, whose results go to `sink`, and return its handle.
 
         Raises:
-            WireError: It was refused; no worker has seen it, and `sink` hears nothing.
+            WireError: The request is refused; no worker has seen it, and `sink` is not called.
         """
         now = self._clock()
         deadline_ms = request.options.deadline_ms
@@ -152,7 +145,7 @@ class Dispatcher:
         return state.handle
 
     def decode(self, handle: int, max_new_tokens: int) -> None:
-        """Take how many tokens a client wants that did not say so in its request; only once."""
+        """Set the number of tokens that a raw TCP client wants; only the first call counts."""
         state = self._open.get(handle)
         if state is None or state.is_decode_asked:
             return
@@ -170,7 +163,7 @@ class Dispatcher:
         self._place_waiting()
 
     def stop(self, handle: int) -> None:
-        """End a request well because a stop string came; its sink hears only `on_end`."""
+        """End a request at a stop string; its sink gets only `on_end`."""
         state = self._open.get(handle)
         if state is not None:
             usage = Usage(finish_reason="stop", kv_bytes=state.kv_bytes)
@@ -178,7 +171,7 @@ class Dispatcher:
             self._place_waiting()
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
-        """Drop a request; its sink hears only `on_end`.  An unknown handle is ignored."""
+        """Drop a request; its sink gets only `on_end`.  An unknown handle is ignored."""
         state = self._open.get(handle)
         if state is not None:
             self._end(state, code)
@@ -190,7 +183,7 @@ class Dispatcher:
             self._fail(state, WireError(code, message))
 
     def tick(self) -> None:
-        """End overdue requests, and those that keep KV unasked while others wait; call it often."""
+        """End overdue requests, and held ones while others wait for their KV; call it often."""
         self._fail_overdue()
         self._place_waiting()
         self._make_way()
@@ -198,43 +191,43 @@ class Dispatcher:
         self._followed.tick()
 
     def on_message(self, peer: bytes, message: Message) -> None:
-        """Take a message of a registered worker.
+        """Handle a message of a registered worker.
 
         Raises:
-            RemoteProtocolError: Workers do not send such messages.  One that breaks the rules for a
-                single request raises nothing: that attempt fails.
+            RemoteProtocolError: Workers do not send such messages.  A frame that breaks the rules
+                for one request only fails that attempt.
         """
         self._replies.on_message(peer, message)
         self._place_waiting()
 
     def on_lost(self, peer: bytes) -> None:
-        """A worker is gone, was started anew, or stands still: its requests go elsewhere."""
+        """Move the requests of a worker that is lost, restarted or stalled."""
         self._fail_worker(peer)
         self._place_waiting()
 
     def on_capacity(self) -> None:
-        """A worker joined or freed blocks."""
+        """Place waiting requests after a worker joined or freed blocks."""
         self._place_waiting()
 
     # Called by `router.core.replies`.
 
     @property
     def attempts(self) -> Mapping[int, Attempt]:
-        """Every attempt that has not ended, by its id."""
+        """The attempts that have not ended, by id."""
         return self._attempts
 
     def is_open(self, state: RequestState) -> bool:
-        """Tell whether the request has not ended yet."""
+        """Whether the request has not ended yet."""
         return state.handle in self._open
 
     def go_on(self, state: RequestState) -> None:
-        """Have the rest generated, if the first token is there and the client asks for more."""
+        """Start decoding once the first token is there and the client wants more."""
         if state.phase is not Phase.HELD or not state.is_decode_asked:
             return
         attempt, num_left = state.attempt, state.num_left
         if num_left == 0:
             self.finish_early(state, Usage(finish_reason="length"))
-        elif attempt is None:  # It failed while the client made up its mind.
+        elif attempt is None:  # it failed while the request was held
             self._requeue(state)
         elif num_left is not None and attempt.decode is not None:
             state.phase, state.due = Phase.DECODE, state.deadline
@@ -246,14 +239,14 @@ class Dispatcher:
             )
 
     def finish_early(self, state: RequestState, usage: Usage) -> None:
-        """End a request well whose first token, or the one after a failover, was the last."""
+        """End a request well whose prefill token was its last."""
         attempt = state.attempt
         if attempt is not None and attempt.decode is None:
-            self.release_prefill(attempt)  # It handed nothing over: it is done.
+            self.release_prefill(attempt)  # no KV is handed over: the worker is done
         self.finish(state, structs.replace(usage, kv_bytes=state.kv_bytes))
 
     def finish(self, state: RequestState, usage: Usage) -> None:
-        """End a request well; its usage counts the tokens that the client really got."""
+        """End a request well; its usage counts the tokens that the client got."""
         usage = structs.replace(usage, completion_tokens=len(state.generated))
         if self._end(state, None, usage=usage):
             try:
@@ -262,7 +255,7 @@ class Dispatcher:
                 log.exception("a sink failed", client=state.request.client)
 
     def drop_sink(self, state: RequestState) -> None:
-        """End a request whose sink raised, and no other.  Call it where the exception is caught."""
+        """End a request whose sink raised; call it in the except clause."""
         log.exception("a sink failed", client=state.request.client)
         self._fail(state, WireError(ErrorCode.INTERNAL, "internal error of the router"))
 
@@ -276,11 +269,11 @@ class Dispatcher:
     ) -> None:
         """Follow a failed attempt by another one, or end its request with `error`.
 
-        Its workers are told to cancel it; `spare` is not, it knows already or is gone.  The next
-        attempt avoids the worker that is `blamed`, if it can.
+        Its workers get CANCEL, except `spare`, which knows already or is gone.  The next attempt
+        avoids the worker that is `blamed`, if it can.
         """
         state, now = attempt.state, self._clock()
-        if state.num_left == 0:  # The client has every token; only DECODE_DONE was missing.
+        if state.num_left == 0:  # the client has every token: only DECODE_DONE was missing
             self.finish(state, Usage(finish_reason="length", kv_bytes=state.kv_bytes))
             return
         reason = self._no_retry(state, error, now)
@@ -293,7 +286,7 @@ class Dispatcher:
         self.failovers[error.code.label] += 1
         self._followed.add({"reason": error.message, "code": error.code.label})
         if state.phase is Phase.HELD:
-            return  # The client has not asked for more yet; `go_on` will queue it.
+            return  # `go_on` queues it when the client wants more
         pause = pause_s(state, error)
         if pause:
             state.phase, state.due = Phase.WAITING, state.deadline
@@ -302,30 +295,30 @@ class Dispatcher:
             self._requeue(state)
 
     def release_prefill(self, attempt: Attempt) -> None:
-        """Take the attempt off its prefill worker, which has nothing more to do for it."""
+        """Take the attempt off its prefill worker, which is done with it."""
         worker = self._placement.release_prefill(attempt)
         if worker is not None:
             self.let_go(worker)
 
     def release_decode(self, attempt: Attempt) -> None:
-        """Take the attempt off its decode worker, which has nothing more to do for it."""
+        """Take the attempt off its decode worker, which is done with it."""
         worker = self._placement.release_decode(attempt)
         if worker is not None:
             self.let_go(worker)
 
     def let_go(self, worker: Worker) -> None:
-        """Answer DRAIN, if the worker drains and has no attempt any more: it may go."""
+        """Answer DRAIN if the worker drains and has no attempt left."""
         if worker.state is WorkerState.DRAINING and not worker.attempts:
             self._send(worker.identity, Drain(worker.epoch, 0))
 
     # Waiting, placing, ending.
 
     def _add(self, state: RequestState) -> None:
-        """Place a request, or let it wait behind those that wait already.
+        """Place a request or queue it.
 
         Raises:
-            WireError: It can never be served; or too many wait already: OVERLOADED, or NO_WORKER if
-                they wait because there is no worker.
+            WireError: It can never be served, or the queue is full: OVERLOADED, or NO_WORKER if
+                there is no worker.
         """
         self._placement.check(state)
         if self._waiting.is_behind(state) or not self._place(state):
@@ -336,20 +329,20 @@ class Dispatcher:
         self._budget.earn()
 
     def _requeue(self, state: RequestState) -> None:
-        """Let a request wait for another attempt, before those that had none yet."""
+        """Queue a request for another attempt, before those that had none yet."""
         state.phase = Phase.WAITING
         state.due = min(state.deadline, self._clock() + self._limits.queue_timeout_s)
         self._waiting.add_first(state)
 
     def _place_waiting(self) -> None:
-        """Place requests that wait, while there is room."""
+        """Place waiting requests while there is room."""
         if self._resting:
             self._wake()
         while (state := self._waiting.first()) is not None and self._place(state):
             self._waiting.take(state, self._clock())
 
     def _make_way(self) -> None:
-        """Place requests that wait; for want of room, end those whose client does not ask on."""
+        """Place waiting requests; if there is no room, end held ones past their grace."""
         while (state := self._waiting.first()) is not None:
             if self._place(state):
                 self._waiting.take(state, self._clock())
@@ -372,10 +365,10 @@ class Dispatcher:
         usage: Usage | None = None,
         spare: Worker | None = None,
     ) -> bool:
-        """Take a request off the table and tell its sink and the observers how it ended.
+        """Take a request off the table and report its end to its sink and the observers.
 
-        Returns False if it has ended already.  Its workers are told to cancel it; `spare` is not,
-        it knows already or is gone.
+        Returns False if it has ended already.  Its workers get CANCEL, except `spare`, which knows
+        already or is gone.
         """
         if self._open.pop(state.handle, None) is None:
             return False
@@ -397,18 +390,18 @@ class Dispatcher:
                 log.exception("a sink failed", client=state.request.client)
 
     def _fail_worker(self, peer: bytes) -> None:
-        """Fail every attempt on this worker, which is gone, was started anew or stands still."""
+        """Fail every attempt on a worker that is lost, restarted or stalled."""
         is_here = self._fleet.get(peer) is not None
         for attempt in tuple(self._attempts.values()):
             for worker in (attempt.prefill, attempt.decode):
                 if worker is not None and worker.identity == peer:
-                    # A worker that is here may still be at work for it, and is told to stop.
+                    # A worker that is still here may be working on it, so it gets CANCEL.
                     spare = None if is_here else worker
                     self.fail_attempt(attempt, PeerLost(worker.name), spare=spare)
                     break
 
     def _fail_overdue(self) -> None:
-        """End every request whose time is over."""
+        """End every request that is overdue."""
         now = self._clock()
         for state in [state for state in self._open.values() if state.due <= now]:
             error = state.overdue(now)
@@ -439,8 +432,7 @@ class Dispatcher:
         return [state for state in table if state.is_parked]
 
     def _giving_way(self) -> Iterator[RequestState]:
-        """Yield the requests that give way, in order: held for too long without DECODE_REQUEST,
-        those of the client that holds most first."""
+        """Yield held requests past their grace, those of the client that holds most first."""
         parked, limit = self._parked(), self._clock() - HOLD_GRACE_S
         is_late = [state.first_at is not None and state.first_at <= limit for state in parked]
         return heaviest_first(parked, is_late)
@@ -457,9 +449,9 @@ class Dispatcher:
         self._fail(displaced, self._missing_worker(displaced) or overloaded)
 
     def _no_retry(self, state: RequestState, error: WireError, now: float) -> str | None:
-        """Return why there is no further attempt, "" if the error says enough; None: there is one.
+        """Return why there is no further attempt ("" if the error says it); None if there is one.
 
-        The checks of `submit` are made again: with what was generated, the text to read is longer.
+        The checks of `submit` are repeated, because generated tokens lengthen the prompt.
         """
         if error.code not in AGAIN:
             return ""

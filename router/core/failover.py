@@ -1,9 +1,8 @@
-"""Whether a failed attempt is followed by another: for which errors, how often, how soon.
+"""Retries of failed attempts: for which errors, how often, how soon.
 
-The next attempt reads the prompt and the tokens that the client has already, under a new request
-id, and goes on at the next token.  Attempts cannot pile up on a cluster in trouble: each request
-has a few, and all requests share a budget (as in Finagle: a burst, then a fraction of the traffic).
-Pure.
+The next attempt prefills the prompt and the tokens generated so far under a new request id, and
+continues at the next token.  Retries are limited per request and by a budget of all requests (as in
+Finagle: a burst, then a fraction of the traffic).  Pure.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ AGAIN: Final = frozenset(
         ErrorCode.UNKNOWN_REQUEST,
     }
 )
-# What the budget of retries earns with each request and each second: what was earned while all went
-# well pays for a lost worker.
+# The retries that the budget earns with each request and each second.
 PER_REQUEST: Final = 0.2
 PER_S: Final = 10.0
-# Before another attempt, and twice as long each time; after a lost worker there is none.
+# Before another attempt, doubled each time; after a lost worker there is no pause.
 PAUSE_S: Final = 0.1
 
 
 class RetryBudget:
-    """How many retries the router may still make: `burst` at most, earned by requests and time."""
+    """The retries that the router may still make: at most `burst`, earned by requests and time."""
 
     def __init__(self, burst: int, now: float) -> None:
         self._burst = float(burst)
@@ -44,7 +42,7 @@ class RetryBudget:
         self._earned_at = now
 
     def earn(self) -> None:
-        """A new request was accepted."""
+        """Count an accepted request."""
         self._left = min(self._burst, self._left + PER_REQUEST)
 
     def spend(self, now: float) -> bool:
@@ -58,14 +56,14 @@ class RetryBudget:
 
 
 def pause_s(state: RequestState, error: WireError) -> float:
-    """Return how long the request rests before its next attempt."""
+    """Return the pause before the next attempt of a request."""
     if error.code is ErrorCode.WORKER_LOST:
         return 0.0
     return float(PAUSE_S * 2 ** (state.num_attempts - 1))
 
 
 def given_up(state: RequestState, error: WireError, reason: str) -> WireError:
-    """Return the error the client gets: the last one, and why there is no further attempt."""
+    """Return the client's error: the last one, with the reason why no attempt follows."""
     if state.num_attempts <= 1 and not reason:
         return error
     tries = f"attempt {state.num_attempts} failed"
@@ -73,7 +71,7 @@ def given_up(state: RequestState, error: WireError, reason: str) -> WireError:
 
 
 def at_fault(attempt: Attempt, error: WireError, blamed: Worker | None) -> set[bytes]:
-    """Return which workers the next attempt should avoid: of a failed transfer, both ends."""
+    """Return the workers that the next attempt should avoid: after a failed transfer both ends."""
     is_between = error.code is ErrorCode.TRANSFER_FAILED
     workers = (attempt.prefill, attempt.decode) if is_between else (blamed,)
     return {worker.identity for worker in workers if worker is not None}

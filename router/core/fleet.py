@@ -1,12 +1,9 @@
-"""The workers this router knows: who may join, who is alive, how loaded each is.
+"""The table of workers: admission, liveness and load.
 
-A worker joins with HELLO.  It gets requests from its first HEARTBEAT on, which says how many blocks
-are free.  It is suspect, and gets none, after a short silence or while its engine stands still; it
-drains when it asks to, and is lost when it stays silent or its connection closes.  A worker
-that is alive keeps its role and rank, whoever else asks for them.  A limit that a worker states is
-that worker's only, never one of the whole fleet.
-
-Pure: time comes in as an argument, nothing is sent from here.
+A worker joins with HELLO and gets requests from its first HEARTBEAT on, which says how many blocks
+are free.  It is suspect, and gets no requests, after a short silence or while its engine stalls.
+It drains when it asks to, and is lost when it stays silent or its connection closes.  A live worker
+keeps its role and rank.  A limit that a worker states is its own, not the fleet's.  Pure.
 """
 
 from __future__ import annotations
@@ -26,17 +23,17 @@ from wire.payloads import HelloDetail, Load, PeerDetail
 
 # A worker is lost after this many heartbeat intervals of silence.
 MISSED_BEATS: Final = 3
-# After this many it gets no more requests until it is heard again.
+# After this many it gets no more requests until its next message.
 SUSPECT_BEATS: Final = 2
-# A worker that died is back within this time if something restarts it: requests wait for it.
+# Requests wait this long for a lost worker to be restarted.
 REJOIN_S: Final = 10.0
-# Lost workers are listed until their rank is taken; only the latest, for any rank may be claimed.
+# The latest lost workers are listed until their rank is taken.
 MAX_LOST: Final = 64
 MAX_WORKERS: Final = 4096
 
 
 class WorkerState(StrEnum):
-    """Where a worker is in its life, as `/v1/cluster` shows it."""
+    """The state of a worker, as in `/v1/cluster`."""
 
     JOINING = "joining"
     READY = "ready"
@@ -47,9 +44,9 @@ class WorkerState(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One worker process: what it said of itself, and what this router has placed on it.
+    """One worker process, and the attempts that this router has placed on it.
 
-    It is `is_stalled` while its engine stays in one step for too long, though heartbeats come.
+    `is_stalled`: its engine stays in one step for too long, though heartbeats come.
     """
 
     identity: bytes
@@ -57,11 +54,11 @@ class Worker:
     rank: int
     epoch: int
     detail: HelloDetail
-    # When its last HEARTBEAT came, and when anything did: a heartbeat may wait behind tokens.
+    # The times of its last HEARTBEAT and of its last message: a heartbeat may wait behind tokens.
     last_seen: float
     last_heard: float
     state: WorkerState = WorkerState.JOINING
-    # Among equals, a worker with a lower one is chosen.
+    # Ties go to the lowest.
     turn: int = 0
 
     lost_at: float = 0.0
@@ -72,20 +69,20 @@ class Worker:
     step: int = 0
     running: int = 0
     waiting: int = 0
-    # Of them, those that other routers placed.
+    # Of these, requests of other routers.
     num_others: int = 0
 
-    # Placed by this router: the ids of the attempts that involve it; how many of them keep it busy;
-    # the prompt tokens it still has to read.
+    # Of this router: the ids of its attempts there, the number of those that keep it busy, and the
+    # prompt tokens still to be read.
     attempts: set[int] = field(default_factory=set)
     num_active: int = 0
     prompt_tokens: int = 0
-    # Blocks set aside for attempts by id, and their sum, until a heartbeat counts them as used.
+    # Blocks reserved by attempts, and their sum, until a heartbeat counts them as used.
     promised: dict[int, int] = field(default_factory=dict)
     promised_blocks: int = 0
-    # Blocks of attempts that were ended to make room, until a heartbeat counts them as free.
+    # Blocks of attempts ended to make room, until a heartbeat counts them as free.
     returning_blocks: int = 0
-    # Attempts that have taken their blocks since the last heartbeat.
+    # Attempts that took their blocks since the last heartbeat.
     _settling: set[int] = field(default_factory=set)
 
     @property
@@ -98,41 +95,40 @@ class Worker:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that a new request may have: free or cached, less those set aside for others."""
+        """Blocks for a new request: free or cached, minus reserved ones."""
         if self.load is None:
             return 0
         return self.load.free + self.load.cached - self.promised_blocks
 
     def promise(self, request_id: int, num_blocks: int) -> None:
-        """Set blocks aside for an attempt, until a heartbeat counts them as used."""
+        """Reserve blocks for an attempt, until a heartbeat counts them as used."""
         self.promised[request_id] = num_blocks
         self.promised_blocks += num_blocks
 
     def settle(self, request_id: int) -> None:
-        """The attempt has taken its blocks: the next heartbeat will count them."""
+        """Note that the attempt has taken its blocks: the next heartbeat counts them."""
         if request_id in self.promised:
             self._settling.add(request_id)
 
     def unpromise(self, request_id: int) -> None:
-        """Set nothing aside for this attempt any more; idempotent."""
+        """Drop the reservation of an attempt; idempotent."""
         self.promised_blocks -= self.promised.pop(request_id, 0)
         self._settling.discard(request_id)
 
     def on_beat(self, beat: Heartbeat) -> None:
-        """Take what a worker has to do, for whichever router."""
+        """Take the request counts of a heartbeat, which are those of all routers."""
         self.step, self.running, self.waiting = beat.step, beat.running, beat.waiting
         self.num_others = max(0, beat.running + beat.waiting - len(self.attempts))
 
     def on_load(self, load: Load) -> None:
-        """Take the blocks of a heartbeat, which counts those that attempts took before it."""
+        """Take the block counts of a heartbeat."""
         self.load, self.returning_blocks = load, 0
         for request_id in tuple(self._settling):
             self.unpromise(request_id)
 
 
 class Joined(NamedTuple):
-    """A HELLO that was accepted.  `replaced` had the rank before: a worker that had fallen silent,
-    or this one, which says HELLO again."""
+    """An accepted HELLO; `replaced` had the rank before: a silent worker, or the same one."""
 
     worker: Worker
     replaced: Worker | None
@@ -141,15 +137,13 @@ class Joined(NamedTuple):
 class Fleet:
     """The table of workers, by ZeroMQ identity.
 
-    `own_max_kv_transfer_bytes` is the router's own limit; a worker whose engine is longer than
-    `stall_s` in one step stands still.  It is number `process` of `num_processes` that choose among
-    these workers: among equals, each begins with others.
+    `own_max_kv_transfer_bytes` is the router's own limit.  An engine that is longer than `stall_s`
+    in one step is stalled.  Each `process` of `num_processes` breaks ties differently.
 
     Attributes:
-        max_model_len: The longest sequence in tokens that a worker of each role takes; None: none
-            is here.
-        last_max_model_len: The same, or what it was when the last worker left; None if none was
-            ever here.
+        max_model_len: The longest sequence in tokens that a worker of each role takes; None without
+            workers.
+        last_max_model_len: The same, kept when the last worker leaves.
     """
 
     def __init__(
@@ -170,14 +164,14 @@ class Fleet:
         self.max_model_len: int | None = None
         self.last_max_model_len: int | None = None
         self._workers: dict[bytes, Worker] = {}
-        # The largest KV cache that a worker takes, of each role that is here.
+        # By role, the largest KV transfer that a worker takes.
         self._kv_bytes: list[int] = []
-        self._looked_at: float | None = None  # when `overdue` was asked last
+        self._looked_at: float | None = None  # the last call of `overdue`
         self._ranks: dict[tuple[Role, int], Worker] = {}
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
 
     def __iter__(self) -> Iterator[Worker]:
-        """Yield every worker that is here, and the lost ones whose rank nobody has now."""
+        """Yield all workers, and the lost ones whose rank is still free."""
         yield from self._workers.values()
         yield from self._lost.values()
 
@@ -186,11 +180,11 @@ class Fleet:
         return self._workers.get(identity)
 
     def live(self, role: Role) -> list[Worker]:
-        """Return the workers of a role that are here, in whatever state."""
+        """Return the workers of a role, in any state but lost."""
         return [worker for worker in self._workers.values() if worker.role is role]
 
     def expected(self, role: Role, now: float) -> list[Worker]:
-        """Return the workers of a role that are ready, or will be soon if all goes well."""
+        """Return the workers of a role that are ready or may be soon."""
         lost = (worker for worker in self._lost.values() if now - worker.lost_at <= REJOIN_S)
         return [
             worker
@@ -205,21 +199,21 @@ class Fleet:
 
     @property
     def layout(self) -> KVLayout | None:
-        """The KV layout, which all workers here share; None while there is no worker."""
+        """The KV layout of all workers; None without workers."""
         return next((worker.detail.layout for worker in self._workers.values()), None)
 
     @property
     def max_kv_transfer_bytes(self) -> int:
-        """The largest KV cache that a worker of each role takes, within the router's own limit."""
+        """The largest KV transfer that a worker of each role takes, within the router's limit."""
         return min([self.own_max_kv_transfer_bytes, *self._kv_bytes])
 
     @property
     def fence_s(self) -> float:
-        """How long a worker that vanished keeps its rank: until it has missed its heartbeats."""
+        """The time for which a vanished worker keeps its rank."""
         return MISSED_BEATS * self.heartbeat_s
 
     def peers(self) -> list[PeerDetail]:
-        """Return the decode workers for PEERS; those that drain too, they may be taking KV in."""
+        """Return the decode workers for PEERS, draining ones too: they may be receiving KV."""
         return [
             PeerDetail(
                 rank=worker.rank,
@@ -233,7 +227,7 @@ class Fleet:
 
     @property
     def arithmetics(self) -> list[str]:
-        """What the numbers of the workers here depend on: one name if a text is the same on all."""
+        """The kinds of arithmetic of the workers; with one kind, outputs are the same on all."""
         return sorted({worker.detail.arithmetic for worker in self._workers.values()})
 
     def hello(self, identity: bytes, hello: Hello, detail: HelloDetail, now: float) -> Joined:
@@ -241,8 +235,8 @@ class Fleet:
 
         Raises:
             WireError: MISMATCH, FENCED or OVERLOADED; the message says what to fix.
-            RemoteProtocolError: It claims to be another worker than its ZeroMQ identity says; and
-                its key was checked against that identity.
+            RemoteProtocolError: HELLO differs from the ZeroMQ identity, against which the worker's
+                key was checked.
         """
         if reason := self._mismatch(hello, detail):
             raise WireError(ErrorCode.MISMATCH, reason)
@@ -264,10 +258,10 @@ class Fleet:
         return Joined(worker, replaced)
 
     def heartbeat(self, identity: bytes, beat: Heartbeat, load: Load, now: float) -> Worker | None:
-        """Note how loaded a worker is, and that it is alive; None if it is unknown.
+        """Update the load of a worker; None if it is unknown.
 
         Raises:
-            RemoteProtocolError: Its blocks do not add up to those it has.
+            RemoteProtocolError: Its block counts do not match HELLO.
         """
         worker = self._workers.get(identity)
         if worker is None:
@@ -293,7 +287,7 @@ class Fleet:
         return worker
 
     def lose(self, identity: bytes, now: float) -> Worker | None:
-        """Take a worker out; None if it is unknown.  One that drained is not listed as lost."""
+        """Remove a worker; None if it is unknown.  One that drained is not listed as lost."""
         worker = self._workers.pop(identity, None)
         if worker is None:
             return None
@@ -309,10 +303,10 @@ class Fleet:
         return worker
 
     def overdue(self, now: float) -> list[Worker]:
-        """Return the workers that have fallen silent; mark those that may have as suspect.
+        """Return the workers that are silent for too long; mark those that may be as suspect.
 
-        Ask several times a heartbeat: a longer time in which nobody did is this process's own
-        pause, and what was said in it is still to be read.
+        Call it several times per heartbeat: a longer gap is a pause of this process, whose
+        incoming messages are still unread.
         """
         pause_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
@@ -327,7 +321,7 @@ class Fleet:
         return [worker for worker in self._workers.values() if worker.last_heard < limit]
 
     def _fence(self, incumbent: Worker, now: float) -> None:
-        """Refuse another worker the rank of one that was heard lately."""
+        """Refuse a rank whose worker is alive."""
         if now - incumbent.last_heard <= SUSPECT_BEATS * self.heartbeat_s:
             raise WireError(
                 ErrorCode.FENCED,
@@ -336,13 +330,13 @@ class Fleet:
             )
 
     def _note_limits(self) -> None:
-        """Work out once what the workers that are here take now: every request asks for it."""
+        """Update the limits of all workers, which every request reads."""
         self._kv_bytes = self._best(lambda detail: detail.max_kv_transfer_bytes)
         self.max_model_len = min(self._best(lambda detail: detail.max_model_len), default=None)
         self.last_max_model_len = self.max_model_len or self.last_max_model_len
 
     def _best(self, limit: Callable[[HelloDetail], int]) -> list[int]:
-        """Return for each role that is here the highest limit: over it, no worker could take it."""
+        """Return the highest limit of each role that has workers."""
         found = [
             [limit(worker.detail) for worker in self.live(role)]
             for role in (Role.PREFILL, Role.DECODE)
@@ -350,8 +344,7 @@ class Fleet:
         return [max(limits) for limits in found if limits]
 
     def _layout_beside(self, role: Role, rank: int) -> KVLayout | None:
-        """Return the KV layout of all workers but this one, which may come back with another layout
-        if it is the only one."""
+        """Return the KV layout of the other workers; a lone worker may return with another one."""
         return next(
             (
                 worker.detail.layout
@@ -388,11 +381,7 @@ class Fleet:
 
 
 def check_version(hello: Hello) -> None:
-    """Refuse a HELLO of another version, whose payload may be another too.
-
-    Raises:
-        WireError: MISMATCH; the message says what to fix.
-    """
+    """Refuse a HELLO of another version, whose payload may differ.  Raises WireError MISMATCH."""
     if hello.version != VERSION:
         raise WireError(
             ErrorCode.MISMATCH,
@@ -402,13 +391,13 @@ def check_version(hello: Hello) -> None:
 
 
 def _is_reachable(endpoint: str) -> bool:
-    """Tell whether prefill workers can connect there: no wildcard, no multicast."""
+    """Whether prefill workers can connect there: no wildcard, no multicast."""
     if not endpoint.startswith("tcp://"):
         return bool(endpoint)
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     try:
         address = ip_address(host.strip("[]"))
     except ValueError:
-        return True  # A name.
+        return True  # a name
     is_group = address.is_multicast or address == ip_address("255.255.255.255")
     return not (address.is_unspecified or is_group)

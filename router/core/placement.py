@@ -1,8 +1,8 @@
-"""Puts requests on workers and takes them off again, and keeps count of what is on each worker.
+"""Places requests on workers, releases them, and keeps the counts of each worker.
 
-`check` refuses what can never be served, before anything is sent, and `check_workers` what nobody
-here will ever have room for.  `place` picks two workers (`router.core.policy`) and counts the
-request there; only `release_prefill` and `release_decode` take it off again.  Pure.
+`check` refuses requests that can never be served, `check_workers` those that no worker will have
+room for.  `place` picks two workers (`router.core.policy`) and counts the request there; only
+`release_prefill` and `release_decode` undo that.  Pure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Placement:
         self._request_ids = request_ids
 
     def check(self, state: RequestState) -> None:
-        """Refuse what can never be served, whichever workers are here.
+        """Refuse a request that can never be served.
 
         Raises:
             WireError: INVALID_REQUEST, CONTEXT_LENGTH_EXCEEDED or KV_TRANSFER_TOO_LARGE.
@@ -56,7 +56,7 @@ class Placement:
         problem = prompt_logprobs_problem(seq_len, options.prompt_logprobs)
         if problem is not None:
             raise WireError(ErrorCode.INVALID_REQUEST, problem)
-        # The length first: a prompt that is too long is not searched for its largest id.
+        # Before `max`, which is slow for a prompt that is too long.
         self.check_length(state)
         if (largest := max(state.request.token_ids)) >= self._vocab_size:
             raise WireError(
@@ -68,7 +68,7 @@ class Placement:
             raise TransferTooLarge(size, limit)
 
     def check_workers(self, state: RequestState, now: float) -> None:
-        """Refuse what could not be placed if no worker here will ever have room for it.
+        """Refuse a request that no worker will ever have room for.
 
         Raises:
             WireError: NO_WORKER or OUT_OF_BLOCKS.
@@ -79,11 +79,7 @@ class Placement:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, state: RequestState) -> None:
-        """Refuse a request that is longer than any worker takes.
-
-        Raises:
-            WireError: CONTEXT_LENGTH_EXCEEDED.
-        """
+        """Refuse a request that is longer than any worker takes."""
         seq_len = len(state.request.token_ids)
         self.check_tokens(seq_len, state.total_tokens - seq_len)
 
@@ -102,10 +98,10 @@ class Placement:
             )
 
     def num_that_fit(self, state: RequestState) -> int:
-        """Return how many tokens after the first the model's context has room for.
+        """Return the number of tokens after the first that fit the model's context.
 
         Raises:
-            WireError: NO_WORKER: workers say how long the context is, and there was none yet.
+            WireError: NO_WORKER; no worker has stated the context length yet.
         """
         limit = self._fleet.last_max_model_len
         if limit is None:
@@ -113,7 +109,7 @@ class Placement:
         return max(0, limit - len(state.request.token_ids) - 1)
 
     def place(self, state: RequestState) -> Attempt | None:
-        """Choose workers and count an attempt there; None if there is no room now."""
+        """Choose workers and count an attempt there; return None if there is no room now."""
         num_left = state.num_left
         token_ids = state.token_ids
         prefill = pick_prefill(
@@ -150,9 +146,9 @@ class Placement:
         return attempt
 
     def give_way(self, state: RequestState, parked: Iterable[RequestState]) -> list[RequestState]:
-        """Return which of `parked`, taken in this order, must end so that `state` can be placed.
+        """Return those of `parked`, in this order, that must end so that `state` can be placed.
 
-        None of them if that would not help, or if enough have ended already and the next heartbeat
+        Return none if that would not help, or if enough have ended already and the next heartbeat
         will show it.  The caller ends those that are returned.
         """
         seq_len, num_left = state.seq_len, state.num_left
@@ -166,7 +162,7 @@ class Placement:
         }
         new_tokens = None if num_left is None else num_left - 1
         giving: dict[bytes, list[RequestState]] = {identity: [] for identity in workers}
-        # Blocks that come back: at once if they are only set aside, with a heartbeat if taken.
+        # Blocks that come back: at once if only reserved, with a heartbeat if taken.
         promised, held = Counter[bytes](), Counter[bytes]()
 
         def has_room(worker: Worker) -> bool:
@@ -196,11 +192,9 @@ class Placement:
         return []
 
     def _candidates(self, role: Role, state: RequestState) -> list[Worker]:
-        """Return the ready workers whose limits allow this request, without those that failed it
-        unless no other could ever serve it.
+        """Return the ready workers whose own limits allow this request.
 
-        Each worker is asked, not the least limit of all compared: one odd worker gets nothing,
-        instead of making every request fail.
+        Workers that failed it are left out unless no other could ever serve it.
         """
         num_tokens, kv_bytes = state.total_tokens, self._transfer_bytes(state)
         workers = [
@@ -220,7 +214,7 @@ class Placement:
         return others or workers
 
     def finish_reading(self, attempt: Attempt) -> None:
-        """PREFILL_DONE came, or never will: the prefill worker reads this prompt no more."""
+        """Stop counting the attempt's prompt as unread; idempotent."""
         if attempt.is_reading:
             assert attempt.prefill is not None
             attempt.is_reading = False
@@ -249,7 +243,7 @@ class Placement:
         return worker
 
     def _transfer_bytes(self, state: RequestState) -> int:
-        """Return how many bytes of KV the decode worker of a request gets at most."""
+        """Return the most bytes of KV that a request's decode worker receives."""
         layout = self._fleet.layout
         return 0 if layout is None or state.num_left == 1 else layout.transfer_bytes(state.seq_len)
 

@@ -1,14 +1,14 @@
-"""Which workers a request goes to, and which decode worker holds the KV of which prefix.
+"""The choice of workers for a request, and the index of prefixes on decode workers.
 
 Prefill: the worker with the fewest prompt tokens still to be read, then the fewest requests.
 Decode: the worker with the least ``missing prompt tokens + SEQUENCE_COST x requests there``, among
 those with enough free blocks; missing are the tokens whose KV it does not hold already.  Requests
 of other routers count as of its last heartbeat; those on a prefill worker are gone by then.
-A tie goes to more free blocks, then by turn and rank: equal circumstances always give the same
-choice, and routers that share the workers different ones.
+A tie goes to more free blocks, then by turn and rank, so that the choice is deterministic and
+routers that share workers choose different ones.
 
-An attempt after the first goes before all that to workers with the arithmetic of the first, if they
-have room: elsewhere a number may be rounded otherwise, and the text go on with another token.
+A retry prefers workers with the arithmetic of the first attempt: others may round differently and
+continue the text with another token.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from typing import Final, NamedTuple
 from router.core.fleet import Worker
 from wire.prefix import prefix_hashes
 
-# Hashes kept of one worker, however many blocks it claims to have: 40 MB of the router's memory.
+# Hashes kept per worker, however many blocks it claims: 40 MB of the router's memory.
 MAX_HELD: Final = 1 << 18
 # One more request on a worker weighs as much as this many prompt tokens whose KV has to be sent.
 # A request slows every step of its worker for as long as it runs; a missing prefix costs only once.
 # At 128 a shared prefix of 1000 tokens draws about 8 requests to the worker that holds it; the next
 # goes elsewhere, and then two workers hold it: no prefix can pile every request on one worker.
 SEQUENCE_COST: Final = 128
-# Taken as the length of the answer while a raw TCP client has not said it in DECODE_REQUEST.
+# The assumed length of an answer while a raw TCP client has not sent DECODE_REQUEST.
 UNKNOWN_NEW_TOKENS: Final = 256
 
 
 class PrefixIndex:
-    """Which decode worker holds the KV of which prefix, as far as the router knows.
+    """The prefixes whose KV each decode worker holds, as far as the router knows.
 
-    For each worker a set of prefix hashes (`wire.prefix`), the least recently used first, and never
-    more than the worker has blocks, or `max_held`.  Heartbeats say what was stored and evicted; and
-    what a request will store is added when it is placed, for the equal prompts that come before the
-    next heartbeat.  A wrong entry costs a transfer but never a wrong answer: the decode worker
-    itself says what it holds.
+    Each worker has a set of prefix hashes (`wire.prefix`) in LRU order, at most as many as it has
+    blocks, or `max_held`.  Heartbeats report stored and evicted blocks; the blocks of a placed
+    request are added at once, for equal prompts before the next heartbeat.  A wrong entry costs a
+    transfer, never a wrong answer: the decode worker itself says what it holds.
     """
 
     def __init__(self, max_held: int = MAX_HELD) -> None:
@@ -47,7 +46,7 @@ class PrefixIndex:
         self._capacity: dict[bytes, int] = {}
 
     def add(self, identity: bytes, num_blocks: int) -> None:
-        """Begin with a worker that has this many blocks and holds nothing yet."""
+        """Add a worker with this many blocks, all empty."""
         self._held[identity] = OrderedDict()
         self._capacity[identity] = min(num_blocks, self._max_held)
 
@@ -57,15 +56,15 @@ class PrefixIndex:
         self._capacity.pop(identity, None)
 
     def size(self, identity: bytes) -> int:
-        """Return how many hashes are kept of a worker: never more than it has blocks."""
+        """Return the number of hashes kept of a worker."""
         return len(self._held.get(identity, ()))
 
     def store(self, identity: bytes, hashes: Sequence[int]) -> None:
-        """The worker holds these blocks, or will soon: those of one prompt, in order."""
+        """Note that the worker holds these blocks of one prompt, or will soon."""
         held = self._held.get(identity)
         if held is None:
             return
-        # Backwards, so that the last block is forgotten first: without the first, none can be used.
+        # Backwards, so that the last block is evicted first: without the first, none is usable.
         for value in reversed(hashes):
             held[value] = None
             held.move_to_end(value)
@@ -73,7 +72,7 @@ class PrefixIndex:
             held.popitem(last=False)
 
     def evict(self, identity: bytes, hashes: Iterable[int]) -> None:
-        """The worker does not hold these blocks any more."""
+        """Note that the worker has evicted these blocks."""
         held = self._held.get(identity)
         if held is None:
             return
@@ -81,7 +80,7 @@ class PrefixIndex:
             held.pop(value, None)
 
     def longest(self, identity: bytes, hashes: Sequence[int]) -> int:
-        """Return how many blocks the worker holds, counted from the first of this prompt."""
+        """Return the number of leading blocks of this prompt that the worker holds."""
         held = self._held.get(identity)
         if not held:
             return 0
@@ -92,7 +91,7 @@ class PrefixIndex:
 
 
 class DecodeChoice(NamedTuple):
-    """A decode worker, the blocks to set aside there, and the prefix hashes of the whole prompt."""
+    """A decode worker, the blocks to reserve there, and the prompt's prefix hashes."""
 
     worker: Worker
     num_blocks: int
@@ -100,18 +99,18 @@ class DecodeChoice(NamedTuple):
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks this many tokens take."""
+    """Return the number of blocks for this many tokens."""
     return -(-num_tokens // block_size)
 
 
 def can_ever_fit(worker: Worker, num_tokens: int) -> bool:
-    """Tell whether the worker, were it empty, could hold this many tokens and one more."""
+    """Whether the worker, when empty, could hold this many tokens and one more."""
     detail = worker.detail
     return num_tokens < min(detail.num_blocks * detail.block_size, detail.max_model_len + 1)
 
 
 def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | None) -> int:
-    """Return how many free blocks a decode worker needs for a prompt and its answer."""
+    """Return the number of free blocks that a prompt and its answer need."""
     new_tokens = UNKNOWN_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     detail = worker.detail
     return min(num_blocks(num_tokens + new_tokens, detail.block_size), detail.num_blocks)
@@ -139,8 +138,8 @@ def pick_decode(
 ) -> DecodeChoice | None:
     """Return the decode worker that gets the KV of this prompt; None if none has room now.
 
-    A request whose answer might take more blocks than a worker has is placed when all of them are
-    free: most such answers end early, and the worker ends the request whose answer does not.
+    A request whose answer might need more blocks than a worker has is placed when all are free:
+    most such answers end early, and the worker ends the others.
     """
     hashes: dict[int, list[int]] = {}
     best: DecodeChoice | None = None

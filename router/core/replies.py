@@ -1,12 +1,10 @@
-"""What workers say about requests: checked, then passed on to the request it is about.
+"""Checks frames of workers about requests and passes them on.
 
 A frame about an attempt that is over, or from a worker that does not serve it, is counted and
-dropped.  A frame out of turn, or one that cannot be true, is the worker's fault: that attempt
-fails, and the request may have another.  The decoders in `wire.payloads` check what can be checked
-without knowing the request; here is what only the router knows: the model's vocabulary, the length
-of the prompt, which log-probabilities were asked for, how long it took.
-
-A client never reads the words of a worker, but a sentence of ours for each code (`SENTENCES`).
+dropped.  A frame out of order or with impossible values fails the attempt.  `wire.payloads` checks
+what it can without the request; the checks here need the vocabulary, the length of the prompt, the
+requested logprobs or the elapsed time.  Clients never see a worker's own error text, but a fixed
+sentence for each code (`SENTENCES`).
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from wire.process.log_limit import RepeatedLine
 
 log = structlog.get_logger("router")
 
-# The codes with which a worker may end a request, and what the client reads then.  SPEC 5.6.
+# The error codes with which a worker may end a request, and the text for the client.  SPEC 5.6.
 SENTENCES: Final = {
     ErrorCode.INTERNAL: "the worker failed",
     ErrorCode.PROTOCOL: "the worker does not understand the router; run the same release on both",
@@ -61,7 +59,7 @@ SENTENCES: Final = {
     ErrorCode.MISMATCH: "the workers do not fit each other",
     ErrorCode.MODEL_FAILED: "the model cannot compute this request",
 }
-# Characters of a worker's own words that the log gets.
+# Characters of a worker's own text in the log.
 MAX_LOGGED: Final = 200
 
 
@@ -88,7 +86,7 @@ class Requests(Protocol):
 
 
 class Replies:
-    """Passes frames of registered workers on to requests; `dropped` counts the others by reason."""
+    """Passes frames of workers on to requests; `dropped` counts rejected frames by reason."""
 
     def __init__(
         self,
@@ -107,15 +105,10 @@ class Replies:
         self._refused = RepeatedLine(log.info, "worker refused", clock)
 
     def tick(self) -> None:
-        """Call it now and then."""
         self._refused.tick()
 
     def on_message(self, peer: bytes, message: Message) -> None:
-        """Take a message.
-
-        Raises:
-            RemoteProtocolError: It is none that a worker sends.
-        """
+        """Handle a message; raises RemoteProtocolError for one that workers do not send."""
         frame = message.frame
         if message.tokens:
             self._on_tokens(peer, message)
@@ -166,7 +159,7 @@ class Replies:
     def _on_read(
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
     ) -> None:
-        """The prompt is read and a token generated: the first, or the next one after a failover."""
+        """Handle the token of a prefill: the first, or the next one after a failover."""
         self._placement.finish_reading(attempt)
         now = self._clock()
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
@@ -195,7 +188,7 @@ class Replies:
             self._requests.go_on(state)
 
     def _on_tokens(self, peer: bytes, message: Message) -> None:
-        """Take the tokens of a step.  Whatever is done here is done for every token there is."""
+        """Handle the tokens of a step: the hot path of the router."""
         tokens, logprobs = message.tokens, _scores(message)
         find, vocab_size = self._requests.attempts.get, self._vocab_size
         for i, (request_id, token_id) in enumerate(tokens):
@@ -215,7 +208,7 @@ class Replies:
                     self._on_breach(attempt, decode, error)
                     continue
             if attempt.prefill is not None:
-                # A token proves that the KV is there: the transfer has ended.
+                # A token proves that the transfer has ended.
                 self._requests.release_prefill(attempt)
             attempt.num_due -= 1
             attempt.generated.append(token_id)
@@ -231,7 +224,7 @@ class Replies:
         _check_logprobs(scores, attempt.state.request.options.logprobs, self._vocab_size)
 
     def _failure(self, worker: Worker, frame: Error, message: Message) -> RequestFailed:
-        """Return a worker's ERROR in our words, with its name where another may do better."""
+        """Return a worker's ERROR with our text, and its name if another worker may succeed."""
         code, said = ErrorCode(frame.code), decode_error(message.body()).message
         if code not in SENTENCES:
             raise RemoteProtocolError(f"a worker does not end a request with {code.label}")
@@ -240,10 +233,7 @@ class Replies:
         return RequestFailed(code, SENTENCES[code] + where)
 
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
-        """Fail an attempt whose worker broke the protocol.
-
-        The client is not told how: some of that may be the worker's own words.
-        """
+        """Fail an attempt whose worker broke the protocol, without details for the client."""
         self.dropped["protocol"] += 1
         log.warning("bad frame", worker=worker.name, reason=error.message)
         message = f"{worker.name} broke the protocol"
@@ -251,7 +241,7 @@ class Replies:
 
 
 def _scores(message: Message) -> list[Logprobs | None] | None:
-    """Return the log-probabilities of the tokens of a message, if it has any."""
+    """Return the logprobs of a message's tokens, if it has any."""
     if not message.payload:
         return None
     logprobs = decode_map(list[Logprobs | None], message.body())
@@ -263,7 +253,7 @@ def _scores(message: Message) -> list[Logprobs | None] | None:
 def _sender(
     attempt: Attempt, peer: bytes, frame: PrefillDone | DecodeDone | Error
 ) -> Worker | None:
-    """Return the worker of the attempt that `peer` is, if it is the one to send such a frame."""
+    """Return the attempt's worker with this identity if its role sends such frames."""
     prefill = None if isinstance(frame, DecodeDone) else attempt.prefill
     decode = None if isinstance(frame, PrefillDone) else attempt.decode
     for worker in (prefill, decode):
@@ -273,13 +263,13 @@ def _sender(
 
 
 def _check_vocabulary(token_id: int, vocab_size: int) -> None:
-    """Refuse a token that the model does not have, like all checks with RemoteProtocolError."""
+    """Refuse a token that the model does not have (RemoteProtocolError, like all checks)."""
     if token_id >= vocab_size:
         raise RemoteProtocolError(f"token {token_id} is not below {vocab_size}, the vocabulary")
 
 
 def _check_stop(reason: str | None, token_id: int | None, vocab_size: int) -> None:
-    """Refuse a stop token that the model does not have, or of an answer that ended otherwise."""
+    """Refuse a stop token outside the vocabulary or with another finish reason."""
     if token_id is None:
         return
     if reason != STOP:
@@ -288,7 +278,7 @@ def _check_stop(reason: str | None, token_id: int | None, vocab_size: int) -> No
 
 
 def _check_logprobs(logprobs: Logprobs | None, num_top: int | None, vocab_size: int) -> None:
-    """Refuse log-probabilities that were not asked for, or more than `num_top` of them."""
+    """Refuse logprobs that were not requested, or more than `num_top`."""
     if logprobs is None:
         return
     if num_top is None or len(logprobs.top) > num_top:
@@ -300,7 +290,7 @@ def _check_logprobs(logprobs: Logprobs | None, num_top: int | None, vocab_size: 
 def _check_read(
     worker: Worker, attempt: Attempt, frame: PrefillDone, result: PrefillResult, vocab_size: int
 ) -> None:
-    """Refuse a PREFILL_DONE that cannot be true."""
+    """Refuse a PREFILL_DONE with impossible values."""
     options = attempt.state.request.options
     _check_size(worker, attempt, frame.kv_bytes, result.cached_tokens)
     _check_vocabulary(result.token_id, vocab_size)
@@ -317,7 +307,7 @@ def _check_read(
 
 
 def _checked_usage(worker: Worker, attempt: Attempt, usage: Usage, now: float) -> Usage:
-    """Return what a DECODE_DONE says, with no time longer than the router has waited."""
+    """Return the usage of a DECODE_DONE, its times capped by the time since placement."""
     _check_size(worker, attempt, usage.kv_bytes, usage.kv_skipped_tokens)
     placed_at = attempt.state.placed_at
     elapsed_s = 0.0 if placed_at is None else now - placed_at

@@ -1,7 +1,7 @@
-"""What a client asks of the core, and the sink that hears the answer; types only.
+"""Requests to the core, and the sinks that get their results; types only.
 
-HTTP (`router.http`) and raw TCP (`router.tcp`) make a `Request`, give it to `Dispatcher.submit`
-(`router.core.dispatcher`) together with a `Sink`, and hear of it through that sink only.
+HTTP (`router.http`) and raw TCP (`router.tcp`) give a `Request` and a `Sink` to
+`router.core.dispatcher.Dispatcher.submit`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from wire.payloads import Logprobs, PrefillResult, Usage
 class Request(Struct, frozen=True):
     """One prompt that gets one answer.
 
-    `max_new_tokens` counts the tokens after the first; None means that DECODE_REQUEST will say how
-    many (raw TCP).  `client` names who asks, for taking turns and for the log: the digest of an API
-    key, or without keys the address without its port.
+    `max_new_tokens` counts the tokens after the first; None until DECODE_REQUEST (raw TCP).
+    `client` is for fair scheduling and the log: the digest of an API key, or the address without
+    its port.
     """
 
     token_ids: tuple[int, ...]
@@ -30,7 +30,7 @@ class Request(Struct, frozen=True):
 
 
 class RequestEnd(Struct, frozen=True, kw_only=True):
-    """How an accepted request ended and what it took; times in seconds, None if it got not so far.
+    """The end of an accepted request, with its counts and times in seconds (None if not reached).
 
     `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` is from
     `submit` to the placement, `ttft_s` from `submit` to the first token, `decode_s` from there to
@@ -55,11 +55,10 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
 
 
 class Sink(Protocol):
-    """Hears what comes of a request: `on_prefill`, `on_token` for each further token, its end.
+    """Gets the results of a request: `on_prefill`, `on_token` for each further token, its end.
 
-    Every request ends with one call of `on_end`.  Right after it follows `on_done` or `on_error`,
-    unless whoever submitted the request stopped or cancelled it; then nothing.  All are called on
-    the event loop, and must neither block nor raise.
+    Every request ends with one call of `on_end`, and then one of `on_done` or `on_error`, unless
+    its submitter stopped or cancelled it.  No method may block or raise.
     """
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
@@ -75,4 +74,4 @@ class Sink(Protocol):
         """The request ended badly."""
 
     def on_end(self, end: RequestEnd) -> None:
-        """The request ended, in whatever way: for metrics and the log."""
+        """The request ended, well or not: for metrics and the log."""

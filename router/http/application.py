@@ -1,9 +1,8 @@
-"""The ASGI application: routes, the one place where errors become answers, one log line a request.
+"""The ASGI application: routes, conversion of errors to responses, one log line per request.
 
-A completion passes through it in four steps: `router.http.limits` reads the body, the endpoint
-(`router.api.text`, `router.api.chat`) makes requests to the core of it,
-`router.api.completions.completion` submits them, and `router.http.writer` sends what they bring.
-While that runs, a task watches for the client to leave.
+A completion takes four steps: `router.http.limits` reads the body, the endpoint (`router.api.text`,
+`router.api.chat`) converts it to core requests, `router.api.completions.completion` submits them,
+and `router.http.writer` sends the results, while a task watches for the client to leave.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ from wire.process.frame_counters import Traffic
 
 log = structlog.get_logger("router")
 
-# Silent streams are looked for, and kept alive, this often.
+# Between two checks for silent streams, which get a comment.
 TICK_S: Final = 1.0
-# What is logged when the client left before its answer (nginx began this number; never sent).
+# Logged, never sent, if the client left before the response (nginx's number).
 CLIENT_CLOSED: Final = 499
-# What an allowed web page may ask by.
+# Methods that an allowed web page may use.
 METHODS: Final = b"GET, HEAD, POST, DELETE, OPTIONS"
-# How an endpoint understands a body.
+# Parses a body.
 Read = Callable[..., CompletionRequest]
-# Finds the response that a body goes on from.
+# Finds the stored response that a body continues.
 PreviousOf = Callable[[HttpExchange, bytes], Awaitable[KeptResponse | None]]
 T = TypeVar("T")
 
@@ -66,7 +65,7 @@ T = TypeVar("T")
 class Application:
     """The application; `await application(scope, receive, send)`.
 
-    `draining` makes it unready and refuse new completions; those under way go on.
+    `draining` makes it unready and refuse new completions; open ones go on.
     """
 
     def __init__(
@@ -123,12 +122,12 @@ class Application:
         def messages(path: str, name: str, handler: Handler) -> Route:
             return Route(path, name, {"POST": partial(_in_version, handler)}, message_error)
 
-        probe = partial(Route, is_open=True)  # says nothing but whether to send work here
+        probe = partial(Route, is_open=True)
         return [
             Route("/v1/completions", "completions", asks(text.read)),
             Route("/v1/chat/completions", "chat_completions", asks(chat.read)),
             Route("/v1/responses", "responses", {"POST": respond}),
-            # The first that fits: an id is whatever stands at its place.
+            # The first route that fits is used.
             Route("/v1/responses/{response}/input_items", "responses", {"GET": kept.input_items}),
             Route("/v1/responses/{response}/cancel", "responses", {"POST": kept.cancel}),
             Route(
@@ -146,7 +145,7 @@ class Application:
             Route("/version", "version", {"GET": status.version}),
             Route("/metrics", "metrics", {"GET": status.metrics}),
             Route("/load", "load", {"GET": status.load}),
-            # The same for every router, and for browsers, which send no key when one opens a page.
+            # Open, since browsers send no key when a page is opened.
             Route("/openapi.json", "openapi", {"GET": status.openapi}, is_open=True),
             Route("/docs", "docs", {"GET": status.docs}, is_open=True),
             probe("/livez", "livez", {"GET": status.livez}),
@@ -157,15 +156,13 @@ class Application:
 
     @property
     def has_text(self) -> bool:
-        """Whether prompts may be text: the model has a tokenizer."""
+        """Whether the model has a tokenizer, so that prompts may be text."""
         return self._model.tokenizer.has_text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._start_ticking()
         request_id = asgi.request_id(scope, secrets.token_hex(16))
         await self._serve(HttpExchange(scope, receive, send, request_id, time.monotonic()))
-
-    # Every error becomes an answer here, and every request a line in the log.
 
     async def _serve(self, exchange: HttpExchange) -> None:
         try:
@@ -218,7 +215,7 @@ class Application:
         if not exchange.is_open:
             exchange.cors = self._origins.admit(exchange.scope)
             if exchange.cors and (answer := preflight(exchange.scope, METHODS)):
-                await exchange.respond(200, b"", *answer)  # browsers send no key with this question
+                await exchange.respond(200, b"", *answer)  # browsers send no key with a preflight
                 return
             if self._api_keys is not None:
                 exchange.key_name = asgi.check_api_key(exchange.scope, self._api_keys)
@@ -237,8 +234,7 @@ class Application:
     ) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
-        # Known even while no worker is here: a prompt that is too long for the model is answered
-        # with that, and not with a 503, after which it would be sent again.
+        # Known even after all workers left: a prompt that is too long gets 400, not 503.
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
@@ -318,7 +314,7 @@ class Application:
         read: Callable[..., T],
         previous_of: PreviousOf | None = None,
     ) -> T:
-        """Return what `read` makes of the body: in a thread where it works on many bytes."""
+        """Read and parse the body, a large one in a thread."""
         raw = await self._bodies.read(exchange)
         try:
             size = len(raw)

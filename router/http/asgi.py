@@ -1,9 +1,4 @@
-"""One HTTP request as ASGI hands it over.
-
-`HttpExchange` goes with a request from its first header to its line in the log.  Knows nothing of
-completions, and waits for nothing but ASGI's own callables and what `unless_left` is given; bodies
-are read in `router.http.limits`.
-"""
+"""One HTTP request as ASGI delivers it; bodies are read in `router.http.limits`."""
 
 from __future__ import annotations
 
@@ -23,18 +18,17 @@ Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
-# Takes a piece of a body, or says False: it would have to wait.
+# Appends to a body; returns False if it would have to wait.
 Push = Callable[[bytes], bool]
 
 T = TypeVar("T")
 
 JSON: Final = b"application/json"
-# A whole answer is sent in pieces of this size: no more of it waits for a slow client than the
-# server lets wait, and one piece.
+# Whole responses are sent in chunks, so that little is buffered for a slow reader.
 PIECE_BYTES: Final = 256 << 10
-# Request ids come from outside and go into our logs.
+# Request ids come from clients and go into the log.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
-# W3C Trace Context: version, trace, parent and flags.  Later versions may say more after them.
+# W3C Trace Context: version, trace, parent and flags; later versions may append fields.
 _TRACEPARENT: Final = re.compile(
     rb"(?!ff)([0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-[!-~]*)?"
 )
@@ -42,7 +36,7 @@ _TRACESTATE: Final = re.compile(rb"[ -~]{1,512}")
 
 
 class Disconnected(Exception):
-    """The client went away, or was cut off because it did not read; nobody is left to answer."""
+    """The client left, or was cut off as a slow reader."""
 
 
 def find_header(scope: Scope, name: bytes) -> bytes | None:
@@ -60,7 +54,7 @@ def request_id(scope: Scope, fresh: str) -> str:
 
 
 def trace(scope: Scope) -> dict[str, str]:
-    """Return `traceparent` and `tracestate` if they are such as W3C Trace Context has them."""
+    """Return `traceparent` and `tracestate` if they follow W3C Trace Context."""
     parents = [value for key, value in scope["headers"] if key == b"traceparent"]
     parent = _TRACEPARENT.fullmatch(parents[0]) if len(parents) == 1 else None
     if parent is None or (parent[2] and parent[1].startswith(b"00")):
@@ -72,15 +66,13 @@ def trace(scope: Scope) -> dict[str, str]:
 
 
 def has_body(scope: Scope) -> bool:
-    """Whether the request says that a body comes with it."""
+    """Whether the headers announce a body."""
     length = find_header(scope, b"content-length") or b"0"
     return length != b"0" or find_header(scope, b"transfer-encoding") is not None
 
 
 def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
-    """Return the name of the request's key, or refuse it; its body is not read.
-
-    A key may be in either header that clients put it in, of OpenAI and of Anthropic.
+    """Return the name of the request's API key, in OpenAI's header or Anthropic's.
 
     Raises:
         HttpError: 401.
@@ -114,7 +106,6 @@ async def respond(
         *headers,
     ]
     await send({"type": "http.response.start", "status": status, "headers": described})
-    # In pieces, of which the server takes the next when the client has taken those before.
     last = max(len(body) - 1, 0) // PIECE_BYTES * PIECE_BYTES
     for start in range(0, last, PIECE_BYTES):
         piece = body[start : start + PIECE_BYTES]
@@ -123,10 +114,9 @@ async def respond(
 
 
 class HttpExchange(Struct, eq=False):
-    """A request and what became of it; `started_at` is on the monotonic clock.
+    """A request and its result; `started_at` is on the monotonic clock.
 
-    `key_name` names its API key, where there are keys; `status`, `outcome` and `facts` are for its
-    line in the log.
+    `status`, `outcome` and `facts` are for its line in the log.
     """
 
     scope: Scope
@@ -135,43 +125,43 @@ class HttpExchange(Struct, eq=False):
     request_id: str
     started_at: float
     endpoint: str = "unknown"
-    # Answered without an API key.
+    # The route needs no API key.
     is_open: bool = False
-    # What the path says where its route has a name in braces.
+    # The text in the path for the route's name in braces.
     named: str = ""
     status: int = 200
     outcome: str = "ok"
     key_name: str = ""
     # The whole body was received.
     is_body_read: bool = False
-    # The first events of a stream were sent: an error can only be one more event.
+    # A stream has started: an error can only be one more event.
     is_streaming: bool = False
-    # How an error is said in an answer of its own, and how in a stream that breaks.
+    # Formats of an error, as a whole response and as the end of a stream.
     error_body: ErrorBody = openai_error
     failure: Callable[[HttpError], bytes] = lambda error: error.body
-    # Headers that let a web page on the list of allowed ones read the answer.
+    # Headers that let an allowed web page read the response.
     cors: tuple[Header, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def headers(self) -> tuple[Header, ...]:
-        """Headers of every response.  OpenAI's clients read the one id, Anthropic's the other."""
+        """Headers of every response, with the request id for OpenAI's and Anthropic's clients."""
         request_id = self.request_id.encode()
         return ((b"x-request-id", request_id), (b"request-id", request_id), *self.cors)
 
     @property
     def client(self) -> str:
-        """The address of the other end, empty when the server does not say."""
+        """The client's address, empty if unknown."""
         address = self.scope.get("client")
         return address[0] if address else ""
 
     @property
     def asker(self) -> str:
-        """Who takes turns with the others that wait: an API key, or without keys an address."""
+        """The identity for fair scheduling: the name of the API key, or the address."""
         return self.key_name or self.client
 
     async def unless_left(self, future: asyncio.Future[T]) -> T:
-        """Await a future; it is cancelled if nobody waits for it any more.
+        """Await a future, and cancel it if the client leaves or the caller is cancelled.
 
         Raises:
             Disconnected: The client left before.
@@ -198,13 +188,13 @@ class HttpExchange(Struct, eq=False):
         self.status = status
         named = {name: (name, value) for name, value in (*self.headers, *headers)}
         if not self.is_body_read and has_body(self.scope):
-            # The server hangs up on a body that nobody reads: the client must not ask here again.
+            # The server closes a connection with an unread body: the client must not reuse it.
             named |= {b"connection": (b"connection", b"close")}
         all_headers = tuple(named.values())
         await respond(self.send, status, body, content_type=content_type, headers=all_headers)
 
     async def reply(self, body: object, status: int = 200, *headers: Header) -> None:
-        """Send a whole response of JSON."""
+        """Send a whole JSON response."""
         await self.respond(status, msgspec.json.encode(body), *headers)
 
 

@@ -1,8 +1,5 @@
-"""Bodies that come compressed: gzip and deflate, inflated a step at a time.
-
-A kilobyte may inflate to a megabyte, and a megabyte to a gigabyte: who reads asks for one step
-after the other, and stops when there is too much.
-"""
+"""Decompression of request bodies (gzip, deflate) in steps, since a megabyte may inflate to a
+gigabyte: the reader stops when there is too much."""
 
 from __future__ import annotations
 
@@ -15,16 +12,12 @@ from wire.errors import shown
 
 # Inflated in one step: some hundred microseconds.
 STEP_BYTES: Final = 1 << 16
-# The formats by their names in Content-Encoding, as zlib wants them told.
+# The wbits of zlib by the name in Content-Encoding.
 _FORMATS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class Inflation:
-    """One body, in the format that its Content-Encoding names.
-
-    Raises:
-        HttpError: 415; it names none of ours.
-    """
+    """One body in the format of its Content-Encoding.  Raises HttpError 415."""
 
     def __init__(self, encoding: str) -> None:
         name = encoding.strip().lower().removeprefix("x-")
@@ -41,11 +34,7 @@ class Inflation:
         self._name = name
 
     def steps(self, chunk: bytes) -> Iterator[bytes]:
-        """Inflate what came next, at most STEP_BYTES at a time.
-
-        Raises:
-            HttpError: 400; it is not in the format, or there is more after its end.
-        """
+        """Inflate the next bytes, at most STEP_BYTES at a time.  Raises HttpError 400."""
         while True:
             try:
                 step = self._stream.decompress(chunk, STEP_BYTES)
@@ -54,18 +43,14 @@ class Inflation:
             yield step
             chunk = self._stream.unconsumed_tail
             if self._stream.unused_data:
-                # Another stream may follow in a gzip file: thousands of empty ones cost us much
-                # and whoever sends them nothing.
+                # A gzip file may hold several streams: thousands of empty ones would cost the
+                # sender nothing.
                 raise self._broken("has more after the end of its")
             if not chunk and len(step) < STEP_BYTES:
                 return
 
     def end(self) -> None:
-        """No more comes.
-
-        Raises:
-            HttpError: 400; it is not whole.
-        """
+        """Check that the body is complete.  Raises HttpError 400."""
         if not self._stream.eof:
             raise self._broken("ends before the end of its")
 

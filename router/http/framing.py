@@ -1,4 +1,4 @@
-"""How HTTP messages are framed: what is refused of requests, and how answers are written."""
+"""Framing of HTTP messages: checks of requests, and how responses are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def framing_problem(headers: Sequence[Header], http_version: str) -> str:
-    """Say what in these headers two servers might read differently; empty when nothing is.
+    """Return why two servers might read these headers differently, "" if they would not.
 
     RFC 9112: a request has one Host (3.2), and chunked is the only transfer coding read here (6.1).
     """
@@ -30,8 +30,8 @@ def framing_problem(headers: Sequence[Header], http_version: str) -> str:
     return ""
 
 
-def answered(error: HttpError) -> bytes:
-    """Return a whole response of HTTP/1.1, for when there is no request to answer."""
+def error_response(error: HttpError) -> bytes:
+    """Return a whole HTTP/1.1 response, for bytes that are no request."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(error.body)),
@@ -43,15 +43,15 @@ def answered(error: HttpError) -> bytes:
 
 
 class Beginning:
-    """The transport of an answer that has not begun: its head is written with its first bytes.
+    """The transport before a response starts: writes its head together with its first bytes.
 
-    Two writes would take twice as long, and wake the client for nothing.
+    Two writes would take twice as long and wake the client for nothing.
     """
 
     __slots__ = ("_cycle", "_head", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        # Weakly, for it has us: no circle is left for the garbage collector.
+        # A weak reference, since the cycle refers to this object.
         self._cycle = cast(RequestResponseCycle, weakref.proxy(cycle))
         self._transport = cycle.transport
         self._head = b""
@@ -60,8 +60,7 @@ class Beginning:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        # Before its answer the client may be told to send its body.
-        if not self._cycle.response_started:
+        if not self._cycle.response_started:  # "100 Continue"
             self._transport.write(data)
         elif self._head:
             self._begin(data)
@@ -69,7 +68,7 @@ class Beginning:
             self._head = data
 
     def close(self) -> None:
-        """Hang up, also on an answer that broke off after its head."""
+        """Close, also after a response that broke off after its head."""
         self._begin(b"")
         self._transport.close()
 
@@ -79,9 +78,9 @@ class Beginning:
 
 
 class Unchunked:
-    """Answers an HTTP/1.0 request: a body of unknown length ends with the connection.
+    """Responds to HTTP/1.0: a body of unknown length ends with the connection.
 
-    It gives uvicorn the length of each piece for that of the body.
+    uvicorn gets the length of each chunk as that of the body.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:

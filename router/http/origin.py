@@ -1,12 +1,12 @@
-"""Which web pages may send requests, and by which host names they may reach the router.
+"""Checks of web pages (CORS) and host names.
 
-A browser sends what any page asks it to, from inside the network, to whoever a name leads to.  So
+A browser inside the network sends requests for any page, to any address that a name leads to.
 
-    Origin          of a page that is none of ours is refused, and so is Sec-Fetch-Site where a
-                    browser says it in place of Origin; programs send neither
-    Host            without API keys a page may still reach us as its own origin, by a name of its
-                    own that leads to our address (DNS rebinding): then the name must be one of ours
-    allowed pages   are told so, in the words of CORS, before they ask and with each answer
+    Origin          of a foreign page is refused, and so is Sec-Fetch-Site, which browsers may send
+                    in place of Origin; programs send neither
+    Host            without API keys it must be a name of this router: a page may use a name of its
+                    own that leads to our address (DNS rebinding)
+    allowed pages   get CORS headers, in preflight responses and in all others
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from router.http.asgi import Scope, find_header
 from wire.errors import shown
 
 ANY: Final = "*"
-# How long a browser need not ask again.
+# Browsers may cache a preflight response this long.
 PREFLIGHT_S: Final = 600
-# What a page's script may read of an answer beside its body.
+# Response headers that a page's script may read.
 _EXPOSED: Final = b"x-request-id, request-id, retry-after"
 _HOST: Final = re.compile(
     r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@]*))(:[0-9]{1,5})?", re.ASCII
@@ -33,10 +33,9 @@ _NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}")
 
 
 class Origins:
-    """The rules of one router.
+    """The rules of one router: allowed origins of pages and host names; "*" allows all.
 
-    `hosts` are names that clients may use for it, `origins` are pages that may ask; "*" is all.
-    `checks_host` may be False where API keys tell who may ask, by whatever name.
+    `checks_host` may be False if clients need API keys.
     """
 
     def __init__(
@@ -51,11 +50,7 @@ class Origins:
         self._checks_host = checks_host and ANY not in hosts
 
     def admit(self, scope: Scope) -> tuple[Header, ...]:
-        """Return the headers that let an allowed page read the answer.
-
-        Raises:
-            HttpError: 403.
-        """
+        """Return the headers that let an allowed page read the response.  Raises HttpError 403."""
         host = (find_header(scope, b"host") or b"").decode("latin-1").lower()
         if self._checks_host and not self._is_ours(_name(host)):
             raise HttpError(
@@ -83,12 +78,12 @@ class Origins:
         return ()
 
     def _is_ours(self, name: str) -> bool:
-        """Whether no web page of somebody else can have this host name."""
+        """Whether no foreign web page can have this host name."""
         return name == "localhost" or name in self._hosts or _is_address(name)
 
 
 def preflight(scope: Scope, allow: bytes) -> tuple[Header, ...] | None:
-    """Return the headers that answer a browser's question before the request; None: it is none."""
+    """Return the response headers of a preflight request; None for any other request."""
     if scope["method"] != "OPTIONS" or not find_header(scope, b"access-control-request-method"):
         return None
     wanted = find_header(scope, b"access-control-request-headers") or b""
@@ -103,11 +98,7 @@ def preflight(scope: Scope, allow: bytes) -> tuple[Header, ...] | None:
 
 
 def check_origin(origin: str) -> str:
-    """Return an origin as browsers write it.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return an origin written as browsers do.  Raises ValueError."""
     if origin in (ANY, "null"):
         return origin
     parts = urlsplit(origin)
@@ -117,7 +108,7 @@ def check_origin(origin: str) -> str:
 
 
 def _name(host: str) -> str:
-    """A Host without its port, an IPv6 address without its brackets; empty: it is no Host."""
+    """Return a Host without its port and brackets, "" if it is malformed."""
     match = _HOST.fullmatch(host)
     return match["address"] or match["name"] or "" if match else ""
 

@@ -1,4 +1,4 @@
-"""What one can do with the responses that are kept: see them, list their input, delete them."""
+"""Handlers for stored responses: show, list input items, delete, cancel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ResponseHandlers:
         self._siblings = siblings
 
     async def previous(self, exchange: HttpExchange, raw: bytes) -> KeptResponse | None:
-        """Return the response that a body goes on from; None if there is none."""
+        """Return the stored response that a body continues; None if it names none."""
         name = await self._threads.run(exchange, len(raw), partial(previous_id, raw))
         return await self._get(exchange.asker, name) if name else None
 
@@ -53,7 +53,7 @@ class ResponseHandlers:
         await exchange.reply({"id": exchange.named, "object": "response", "deleted": True})
 
     async def cancel(self, exchange: HttpExchange) -> None:
-        """POST /v1/responses/{response}/cancel: what can be found is over."""
+        """POST /v1/responses/{response}/cancel: every stored response has ended."""
         await self._find(exchange)
         raise invalid(
             None,

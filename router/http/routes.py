@@ -1,4 +1,4 @@
-"""Routes: which endpoint answers a path, by which methods, and where a wrong path was to lead."""
+"""Routes from paths and methods to endpoints, with a hint for wrong paths."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VERSIONS: Final = re.compile(r"^(/v1(?=/))+")
 
 
 class Route(NamedTuple):
-    """A path and what answers it, by method; `name` is that of the endpoint in logs and metrics.
+    """A path and its handlers by method; `name` is the endpoint's in logs and metrics.
 
-    The path may have a name in braces: it stands for any text that is not empty, slashes included,
-    since models have them in their names.  The handler finds the text as `exchange.named`.
+    A name in braces in the path stands for any text that is not empty, slashes included, since
+    names of models have them.  The handler finds the text as `exchange.named`.
 
-    `is_open` routes are answered without an API key, whatever name the router is reached by.
+    `is_open` routes need no API key and accept any Host.
     """
 
     path: str
@@ -33,18 +33,14 @@ class Route(NamedTuple):
 
     @property
     def allow(self) -> bytes:
-        """The methods, as the header Allow has them; who answers GET answers HEAD."""
+        """The value of the header Allow; GET includes HEAD."""
         methods = [*self.handlers, "OPTIONS"]
         if "GET" in self.handlers:
             methods.insert(1, "HEAD")
         return ", ".join(methods).encode()
 
     def handler(self, method: str) -> Handler:
-        """Return what answers a method.
-
-        Raises:
-            HttpError: 405.
-        """
+        """Return the handler of a method.  Raises HttpError 405."""
         found = self.handlers.get("GET" if method == "HEAD" else method)
         if found is None:
             raise HttpError(
@@ -57,7 +53,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The table of routes.  Of those with a name in braces the first that fits is taken."""
+    """The table of routes; of those with a name in braces the first that fits is used."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.all = routes
@@ -65,7 +61,7 @@ class Routes:
         self._named = [(*_around_name(route.path), route) for route in routes if "{" in route.path]
 
     def find(self, path: str) -> tuple[Route, str] | None:
-        """Return the route of a path, and what stands there for the name in braces."""
+        """Return the route of a path and the text for its name in braces."""
         path = path.rstrip("/")
         if route := self._whole.get(path):
             return route, ""
@@ -76,7 +72,7 @@ class Routes:
         return None
 
     def missing(self, path: str) -> HttpError:
-        """Return the 404 for a path without a route; it names the path that was likely meant."""
+        """Return the 404 for a path without a route, with the path that was likely meant."""
         rest = _VERSIONS.sub("", path)
         meant = next((each for each in ("/v1" + rest, rest) if self.find(each)), None)
         hint = f": use {shown(meant)}" if meant else ""

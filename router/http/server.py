@@ -1,18 +1,15 @@
-"""The HTTP server: uvicorn on our loop, with the limits that it does not have.
+"""The HTTP server: uvicorn on our loop, with the limits that uvicorn lacks.
 
-uvicorn has no time limit before a request is complete, no limit of its headers, and no limit of
-connections that answers as an API should.  `GuardedProtocol` adds them around its protocol:
+    headers      at most MAX_HEADERS and MAX_HEADER_BYTES, complete within `grace_s` of the start of
+                 the connection, of their first byte after a response, or of the response's end
+    framing      requests that two servers might read differently get 400
+    bodies       are read by the application; bytes after its response are discarded
+    responses    slow readers are cut off (`wire.aio.slow_readers`); HTTP/1.0 clients, which do not
+                 know chunks, get a stream that ends with the connection
+    connections  at most `max_connections`; the next gets 503 and Retry-After, many more at a time
+                 are just closed; as many TLS handshakes
 
-    headers      MAX_HEADERS within MAX_HEADER_BYTES, and complete within `grace_s`: from when the
-                 connection began, from their first byte after an answer, or from its end
-    framing      what two servers might read differently is answered 400
-    bodies       are read by the application; what comes after its answer is thrown away
-    answers      a client that does not read them is cut off (`wire.aio.slow_readers`); one of
-                 HTTP/1.0, which knows no chunks, gets a stream until we hang up
-    connections  `max_connections`; one more gets 503 and Retry-After, many more at a time nothing;
-                 as many TLS handshakes
-
-All that we know of uvicorn beyond its documentation is in this file and in `router.http.framing`.
+Only this file and `router.http.framing` use uvicorn's undocumented parts.
 """
 
 from __future__ import annotations
@@ -32,33 +29,32 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
-from router.http.framing import Beginning, answered, framing_problem, unchunked
+from router.http.framing import Beginning, error_response, framing_problem, unchunked
 from wire.aio.listener import LAST_LOOK_S, bind, is_told, listen
 from wire.aio.slow_readers import STALL_S, Unread, has_left
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
-# 64 KiB of the shortest are 13,000, which would take the loop 40 ms.
+# 64 KiB of the shortest headers are 13,000, which would take the loop 40 ms.
 MAX_HEADERS: Final = 256
 _TOO_MANY: Final = (431, f"there are over {MAX_HEADERS} headers", "headers_too_large")
 _TOO_LARGE: Final = (431, f"the headers are over {MAX_HEADER_BYTES} bytes", "headers_too_large")
-# Pieces of a body that are hardly worth a call: a body of bytes that come one by one would take the
-# loop forty times as long as the same in one piece.
+# A body that comes byte by byte takes the loop forty times as long as in one chunk.
 SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
-# When the router stops, what was written has this long to be sent.
+# When the router stops, written bytes have this long to be sent.
 FLUSH_S: Final = 2.0
-# Requests that may wait for the answers of those before them, on one connection.
+# Requests of one connection that may wait for earlier responses.
 MAX_PIPELINED: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one HTTP client may cost.
+    """Limits on HTTP clients.
 
-    `idle_s` is between two requests.  It is longer than clients keep an idle connection (5 s, say
-    httpx and openai): who hangs up first must not be us, just as they send the next request.
-    `stall_s` is for clients that do not read, `flush_s` for hanging up: `LingeringTransport`.
+    `idle_s` is between two requests.  It is longer than clients keep idle connections (5 s in httpx
+    and openai): if the server closed first, it might do so just as the next request is sent.
+    `stall_s` is for slow readers, `flush_s` for closing (`LingeringTransport`).
     """
 
     max_connections: int = 4096
@@ -71,12 +67,12 @@ class Limits:
 class GuardedProtocol(HttpToolsProtocol):
     """One connection.
 
-    `_num_owed` requests are not answered to their end yet.  When the bytes after them are wrong,
-    the client is told so after those answers, none of which is cut short.
+    `_num_owed` requests have no complete response yet.  If the bytes after them are wrong, the
+    error is sent after those responses, none of which is cut short.
     """
 
-    # Not in the instance's dict, where uvicorn keeps its own: with over 30 names in it, CPython
-    # gives every connection a table of all names, 1.2 kB each.
+    # Slots, because uvicorn's own attributes are in the instance's dict: with over 30 names in it,
+    # CPython gives every connection a table of all names, 1.2 kB each.
     __slots__ = (
         "_complaint",
         "_has_begun",
@@ -95,7 +91,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        # Whether the parser reads headers again that we have read already.
+        # The parser is fed framing headers again after an upgrade offer.
         self._is_resuming = False
         self._timer: asyncio.TimerHandle | None = None
         self._num_owed = 0
@@ -104,9 +100,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_body = False
         self._header_bytes = self._num_small = 0
         self._complaint = (400, "this is not HTTP/1.1", "invalid_http")
-        # The error to answer with once nothing is owed.  When it is set, nothing more is read.
+        # The error to send once nothing is owed.  While it is set, nothing more is read.
         self._refusal: HttpError | None = None
-        # The request that is answered now; `cycle` is the one that came last.
+        # The request whose response is under way; `cycle` is the latest request.
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -121,10 +117,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._end_running()  # uvicorn tells only the one that came last
+        self._end_running()  # uvicorn tells only the latest request
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn does not where the client reset it
-        # No circle is left for the garbage collector: requests that are never begun have us.
+        self._unset_keepalive_if_required()  # uvicorn does not after a reset
+        # Pipelined requests refer to this connection: leave no cycle to the garbage collector.
         self.pipeline.clear()
         self.cycle = None  # type: ignore[assignment]
         cast(LingeringTransport, self.transport).forget()
@@ -142,16 +138,15 @@ class GuardedProtocol(HttpToolsProtocol):
         cast(LingeringTransport, self.transport).unread.relax()
 
     def eof_received(self) -> None:
-        """The client ends its side: it has gone, and our loop hangs up once it took what waits."""
+        """Take it that the client has gone; the loop closes once it has read what is buffered."""
         unread = cast(LingeringTransport, self.transport).unread
         unread.hang_up(self.limits.flush_s)
-        if unread.is_sealed:  # what is written from here on is thrown away
+        if unread.is_sealed:  # later writes are discarded
             self._end_running()
 
     def look(self) -> None:
-        """Notice a client that left, where the loop does not tell: while nothing of it is read, as
-        uvicorn does not while a request waits for the answers of those before it; and over TLS
-        while something waits for it, if it left without a good-bye."""
+        """Notice that the client left where the loop does not report it: while reading is paused
+        for a pipelined request, or over TLS without close_notify while bytes are buffered."""
         transport = cast(LingeringTransport, self.transport)
         is_untold = self.flow.read_paused or transport.unread.is_sealed
         if is_untold and not transport.is_closing() and has_left(transport.inner):
@@ -165,12 +160,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a part of an answer is not with the kernel yet; over TLS, if it can be seen."""
+        """Whether part of a response is not with the kernel yet."""
         return bool(self._num_owed or self.transport.get_write_buffer_size())
 
     @property
     def may_have_unread(self) -> bool:
-        """Whether the client may be sending bytes that nobody will read."""
+        """Whether the client may be sending bytes that are not read."""
         return self._is_in_body or self._refusal is not None
 
     def data_received(self, data: bytes) -> None:
@@ -186,9 +181,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm()
 
     def resume(self, rest: bytes) -> None:
-        """Go on in HTTP/1.1 after headers that offer an upgrade, which we do not take.
+        """Go on in HTTP/1.1 after an upgrade offer, which is ignored.
 
-        For the parser the message is over then; for us comes its body, as its headers say.
+        The parser takes the message for complete, so a new one gets the framing headers again.
         """
         framing = (b"content-length", b"transfer-encoding")
         lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] in framing]
@@ -215,7 +210,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._complain(*_TOO_MANY)
             super().on_header(name, value)
             return
-        # A trailer: nobody asks for it, so it is counted and not kept.
+        # A trailer: counted, not kept.
         self._header_bytes += len(name) + len(value) + 4
         if self._header_bytes > MAX_HEADER_BYTES:
             self._complain(400, f"the trailers are over {MAX_HEADER_BYTES} bytes")
@@ -225,7 +220,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._is_resuming = False
             return
         self._disarm()
-        # Of the read in which they end, only the parser knows how much is theirs.
+        # `_header_bytes` counts whole reads, so count the headers themselves.
         lines_bytes = sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.url) + lines_bytes > MAX_HEADER_BYTES:
             self._complain(*_TOO_LARGE)
@@ -234,10 +229,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._complain(400, f"over {MAX_PIPELINED} requests wait on this connection")
         if self.parser.get_http_version() == "1.0":
-            self.expect_100_continue = False  # it would take that for the answer
+            self.expect_100_continue = False  # it would take that for the response
             self.app = unchunked(self.config.loaded_app)
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":  # whose answer is but a head
+        if self.scope["method"] != "HEAD":  # whose response is only a head
             self.cycle.transport = cast(asyncio.Transport, Beginning(self.cycle))
         self._num_owed += 1
         self._is_in_headers, self._has_begun, self._is_in_body = False, False, True
@@ -262,18 +257,18 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._num_owed or self.transport.is_closing():
             return
-        if self._is_in_body:  # nobody will read the rest of it
+        if self._is_in_body:  # its rest will not be read
             self.transport.close()
         elif self._refusal is not None:
             self._answer(self._refusal)
-        elif self._has_begun:  # the next request came while this one was answered
+        elif self._has_begun:  # the next request came during this response
             self._unset_keepalive_if_required()
             self._arm()
         else:
-            self._header_bytes = 0  # an empty line after a body is common, and means nothing
+            self._header_bytes = 0  # an empty line after a body is common and harmless
 
     def timeout_keep_alive_handler(self) -> None:
-        # In uvicorn's own timer, which it cancels when something comes.
+        # Kept in uvicorn's own timer, which it cancels when bytes come.
         self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
@@ -285,7 +280,7 @@ class GuardedProtocol(HttpToolsProtocol):
         raise ValueError(problem)
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer once nothing is owed, and hang up; nothing more is read."""
+        """Send an error once nothing is owed, then close; nothing more is read."""
         self._disarm()
         headers = (retry_after(),) if status == 503 else ()
         self._refusal = HttpError(status, message, code=code, headers=headers)
@@ -295,7 +290,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._answer(self._refusal)
 
     def _give_up_body(self) -> None:
-        """Drop the request whose body is broken off; one that has an answer already keeps it."""
+        """Drop the request whose body broke off, unless its response has started."""
         if self.pipeline:
             self.pipeline.popleft()
         elif self.cycle.response_started:
@@ -307,7 +302,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_body = False
 
     def _answer(self, refusal: HttpError) -> None:
-        self.transport.write(answered(refusal))
+        self.transport.write(error_response(refusal))
         self.transport.close()
 
     def _arm(self) -> None:
@@ -327,7 +322,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Reads on where a client offers another protocol, as if it had not."""
+    """Ignores upgrade offers."""
 
     def __init__(self, protocol: GuardedProtocol) -> None:
         super().__init__(protocol)
@@ -343,11 +338,11 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class LingeringTransport:
-    """A transport that, while the client may still be sending, closes in two steps.
+    """A transport that closes in two steps while the client may still be sending.
 
-    Closing a socket with bytes unread resets the connection, and the client may never see the
-    answer that was written before.  So our side is ended first, and what comes is thrown away until
-    the client ends its own, for `flush_s` after it took what waited.
+    Closing a socket with unread bytes resets the connection, and the client may lose the response.
+    So our side is ended first, and incoming bytes are discarded until the client ends its side or
+    `flush_s` has passed since it read everything.
     """
 
     __slots__ = ("_is_closing", "_protocol", "inner", "unread")
@@ -365,13 +360,13 @@ class LingeringTransport:
         return self._is_closing or self.inner.is_closing()
 
     def forget(self) -> None:
-        """The connection is gone."""
+        """Drop references after the connection is lost."""
         self.unread.forget()
         self._is_closing = True
         del self._protocol
 
     def close(self) -> None:
-        """Send what waits, then hang up."""
+        """Send what is buffered, then close."""
         if self.is_closing():
             return
         self._is_closing = True
@@ -387,7 +382,7 @@ class LingeringTransport:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on our loop: the socket is bound at once, signals are the process's business."""
+    """uvicorn on our loop: binds the socket at once and leaves signals alone."""
 
     def __init__(
         self,
@@ -423,17 +418,18 @@ class HttpServer(uvicorn.Server):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a client has not been sent all of its answer."""
-        connections = cast(set[GuardedProtocol], self.server_state.connections)
-        return any(connection.is_answering for connection in connections)
+        """Whether a response has not been sent completely."""
+        return any(connection.is_answering for connection in self._connections())
+
+    def _connections(self) -> tuple[GuardedProtocol, ...]:
+        return tuple(cast(set[GuardedProtocol], self.server_state.connections))
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; uvicorn's own bounds neither the time nor the number of TLS handshakes."""
+        """Listen with limits on TLS handshakes, which uvicorn's own listener lacks."""
         server = await listen(
             lambda: self._guarded(self.config, self.server_state, {}),
             self._socket,
@@ -445,15 +441,15 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Look after clients once a second; uvicorn calls this ten times as often."""
+        """Look for clients that left, once a second; uvicorn calls this ten times as often."""
         if counter % 10 == 0:
-            for connection in tuple(cast(set[GuardedProtocol], self.server_state.connections)):
+            for connection in self._connections():
                 connection.look()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Hang up; who does not take what is left, or over TLS our good-bye, is cut off then."""
-        for connection in tuple(cast(set[GuardedProtocol], self.server_state.connections)):
+        """Close all connections, and abort after `flush_s` those that are still open."""
+        for connection in self._connections():
             connection.loop.call_later(self._limits.flush_s, connection.transport.abort)
         await super().shutdown(sockets)
 
@@ -463,9 +459,8 @@ class HttpServer(uvicorn.Server):
 
 
 def cut(send: Send) -> None:
-    """Reset the connection, unsent bytes included; nothing happens where this is not the server.
+    """Reset the connection without sending buffered bytes, which ASGI cannot express.
 
-    ASGI has no word for it: a response cut short is closed only after its buffer was sent.
     uvicorn's `send` is a method of the cycle that holds the transport.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
@@ -474,19 +469,18 @@ def cut(send: Send) -> None:
 
 
 def find_push(send: Send) -> Push | None:
-    """Return a way to add to a body that has begun, as `send` would; None where there is none.
+    """Return a function that appends to a started body without ASGI, or None.
 
-    For every token of a stream: an event, a coroutine and uvicorn's own account of the response
-    would take as long as all else that is done for it.
+    An ASGI event, a coroutine and uvicorn's bookkeeping would double the cost of a token.
     """
     cycle = getattr(send, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
         return None
     transport = cycle.transport
     if isinstance(transport, Beginning):
-        return None  # it still has the head
+        return None  # the head is not written yet
     if isinstance(transport, LingeringTransport):
-        transport = transport.inner  # by whose methods a token costs one call less each
+        transport = transport.inner  # saves a call for each token
     return partial(_push, transport)
 
 

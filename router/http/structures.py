@@ -1,7 +1,7 @@
-"""Checks the structures of requests: in threads, each once; what is known is answered at once.
+"""Checks the structures of requests in threads, and caches the verdicts.
 
-A check takes up to a third of a second, so clients take turns, as for large bodies.  The verdict is
-kept, and a client that sends ever new structures pushes out its own (`wire.process.fair_cache`).
+A check takes up to a third of a second, so clients take turns.  A client that sends ever new
+structures evicts its own verdicts (`wire.process.fair_cache`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ Verdict = Structure | HttpError
 
 
 class Structures:
-    """The structures that are being checked, and those that were checked last."""
+    """Checks that run, and the verdicts of the latest ones."""
 
     def __init__(self, threads: FairThreads) -> None:
-        # By what a structure was made from; its text has all of the tools in it.
         self._verdicts: FairCache[tuple[str, str, str], Verdict] = FairCache(threads, NUM_KEPT)
         self._num_waiting: Counter[Future[Verdict]] = Counter()
 
     async def settle(self, exchange: HttpExchange, wanted: Wanted) -> Structure:
-        """Return what `Wanted.settle` does.
+        """Return the checked structure.
 
         Raises:
-            HttpError: 400; no answer can be held to it.
+            HttpError: 400; the structure is not valid.
             WireError: OVERLOADED; too much work of this client waits.
             Disconnected: The client left before.
         """
@@ -47,7 +46,7 @@ class Structures:
             await self._wait(exchange, checked)
         verdict = checked.result()
         if isinstance(verdict, HttpError):
-            raise verdict.with_traceback(None)  # which would grow each time
+            raise verdict.with_traceback(None)  # or the traceback would grow each time
         return verdict
 
     async def _wait(self, exchange: HttpExchange, checked: Future[Verdict]) -> None:
@@ -58,7 +57,7 @@ class Structures:
             self._num_waiting[checked] -= 1
             if not self._num_waiting[checked]:
                 del self._num_waiting[checked]
-                checked.cancel()  # which changes nothing once it is checked
+                checked.cancel()
 
 
 def _check(wanted: Wanted) -> Verdict:

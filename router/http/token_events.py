@@ -1,10 +1,9 @@
-"""The middle of a stream: tokens of one choice that show nothing but their text.
+"""The fast path of a stream, for tokens of one choice that show only their text.
 
-That is what a router does all day, so it has a way of its own from the core to the connection, past
-`Choice`, `Completion`, `Answer` and `ResponseWriter`.  When a stream has a token every 10 ms, half
-of what one costs is the interpreter with cold caches, so every call and every object counts: a
-token is made an event where it comes in, and written when the turn of the event loop ends.  At the
-first sign of anything else, an end or a client that lags, the writer goes on.
+It leads from the core to the connection past `Choice`, `Completion`, `Answer` and `ResponseWriter`.
+At a token every 10 ms, half of a token's cost is the interpreter with cold caches, so every call
+and object counts: a token becomes an event where it comes in, and is written when the iteration of
+the event loop ends.  At anything else, an end or a slow reader, the writer takes over.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from wire.aio.fair_writes import Turns, Writer
 from wire.payloads import Logprobs
 
 
-class Middle:
+class FastPath:
     """Writes the texts of `choice`, each between the two of `around`, until `end`.
 
-    `last` is when it wrote last.
+    `last` is the time of its last write.
     """
 
     __slots__ = (
@@ -51,13 +50,13 @@ class Middle:
         self._writer, self._turns, self._choice = writer, turns, choice
         self._around = around
         self._push, self._on_tokens = push, on_tokens
-        self._texts: list[bytes] | None = None  # of every event that is not written yet
+        self._texts: list[bytes] | None = None  # not written yet
         self.last, self.is_over = last, False
         self._num_left = self._num_lent = choice.num_lendable
         self._json_of = choice.lend(self.on_token, self._on_other)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
-        """Take a token, as the choice would."""
+        """Handle a token in place of the choice."""
         if not self._num_left:
             self.end()
             self._choice.on_token(token_id, logprobs)
@@ -71,7 +70,7 @@ class Middle:
             self._turns.take(self)
 
     def take(self) -> tuple[bytes, int]:
-        """Return the events that are not written yet, and of how many tokens they are."""
+        """Return the unwritten events and the number of their tokens."""
         texts, self._texts = self._texts, None
         if not texts:
             return b"", 0
@@ -79,7 +78,7 @@ class Middle:
         return b"".join((before, (after + before).join(texts), after)), len(texts)
 
     def prepare(self, now: float) -> bytes:
-        if self.is_over:  # the writer has what was left
+        if self.is_over:  # the writer has taken the rest
             return b""
         body, num_tokens = self.take()
         self._on_tokens(now - self.last, num_tokens)
@@ -92,7 +91,7 @@ class Middle:
             self._writer.transmit(body)
 
     def end(self) -> None:
-        """Leave the rest to the choice and the writer; idempotent."""
+        """Give the stream back to the choice and the writer; idempotent."""
         if not self.is_over:
             self.is_over = True
             self._choice.take_back(self._num_lent - self._num_left)

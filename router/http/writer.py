@@ -1,14 +1,12 @@
-"""Writes the answer to one HTTP client, as a stream or whole.
+"""Writes the response to one HTTP client, as a stream or whole.
 
-The response begins with the first thing to say, so whatever goes wrong before the first token still
-has an HTTP status of its own.  A client that leaves is noticed while nothing is written; one that
-stays but does not read is cut off, by the server or because too many tokens pile up.
+The response starts with the first event, so an error before the first token still has its own HTTP
+status.  A slow reader is cut off, by the server or when too many tokens pile up.
 
-Tokens are the router's bulk, so they are written without a task waking up for them: all writers
-with something to write have their turn in one pass (`wire.aio.fair_writes`), and what a server
-takes at once costs one call.  The first of an answer alone is written where it comes in: somebody
-waits for it.  Only where the server does not take it all, because the client is slow to read, does
-the task of the request wait for it; meanwhile its tokens pile up, and go out together.
+No task wakes up for a token: all writers with pending tokens run in one pass
+(`wire.aio.fair_writes`).  Only the first token of a response is written where it comes in.  If the
+server cannot take a write at once, because the client is slow to read, the task of the request
+waits for it, and the tokens that come meanwhile go out together.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from router.api.completions.events import HEADERS
 from router.api.completions.response import Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Send, resume
-from router.http.token_events import Middle
+from router.http.token_events import FastPath
 from wire.aio.fair_writes import Turns
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
@@ -32,13 +30,14 @@ PING_S: Final = 10.0
 
 
 class ResponseWriter:
-    """Sends the answer to one HTTP request.
+    """Sends the response to one HTTP request.
 
-    `cut_off` is called once, when too much waits for the client; it must end the write under way.
-    `on_tokens` is told the time since the tokens before and the number of the new ones, where the
-    request has one choice.  `find_push` gives the server's way past ASGI, if it has one, for what
-    comes between the first and the last events: a call that says whether it could take a piece of
-    the body at once.
+    Args:
+        find_push: Returns the server's function that bypasses ASGI, if it has one: it says whether
+            it could take a part of the body at once.
+        cut_off: Called once when too much waits for the client; must end the write under way.
+        on_tokens: Gets the time since the last tokens and the number of new ones, for requests with
+            one choice.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class ResponseWriter:
         self._send = send
         self._turns = turns
         self._find_push = find_push
-        # The way past ASGI, while there is one.
         self._push: Push | None = None
         self._headers = [*HEADERS, *headers]
         self._clock = clock
@@ -66,14 +64,14 @@ class ResponseWriter:
         self.is_gone = False
 
         self._streamed: tuple[Completion, Answer] | None = None
-        # What writes instead of this while there is but text.
-        self._middle: Middle | None = None
-        # What `prepare` does: nothing before somebody waits in `stream` or `collect`, or after.
+        # Writes in place of this object while there is only text.
+        self._fast_path: FastPath | None = None
+        # The body of `prepare`; None while no task is in `stream` or `collect`.
         self._advance: Callable[[float], bytes] | None = None
-        # Whoever waits there; woken by the end, an error, and a write that is not taken at once.
+        # Wakes that task at the end, at an error, and for a write that was not taken at once.
         self._signal = asyncio.Event()
         self._error: Exception | None = None
-        # What is left of such a write.
+        # The rest of such a write.
         self._rest: Awaitable[None] | None = None
         self._is_ping_due = False
         self._last_write = clock()
@@ -95,21 +93,21 @@ class ResponseWriter:
             self.disconnect()
 
     def disconnect(self) -> None:
-        """The client is gone."""
+        """Stop: the client has left."""
         self.is_gone = True
-        self._end_middle()
+        self._end_fast_path()
         self._signal.set()
 
     def tick(self) -> None:
         """Keep a silent stream alive; call it about once a second."""
-        last = self._middle.last if self._middle else self._last_write
+        last = self._fast_path.last if self._fast_path else self._last_write
         if self._rest is None and self._clock() - last >= PING_S:
-            self._end_middle()
+            self._end_fast_path()
             self._is_ping_due = True
             self.wake()
 
     def prepare(self, now: float) -> bytes:
-        """Take what has come, and return what is to be sent of it now."""
+        """Return the bytes to send now."""
         if self._advance is None or self._rest is not None or self.is_gone:
             return b""
         try:
@@ -119,10 +117,9 @@ class ResponseWriter:
             return b""
 
     def transmit(self, body: bytes) -> None:
-        """Send as far as the server takes it at once, which is mostly all; the task of the request
-        waits for the rest."""
+        """Send what the server takes at once, mostly all; the request's task sends the rest."""
         if self._push is not None and self._push(body):
-            self._begin_middle()
+            self._start_fast_path()
             return
         is_last = self._advance is None
         sending = self._send_events(body, is_last=is_last)
@@ -141,13 +138,13 @@ class ResponseWriter:
         self._error, self._advance = error, None
         self._signal.set()
 
-    def _begin_middle(self) -> None:
-        """Have the text that follows written without us, if text is all there is."""
+    def _start_fast_path(self) -> None:
+        """Switch to the fast path if the stream has only text."""
         if self._streamed is None or self._push is None or self._last_tokens is None:
             return
         completion, answer = self._streamed
         if answer.usual is not None and completion.choices[0].num_lendable > 0:
-            self._middle = Middle(
+            self._fast_path = FastPath(
                 self,
                 self._turns,
                 completion.choices[0],
@@ -157,9 +154,9 @@ class ResponseWriter:
                 self._last_tokens,
             )
 
-    def _end_middle(self) -> None:
-        if self._middle is not None:
-            self._middle.end()
+    def _end_fast_path(self) -> None:
+        if self._fast_path is not None:
+            self._fast_path.end()
 
     # The request's own task.
 
@@ -167,8 +164,8 @@ class ResponseWriter:
         """Write events until the completion is over.
 
         Raises:
-            Disconnected: The client is gone.
-            HttpError: It failed before anything was written.
+            Disconnected: The client left.
+            HttpError: The request failed before anything was written.
         """
         self._is_timed = len(completion.choices) == 1
         self._streamed = completion, answer
@@ -178,8 +175,8 @@ class ResponseWriter:
         """Wait for the end and return each choice whole.
 
         Raises:
-            Disconnected: The client is gone.
-            HttpError: It failed.
+            Disconnected: The client left.
+            HttpError: The request failed.
         """
         pieces: dict[Choice, list[Piece]] = {choice: [] for choice in completion.choices}
         await self._until_over(completion, partial(self._collect, completion, pieces))
@@ -187,7 +184,7 @@ class ResponseWriter:
 
     async def _until_over(self, completion: Completion, advance: Callable[[float], bytes]) -> None:
         self._advance = advance
-        self.wake()  # something may have come already
+        self.wake()  # tokens may have come already
         try:
             while not completion.is_over:
                 await self._signal.wait()
@@ -204,20 +201,19 @@ class ResponseWriter:
             self._let_go()
 
     def _let_go(self) -> None:
-        """No circle is left: it would wait for the garbage collector, which stops everybody for as
-        long as many requests have ended."""
-        self._end_middle()
-        self._advance = self._streamed = self._middle = self._error = self._rest = None
+        """Break reference cycles, which would make the garbage collector stop the whole router."""
+        self._end_fast_path()
+        self._advance = self._streamed = self._fast_path = self._error = self._rest = None
 
     def _write_events(self, now: float) -> bytes:
         assert self._streamed is not None
         completion, answer = self._streamed
         body, num_new_tokens = b"", 0
-        if (middle := self._middle) is not None:
-            middle.end()
-            body, num_new_tokens = middle.take()
-            self._last_write = self._last_tokens = middle.last
-            self._middle = None
+        if (fast_path := self._fast_path) is not None:
+            fast_path.end()
+            body, num_new_tokens = fast_path.take()
+            self._last_write = self._last_tokens = fast_path.last
+            self._fast_path = None
         body += answer.take()
         if num_new_tokens := num_new_tokens + completion.num_new_tokens:
             if self._last_tokens is not None and self._is_timed:
