@@ -1,11 +1,9 @@
-"""One router process: the bus, HTTP, raw TCP and the local workers; how they start and stop.
+"""One router process: starts and stops the bus, HTTP, raw TCP and the local workers.
 
-    start   the bus, raw TCP, HTTP, then the local workers; the log and `ready_file` say where
-    drain   `/readyz` says no and new requests are refused; open ones get `drain_s` to end, and
-            their clients to read the answers
-    close   raw TCP and HTTP, then the local workers, and the bus last, for they leave over it
-
-Here are sockets, tasks and the clock; what a request is and where it goes is in `router.core`.
+start   the bus, raw TCP, HTTP, then the local workers; endpoints go to the log and `ready_file`
+drain   `/readyz` is 503 and new requests are refused; open ones have `drain_s` to end and be
+        read by their clients
+close   raw TCP and HTTP, then the local workers, and last the bus, over which these leave
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ from wire.aio.tls import server_context
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode
 from wire.frames import MAX_TOKEN_ID
-from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
 from wire.process.frame_counters import Traffic
 from wire.process.keys import open_keys
@@ -65,16 +62,16 @@ from wire.process.settings import EX_CONFIG, ConfigError
 
 log = structlog.get_logger("router")
 
-# Between two looks at deadlines and heartbeats, at most.
+# Between two checks of deadlines and heartbeats.
 MAX_TICK_S: Final = 0.1
 # Between two reports to systemd.
 REPORT_S: Final = 1.0
-# Files open beside the connections of clients: of workers, of 128 strangers at the bus, keys.
+# Open files besides client connections: workers, 128 unauthenticated bus connections, keys.
 OTHER_FILES: Final = 256
 
 
 class Router:
-    """All parts of the process.  `endpoints` are where it listens, known after `start`."""
+    """All parts of the process; `endpoints` are known after `start`."""
 
     def __init__(
         self,
@@ -98,8 +95,8 @@ class Router:
         self._api_keys = open_api_keys(config.api_keys)
         self._tls = server_context(config.tls_cert, config.tls_key)
         self._hub = Hub(
-            self._on_message,
-            on_lost=self._on_lost,
+            lambda peer, parts: self.bus.on_message(peer, parts),
+            on_lost=lambda peer: self.bus.on_lost(peer),
             keys=open_keys(config.keys, "router"),
             traffic=self._planes["bus"],
         )
@@ -109,7 +106,7 @@ class Router:
             forget=self._hub.forget,
             limits=limits(config, vocab_size(model_path)),
             lease_ms=config.lease_ms,
-            # Below 2^31: every 2^32 requests the epoch grows by one, and ids have 64 bits.
+            # Below 2^31, since the epoch grows by one every 2^32 requests and ids have 64 bits.
             request_ids=RequestIds(secrets.randbelow(2**31 - 1) + 1),
             clock=time.monotonic,
         )
@@ -164,7 +161,7 @@ class Router:
 
     @property
     def state(self) -> ProcessState:
-        """How this process is; draining is no reason against it here."""
+        """The state of this process; draining does not make it unready here."""
         return state_of(self.fleet, self.dispatcher, time.monotonic())
 
     async def start(self) -> None:
@@ -223,7 +220,7 @@ class Router:
         announce(config, self.endpoints)
 
     async def until_stopped(self, stop: asyncio.Event) -> bool:
-        """Serve until asked to stop; False if a part of the router broke before.
+        """Serve until asked to stop; return False if a part of the router broke before.
 
         Raises:
             ConfigError: The settings cannot work.
@@ -238,12 +235,12 @@ class Router:
         return stopped in done
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until the open ones end and are answered, for `drain_s`."""
+        """Refuse new requests, and wait up to `drain_s` for the open ones to end and be sent."""
         self.application.draining = self.dispatcher.is_draining = True
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self._idle.wait()
-                # Clients that are slow, but read.  uvicorn has no event for it.
+                # Slow readers; uvicorn has no event for them.
                 while self._is_answering:  # noqa: ASYNC110
                     await asyncio.sleep(MAX_TICK_S)
         except TimeoutError:
@@ -258,10 +255,7 @@ class Router:
         return any(server is not None and server.is_answering for server in (self._tcp, self._http))
 
     async def close(self) -> None:
-        """Close raw TCP and HTTP, end the local workers, then close the bus.
-
-        Requests that are open, since a second signal came, end with an error.
-        """
+        """Close everything; requests that are still open end with an error."""
         self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router was told to stop at once")
         if self._tcp is not None:
             await self._tcp.close(FLUSH_S)
@@ -278,14 +272,8 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._hub.close(FLUSH_S)
 
-    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        self.bus.on_message(peer, parts)
-
-    def _on_lost(self, peer: bytes) -> None:
-        self.bus.on_lost(peer)
-
     async def _until_joined(self) -> None:
-        """Wait for the workers, but not for long: until then the other processes serve."""
+        """Wait for the workers for REJOIN_S at most; meanwhile the other processes serve."""
         deadline = time.monotonic() + REJOIN_S
         while self.state.reasons and time.monotonic() < deadline:
             self.bus.tick()
@@ -331,7 +319,7 @@ class Idle:
 
 
 def limits(config: Config, num_tokens: int | None = None) -> Limits:
-    """Return the limits that these settings say, for a model with `num_tokens` tokens."""
+    """Return the core's limits from the settings and the size of the vocabulary."""
     return Limits(
         max_waiting=config.max_waiting,
         max_running_per_worker=config.max_running_per_worker,
@@ -351,7 +339,7 @@ async def serve(
     stop: asyncio.Event,
     siblings: Siblings | None = None,
 ) -> int:
-    """Run a router until it is asked to stop, and return the exit status."""
+    """Run a router until asked to stop; return the exit status."""
     if siblings is not None:
         await siblings.begin()
         it = siblings.assignment
@@ -390,11 +378,11 @@ def allow_many_files() -> int:
 
 
 def with_room(config: Config, num_files: int) -> Config:
-    """Return settings whose connections leave room for others where `num_files` may be open.
+    """Return settings with fewer connections if only `num_files` may be open.
 
-    Without room a worker cannot come, and a list of keys that has changed cannot be read.
+    Workers' connections and reading of changed key files need some too.
     """
-    # HTTP and raw TCP have as many each, and with TLS as many again that are shaking hands.
+    # HTTP and raw TCP each, and with TLS as many handshakes again.
     num_kinds = 4 if config.tls_cert else 2
     most = max(1, (num_files - min(OTHER_FILES, num_files // 2)) // num_kinds)
     if most >= config.max_connections:
@@ -408,7 +396,7 @@ def with_room(config: Config, num_files: int) -> Config:
 
 
 def split_address(endpoint: str) -> tuple[str, int]:
-    """Return where to listen.  Raises ValueError."""
+    """Return the host and port to bind.  Raises ValueError."""
     host, port = split_endpoint(endpoint)
     return "0.0.0.0" if host == "*" else host, port
 
@@ -419,7 +407,7 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 @contextmanager
 def named(flag: str, endpoint: str) -> Iterator[None]:
-    """Say in an OSError of the body which endpoint it is about, and by which flag it came."""
+    """Add the flag and the endpoint to an OSError of the body."""
     try:
         yield
     except OSError as error:
@@ -427,10 +415,10 @@ def named(flag: str, endpoint: str) -> Iterator[None]:
 
 
 def announce(config: Config, endpoints: dict[str, str]) -> None:
-    """Say where the router listens: in the log, and in `ready_file`, of which no reader sees half.
+    """Write the endpoints to the log and, atomically, to `ready_file`.
 
     Raises:
-        ConfigError: That file cannot be written.
+        ConfigError: The file cannot be written.
     """
     if (path := config.ready_file) is not None:
         part = path.parent / f"{path.name}.part"

@@ -1,8 +1,7 @@
-"""The router's end of the bus: workers join, send heartbeats, drain and are lost here.
+"""The router's end of the bus: workers join, send heartbeats, drain and are lost.  SPEC 5.
 
-What a worker says about requests is passed on to `Dispatcher`.  A peer that nobody knows is asked
-for HELLO; one that breaks the protocol is forgotten, and has to join again.  The socket is two
-callables here, so that tests need none.  SPEC 5.
+Frames about requests go to `Dispatcher`.  An unknown peer is asked for HELLO; one that breaks the
+protocol is dropped and has to join again.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from wire.payloads import (
 
 log = structlog.get_logger("router")
 
-# Which role sends these frames: a worker of the other role that sends one breaks the protocol.
+# The only role that sends each of these frames.
 _ANSWERED_BY: Final = {
     Tag.PREFILL_DONE: Role.PREFILL,
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }
-# A longer message is refused: reading it would hold up the event loop.  The longest that a worker
-# has reason to send has 1.4 MiB, the logprobs of MAX_HEADERS tokens.
+# Longer messages would delay the event loop.  The longest regular one has 1.4 MiB, the logprobs of
+# MAX_HEADERS tokens.
 MAX_MESSAGE_BYTES: Final = 2 << 20
 
 
 class Bus:
-    """What goes over the one bound socket that all workers connect to.
+    """The messages of the one bound socket that all workers connect to.
 
     `transmit(peer, parts)` sends and may raise WireError; `forget(peer)` drops the connection and
-    what waits for it.  The owner calls `on_message` and `on_lost` for the socket, and `tick`
+    its queued messages.  The owner calls `on_message` and `on_lost` for the socket, and `tick`
     several times a second.
     """
 
@@ -73,12 +72,12 @@ class Bus:
         self._epoch = request_ids.epoch
         self._clock = clock
         self._next_beat = 0.0
-        # Workers whose queue is full.  `tick` drops them: who calls `send` is still using them.
+        # Workers whose queue is full; dropped by `tick`, because callers of `send` still use them.
         self._stuck: set[bytes] = set()
-        self._warned_of: list[str] = []  # the kinds of arithmetic that were here together
+        self._warned_of: list[str] = []  # kinds of arithmetic
 
     def send(self, peer: bytes, frames: Frame | Sequence[Frame], *payload: Buffer) -> None:
-        """Send to a worker.  If it is gone, the socket says so or its heartbeats are missed."""
+        """Send to a worker; one that is gone is reported by the socket or by missed heartbeats."""
         try:
             self._transmit(peer, encode(frames, *payload))
         except PeerLost:
@@ -89,7 +88,7 @@ class Bus:
             self._stuck.add(peer)
 
     def on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        """Take one message off the socket."""
+        """Handle one message from the socket."""
         try:
             if (num_bytes := sum(map(len, parts))) > MAX_MESSAGE_BYTES:
                 raise RemoteProtocolError(f"a message of {num_bytes} bytes")
@@ -107,11 +106,10 @@ class Bus:
             self.lose(peer, "it broke the protocol")
 
     def on_lost(self, peer: bytes) -> None:
-        """The connection of a peer ended."""
         self.lose(peer, "its connection closed")
 
     def lose(self, peer: bytes, reason: str) -> None:
-        """Take a worker out and end what was placed on it; unknown peers are ignored."""
+        """Remove a worker and fail its attempts; unknown peers are ignored."""
         worker = self.fleet.get(peer)
         if worker is None:
             return
@@ -123,13 +121,13 @@ class Bus:
         self._on_removed(worker)
 
     def tick(self) -> None:
-        """Send heartbeats when it is time; drop workers that stopped sending, or reading."""
+        """Send due heartbeats; drop workers that stopped sending or reading."""
         now = self._clock()
         for worker in self.fleet.overdue(now):
             self.lose(worker.identity, f"silent for {now - worker.last_heard:.1f} s")
         while self._stuck:
             peer = self._stuck.pop()
-            self._forget(peer)  # and with it what waits: it may stay connected and never read
+            self._forget(peer)
             self.lose(peer, "its queue is full")
         if now >= self._next_beat:
             self._next_beat = now + self.fleet.heartbeat_s
@@ -139,8 +137,8 @@ class Bus:
         self.dispatcher.tick()
 
     def send_error(self, peer: bytes, code: ErrorCode, message: str) -> None:
-        """Tell a peer what is wrong with its connection."""
-        # If the worker that has the rank is dead, the rank is free when its heartbeats were missed.
+        """Send a peer an error about its connection."""
+        # By then the rank is free if its worker is dead.
         again_s = self.fleet.fence_s if code is ErrorCode.FENCED else None
         detail = ErrorDetail(message=message, stage="router", retry_after_s=again_s)
         self.send(peer, Error(0, code), encode_map(detail))
@@ -200,7 +198,7 @@ class Bus:
             self._send_peers([worker])
 
     def _compare_arithmetic(self) -> None:
-        """Warn once of workers whose numbers may differ: a text is then not the same on all."""
+        """Warn once about workers whose outputs may differ."""
         names = self.fleet.arithmetics
         if len(names) > 1 and names != self._warned_of:
             self._warned_of = names
@@ -225,7 +223,7 @@ class Bus:
 
     def _on_removed(self, worker: Worker) -> None:
         if worker.role is Role.DECODE:
-            # The same identity may have joined again already; `_on_hello` adds it anew.
+            # If the same identity has joined again, `_on_hello` adds it after this.
             self.index.remove(worker.identity)
             self._send_peers(self.fleet.live(Role.PREFILL))
         self.dispatcher.on_lost(worker.identity)

@@ -1,8 +1,6 @@
-"""The settings of a router: one declaration is flags, environment, validation and help.
+"""The settings of a router: a field is a flag and the variable ``BATON_<NAME>``.
 
-`wire.process.settings.parse(Config, argv)` reads them: a field is the flag of the same name with
-dashes, and the variable ``BATON_<NAME>``.  A port may be 0: the endpoints that were then bound are
-in the log and in `ready_file`.
+A port may be 0: the bound endpoints are in the log and in `ready_file`.
 """
 
 from __future__ import annotations
@@ -267,7 +265,7 @@ class Config(SharedSettings):
         return self
 
     def bus_of(self, index: int) -> str:
-        """Return where the bus of one process is: on the ports from the first, or beside a file."""
+        """Return the bus endpoint of one process: the next port, or the path with a suffix."""
         start, colon, port = self.bus.rpartition(":")
         if index and self.bus.startswith("ipc://"):
             return f"{self.bus}-{index}"
@@ -275,10 +273,7 @@ class Config(SharedSettings):
         return f"{start}{colon}{int(port) + index}" if is_counted else self.bus
 
     def for_process(self, num_processes: int, **endpoints: str) -> Self:
-        """Return the settings of one of so many processes: what limits the whole is divided.
-
-        A part is rounded up.
-        """
+        """Return the settings of one of so many processes, with its part of limits, rounded up."""
         divided = (
             "max_waiting",
             "max_running_per_worker",
@@ -304,17 +299,15 @@ class Config(SharedSettings):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model: `served_model_name`, or the last part of `model`."""
+        """The model's name for clients: `served_model_name`, or the last part of `model`."""
         return self.served_model_name or super().model_name
 
 
 def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``.
-
-    Of a bus alone, ``ipc://`` is this machine.
+    """Return the host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``, for a bus also ``ipc://``.
 
     Raises:
-        ValueError: It is none of these; the message names the flag.
+        ValueError: The endpoint is malformed; the message names the flag.
     """
     if flag == "--bus" and endpoint.startswith("ipc://"):
         return "localhost", 0

@@ -1,4 +1,4 @@
-"""Which cores each local worker computes on.
+"""The cores of each local worker.  Pure.
 
 | cores | each worker has |
 |---|---|
@@ -6,8 +6,8 @@
 | `ENOUGH` physical cores or more for each worker of a node | some of its own |
 | fewer | all of the node's, with a thread for each |
 
-Workers on cores of their own do not slow each other down, but what one does not use is idle.  So
-few cores are shared (DECISIONS.md has the figures).  Pure.
+Workers on their own cores do not slow each other down, but unused cores are idle, so few cores are
+shared (figures in DECISIONS.md).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def plan(
     """Return each worker's cores, by role and rank.
 
     Args:
-        nodes: What there is.
-        sharing: "split": cores of its own for each, however few; "shared": all cores for all.
+        nodes: The machine.
+        sharing: "split": own cores for each worker, however few; "shared": all cores for all.
     """
     if sharing == "shared":
         nodes = [[core for node in nodes for core in node]]
@@ -50,6 +50,6 @@ def plan(
 
 
 def _part(node: Node, index: int, num_parts: int) -> frozenset[int]:
-    """Return one of so many equal parts; what cannot be divided goes to the first, which decode."""
+    """Return one of so many equal parts; the remainder goes to the first, which decode."""
     start, end = (-(-len(node) * it // num_parts) for it in (index, index + 1))
     return frozenset[int]().union(*node[start:end])

@@ -1,11 +1,10 @@
-"""`--local P,D`: workers on this machine as child processes, started again when they die.
+"""`--local P,D`: workers on this machine as child processes.
 
-Each is started again when it dies, after a pause that grows.  One that ends because its settings
-are wrong (exit status 78) is not started again, unless it ran before: then its model's files are
-wrong now, and may be right again.  If all are given up, and no other worker is here, the router
-ends like them.  One that found its rank taken (75) is started as soon as the rank is free.  None
-outlives the router: at the end they get SIGTERM, then SIGKILL; when the router itself is killed,
-Linux kills them (PR_SET_PDEATHSIG).  Their logs go to our stderr.
+A worker that dies is restarted after a pause that grows.  One that ends because of wrong settings
+(exit status 78) is given up, unless it ran before: then the model's files may be repaired.  If all
+are given up and there are no other workers, the router ends too.  One whose rank is taken (75) is
+restarted when the rank is free.  At the end workers get SIGTERM, then SIGKILL; if the router itself
+is killed, Linux kills them (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ log = structlog.get_logger("router")
 
 
 class LocalWorkers:
-    """The child processes of one router; `bus` is the endpoint that it has bound.
+    """The child processes of one router with the bound endpoint `bus`.
 
-    `is_free(role, rank)` tells whether no worker, one of ours or another, has this rank now.
+    `is_free(role, rank)` says whether no worker has this rank now.
     """
 
     def __init__(
@@ -59,13 +58,13 @@ class LocalWorkers:
         return {key: process.pid for key, process in self._processes.items()}
 
     def start(self) -> None:
-        """Start every worker and look after it until `stop`."""
+        """Start every worker and restart it until `stop`."""
         for role, count in zip(("prefill", "decode"), self._config.local, strict=True):
             for rank in range(count):
                 self._tasks.append(asyncio.create_task(self._look_after(role, rank)))
 
     async def stop(self, drain_s: float) -> None:
-        """Ask all workers to end, kill those left after `drain_s`, and return when all are gone."""
+        """Terminate all workers, kill those left after `drain_s`, and wait for their end."""
         self._is_stopping = True
         for process in self._processes.values():
             signal_child(process, signal.SIGTERM)
@@ -82,10 +81,10 @@ class LocalWorkers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def check(self, states: Sequence[ProcessState]) -> None:
-        """Call it now and then, with what the router's processes know of workers.
+        """Check the workers against the states of the router's processes; call it regularly.
 
         Raises:
-            ConfigError: All were given up, and no worker, of ours or another, was ever here.
+            ConfigError: All were given up, and no other worker was ever here.
         """
         are_given_up = bool(self._tasks) and all(task.done() for task in self._tasks)
         if are_given_up and not self._is_stopping and not any(state.workers for state in states):
@@ -136,7 +135,7 @@ class LocalWorkers:
 
 
 def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
-    """Return the command line of one local worker; `worker_args` come last, so that they win."""
+    """Return the command line of one local worker; `worker_args` come last and win."""
     shared = config.model_dump(include={*SharedSettings.model_fields}, exclude_none=True)
     shared["memory_share"] = config.memory_share / sum(config.local)  # all are on the same GPU
     settings = {"role": role, "rank": rank, "router": bus, **shared}
@@ -145,10 +144,10 @@ def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
 
 
 def places(config: Config) -> dict[tuple[str, int], frozenset[int]]:
-    """Return the cores of the local workers that may not use all that we may."""
+    """Return the cores of the local workers that do not get all of ours."""
     cores = own_cores()
     by_node = [physical_cores(node) for node in nodes(cores)]
-    # Of a machine whose time is ours in part, which part is now is the system's to choose.
+    # Under a CPU quota the system chooses the cores.
     is_part = quota() < sum(map(len, by_node))
     planned = plan(by_node, *config.local, "shared" if is_part else config.local_cores)
     return {worker: place for worker, place in planned.items() if place != cores}
@@ -157,9 +156,9 @@ def places(config: Config) -> dict[tuple[str, int], frozenset[int]]:
 def environment(
     ours: os._Environ[str] | dict[str, str], cores: frozenset[int] = frozenset()
 ) -> dict[str, str]:
-    """Return the environment of a worker: ours, without the variables that set up the router.
+    """Return the environment of a worker: ours without the router's own variables.
 
-    Its cores are said here and not by a flag, so that others, said as a flag or a variable, win.
+    Its cores are a variable rather than a flag, so that the user's flag or variable wins.
     """
     dropped = {f"BATON_{name.upper()}" for name in Config.model_fields}
     kept = {name: value for name, value in ours.items() if name.upper() not in dropped}

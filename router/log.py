@@ -1,8 +1,4 @@
-"""What the one line of the log about a request says, over HTTP and raw TCP alike.
-
-An HTTP request may have several choices, each of which is a request of its own inside the router; a
-raw TCP request is one.  No prompt and no text is in the log.  Pure.
-"""
+"""The figures in the log line of a request, HTTP or raw TCP; no prompt and no text.  Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ from router.core.request import RequestEnd
 
 
 def facts(ends: Sequence[RequestEnd]) -> dict[str, int | float]:
-    """Return the figures of requests that belong together, from how they ended.
+    """Return the figures of the choices of one request.
 
-    Counts are summed up; of `attempts` and of the times, in seconds, the largest counts.  A time
-    that no request got as far as is left out.
+    Counts are summed; of `attempts` and times (in seconds) the largest is taken.  A time that no
+    choice reached is left out.
     """
     if not ends:
         return {}

@@ -1,4 +1,4 @@
-"""What `python -m router` does once everything is imported: finds and checks the model."""
+"""The start of `python -m router` after its imports: finds and checks the model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = structlog.get_logger("router")
 
 
 def start(argv: list[str]) -> int:
-    """Run to the end and return the exit status; 78 when the settings cannot work."""
+    """Run to the end and return the exit status; 78 if the settings cannot work."""
     open_standard_streams()
     siblings = inherited()
-    # Misspelt variables are named once, by the parent.
+    # The parent alone warns about misspelt variables.
     config = parse(Config, argv, beside="worker.config", environ={} if siblings else os.environ)
     configure(config.log_level)
     try:
@@ -43,7 +43,7 @@ def start(argv: list[str]) -> int:
 
 
 def has_own_weights(config: Config) -> bool:
-    """Tell whether local workers will load this model's weights, which a plug-in may not need."""
+    """Whether local workers will load this model's weights, which a plug-in may not need."""
     return (
         any(config.local) and config.executor == "torch" and "--executor" not in config.worker_args
     )

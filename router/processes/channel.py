@@ -1,7 +1,6 @@
-"""The channel between a router process and the parent that started it: questions and answers.
+"""RPC between a router process and its parent over an inherited socket pair.
 
-A socket pair that one inherits from the other: nobody else can reach it, and it ends with either.
-Both ends may ask at any time; an answer comes when there is one.  A message is its length (u32,
+Both ends may call at any time, and replies may come in any order.  A message is its length (u32,
 little-endian) and msgpack.
 """
 
@@ -23,10 +22,7 @@ T = TypeVar("T")
 
 
 class Assignment(Struct):
-    """What a process is told before it begins: which of `num_processes` it is, and where to listen.
-
-    `is_again`: others went on serving while this one was away.
-    """
+    """The index and the addresses of a process; `is_again` if it replaces one that died."""
 
     index: int
     num_processes: int
@@ -37,37 +33,37 @@ class Assignment(Struct):
 
 
 class AskAssignment(Struct, frozen=True, tag="assignment"):
-    """Of the parent: may this process begin?  Answered with its `Assignment` when it may."""
+    """To the parent: this process wants to start; the reply is its `Assignment`."""
 
 
 class Listening(Struct, frozen=True, tag="listening"):
-    """To the parent: this process serves; `try_this` is a command for a first completion."""
+    """To the parent: this process serves; `try_this` is a shell command for a completion."""
 
     endpoints: dict[str, str]
     try_this: str
 
 
 class Drained(Struct, frozen=True, tag="drained"):
-    """To the parent: no client is left here.  Answered when the local workers have left, too."""
+    """To the parent: no client is left; the reply comes when the local workers have left too."""
 
 
 class AskState(Struct, frozen=True, tag="state"):
-    """How is this process?  `router.core.cluster.ProcessState`."""
+    """The reply is a `router.core.cluster.ProcessState`."""
 
 
 class AskMetrics(Struct, frozen=True, tag="metrics"):
-    """What has this process measured?  `router.processes.merged_metrics.Families`."""
+    """The reply is `router.processes.merged_metrics.Families`."""
 
 
 class FindResponse(Struct, frozen=True, tag="find"):
-    """Is this response kept here?  A `KeptResponse`, or None."""
+    """The reply is a stored response, or None."""
 
     asker: str
     name: str
 
 
 class DeleteResponse(Struct, frozen=True, tag="delete"):
-    """Forget this response.  Whether it was here."""
+    """The reply says whether the response was stored here."""
 
     asker: str
     name: str
@@ -77,19 +73,18 @@ Question = AskState | AskMetrics | FindResponse | DeleteResponse
 
 
 class AskAll(Struct, frozen=True, tag="all"):
-    """Of the parent: ask every process.  Answered with `Answers`."""
+    """To the parent: send a question to every process; the reply is `Answers`."""
 
     question: Question
 
 
 class Answers(Struct, Generic[T]):
-    """What the processes answered that did so soon; `is_complete` if all did."""
+    """The replies that came in time; `is_complete` if all did."""
 
     given: list[T]
     is_complete: bool
 
 
-# What a process asks the parent, and the parent a process.
 Asked = AskAssignment | Listening | Drained | AskAll | Question
 
 
@@ -104,7 +99,7 @@ class _Reply(Struct, tag=True):
 
 
 class Channel:
-    """One end.  `answer(question)` returns what the other end is told; `open` comes first."""
+    """One end; `answer(question)` returns the reply.  Call `open` first."""
 
     def __init__(self, ours: socket.socket, answer: Callable[[Any], Awaitable[object]]) -> None:
         self._socket = ours
@@ -116,7 +111,7 @@ class Channel:
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
-        """Begin to answer, and to take answers, until the other end is gone."""
+        """Start to read calls and replies."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._reading = asyncio.create_task(self._read(reader))
 
@@ -133,16 +128,12 @@ class Channel:
                 elif (waiting := self._open.pop(message.number, None)) and not waiting.done():
                     waiting.set_result(message.answer)
         except (asyncio.IncompleteReadError, OSError):
-            pass  # its end
+            pass  # the other end closed
         finally:
             self._hang_up()
 
     async def ask(self, question: Asked, kind: type[T]) -> T:
-        """Return the answer.
-
-        Raises:
-            ConnectionError: The other end is gone.
-        """
+        """Return the reply to a question.  Raises ConnectionError."""
         number, waiting = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = waiting
         try:
@@ -152,7 +143,7 @@ class Channel:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """Hang up; whoever waits for an answer gets a ConnectionError."""
+        """Close; pending calls get a ConnectionError."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -169,11 +160,11 @@ class Channel:
 
     async def _respond(self, asked: _Call) -> None:
         answer = await self._answer(asked.question)
-        with suppress(ConnectionError):  # who asked is gone
+        with suppress(ConnectionError):
             self._send(_Reply(asked.number, msgspec.Raw(msgspec.msgpack.encode(answer))))
 
     def _send(self, message: _Call | _Reply) -> None:
         if self._writer is None or self._writer.is_closing():
             raise ConnectionError("the other process is gone")
-        said = msgspec.msgpack.encode(message)
-        self._writer.write(_LENGTH.pack(len(said)) + said)
+        raw = msgspec.msgpack.encode(message)
+        self._writer.write(_LENGTH.pack(len(raw)) + raw)

@@ -1,6 +1,6 @@
-"""What several processes have measured, as the series of one: counters and histograms are added.
+"""The merged metrics of several processes: values are added.
 
-A counter must not fall because a process died: what it had counted stays, its gauges do not.
+A counter must not fall when a process dies: its counts stay, its gauges do not.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 Labels = tuple[tuple[str, str], ...]
-# The gauge of which the highest counts; all others are added too.
+# The only metric whose maximum is taken.
 LAG: Final = "baton_event_loop_lag_seconds"
 
 
 class Family(Struct):
-    """A family of series: each its name, its labels and its value."""
+    """A metric family as a message; a sample is its name, labels and value."""
 
     name: str
     help: str
@@ -30,7 +30,7 @@ Families = list[Family]
 
 
 def families(metrics: Iterable[Metric]) -> Families:
-    """Return series as they can be told to another process."""
+    """Convert metrics to messages."""
     return [
         Family(
             each.name,
@@ -43,7 +43,7 @@ def families(metrics: Iterable[Metric]) -> Families:
 
 
 def summed(processes: Iterable[Families]) -> Families:
-    """Return the series of all of them together."""
+    """Return the merged metrics."""
     found: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, Labels], float]] = {}
     for family in (each for process in processes for each in process):
@@ -60,12 +60,12 @@ def summed(processes: Iterable[Families]) -> Families:
 
 
 def without_gauges(process: Families) -> Families:
-    """Return what still counts of a process that has ended."""
+    """Return the metrics that outlive their process."""
     return [family for family in process if family.kind != "gauge"]
 
 
 class Series(Collector):
-    """Series of other processes, and metrics of this one, as a registry has them."""
+    """A collector of merged metrics and of metrics of this process."""
 
     def __init__(self, given: Families, own: Iterable[Metric]) -> None:
         self._given, self._own = given, own

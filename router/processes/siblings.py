@@ -1,7 +1,4 @@
-"""The other router processes of this machine, as one of them knows them: by way of the parent.
-
-Requests may arrive at any of them, so what one asks of the router as a whole is asked of all.
-"""
+"""Calls from one router process to all others, by way of the parent."""
 
 from __future__ import annotations
 
@@ -31,17 +28,17 @@ from router.processes.channel import (
 )
 from router.processes.merged_metrics import Families
 
-# The number of the descriptor that a router process inherits.
+# The inherited file descriptor of a router process.
 VARIABLE: Final = "ROUTER_CHANNEL"
-# For the parent's answer, which itself waits less than that for a process that is stuck.
+# Longer than the parent waits for a process that is stuck.
 PATIENCE_S: Final = 5.0
-# The same for how all processes are: a load balancer that asks gives up after a second, mostly.
+# For states: load balancers mostly give up after a second.
 STATE_PATIENCE_S: Final = 0.75
 T = TypeVar("T")
 
 
 class Siblings:
-    """One process's channel to the parent.  `begin` first; `serve` says what it answers itself."""
+    """One process's channel to the parent.  Call `begin` first, then `serve`."""
 
     def __init__(self, descriptor: int) -> None:
         self._channel = Channel(socket.socket(fileno=descriptor), self._answer)
@@ -51,7 +48,7 @@ class Siblings:
         self._kept: KeptResponses
 
     async def begin(self) -> None:
-        """Wait until this process may begin, and has its `assignment`."""
+        """Wait for the `assignment`, with which this process may start."""
         await self._channel.open()
         self.assignment = await self._channel.ask(AskAssignment(), Assignment)
 
@@ -61,7 +58,7 @@ class Siblings:
         metrics: Callable[[], Families],
         kept: KeptResponses,
     ) -> None:
-        """Answer the others with these."""
+        """Set the sources of replies to other processes."""
         self._state, self._metrics, self._kept = state, metrics, kept
 
     async def listening(self, endpoints: dict[str, str], try_this: str) -> None:
@@ -73,32 +70,29 @@ class Siblings:
         await self._channel.ask(Drained(), bool)
 
     async def close(self) -> None:
-        """Hang up."""
         await self._channel.close()
 
     async def states(self) -> list[ProcessState]:
-        """Return how those processes are that say so soon; none while the parent is silent.
-
-        Who asks is to go on by what it knows itself: clients are served without the parent.
-        """
+        """Return the states that come in time; none while the parent is silent, since clients are
+        served without it."""
         with suppress(HttpError):
             return (await self._ask_all(AskState(), Answers[ProcessState], STATE_PATIENCE_S)).given
         return []
 
     async def metrics(self) -> list[Families]:
-        """Return what all processes have measured, this one and those that died included."""
+        """Return the metrics of all processes, this one and dead ones included."""
         return (await self._ask_all(AskMetrics(), Answers[Families])).given
 
     async def find(self, asker: str, name: str) -> KeptResponse | None:
-        """Return a response that another process keeps; None if none does."""
+        """Return a response that another process stores; None if none does."""
         found = await self._ask_all(FindResponse(asker, name), Answers[KeptResponse | None])
         kept = next((each for each in found.given if each is not None), None)
         if kept is None and not found.is_complete:
-            raise _not_now()  # it may be where nobody answers
+            raise _not_now()  # a process that did not answer may have it
         return kept
 
     async def delete(self, asker: str, name: str) -> bool:
-        """Have another process forget a response; False if none keeps it."""
+        """Delete a response in another process; False if none stores it."""
         deleted = await self._ask_all(DeleteResponse(asker, name), Answers[bool])
         if not (any(deleted.given) or deleted.is_complete):
             raise _not_now()
@@ -135,6 +129,6 @@ def _not_now() -> HttpError:
 
 
 def inherited() -> Siblings | None:
-    """Return the channel that this process was started with; None where it is the only one."""
+    """Return the inherited channel; None if this is the only process."""
     descriptor = os.environ.pop(VARIABLE, "")
     return Siblings(int(descriptor)) if descriptor else None

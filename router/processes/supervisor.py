@@ -1,15 +1,14 @@
-"""`--processes N`: router processes that share one port, started again when they die.
+"""`--processes N`: the parent of router processes that share one port.
 
-This is the parent.  It serves nobody: it keeps the addresses, has the local workers, speaks to
-systemd, and passes what one process asks of all.  Each process is a whole router with a bus of its
-own, which all workers join; Linux gives it a part of the connections (SO_REUSEPORT).
+The parent reserves the addresses, runs the local workers, notifies systemd, and relays calls
+between processes.  Each process is a whole router with its own bus, which all workers join; Linux
+divides the connections among them (SO_REUSEPORT).
 
-    start   the first process begins alone, so that what is wrong is said once, then the others
-    death   the others go on; a new process gets the same bus, and clients when workers joined it
-    stuck   a process that answers nothing for `STUCK_S`, or does not serve `START_S` after its
-            start, is ended, with its stacks in the log
-    stop    all processes drain and let their clients go, then the local workers end, then the
-            processes
+    start   the first process starts alone, so that errors are logged once, then the others
+    death   the others go on; a new process gets the same bus, and clients once workers joined it
+    stuck   a process that does not reply for `STUCK_S`, or does not serve `START_S` after its
+            start, is killed, with its stacks in the log
+    stop    all processes drain, then the local workers end, then the processes
 """
 
 from __future__ import annotations
@@ -54,21 +53,20 @@ from wire.process.lifetime import keep_watchdog, notify
 
 log = structlog.get_logger("router")
 
-# How long others wait for the answer of a process.
+# The timeout of a call to a process.
 ANSWER_S: Final = 1.0
-# The same where a load balancer asks whether we are ready: it gives up after a second, mostly.
+# For its state: load balancers mostly give up after a second.
 STATE_S: Final = 0.5
 SILENCE: Final = object()
-# As in the unit: an event loop that stands still for this long is broken.
+# As in the systemd unit.
 STUCK_S: Final = 15.0
-# As in the unit: one that does not serve by then never will.
 START_S: Final = 90.0
-# Variables of systemd that are for this process alone.
+# Variables of systemd for the parent alone.
 PARENT_ONLY: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Process:
-    """One router process, and each that is started in its place when it has died."""
+    """One router process and its successors."""
 
     def __init__(self, index: int, bus: str) -> None:
         self.index = index
@@ -83,12 +81,11 @@ class Process:
         self.metrics: Families = []
 
     def signal(self, number: int) -> None:
-        """Send it a signal if it runs."""
         if self.child is not None:
             signal_child(self.child, number)
 
     def forget(self) -> Families:
-        """Take that it is gone; return its counters, which still count."""
+        """Reset after the process has ended; return its counters."""
         self.channel = self.child = self.state = None
         self.is_listening = self.is_aborted = False
         self.drained.set()
@@ -97,7 +94,7 @@ class Process:
 
 
 class Processes:
-    """All of them, and the local workers.  Raises OSError where an address cannot be had."""
+    """All router processes and the local workers.  Raises OSError if an address is taken."""
 
     def __init__(self, config: Config, argv: Sequence[str]) -> None:
         self._config = config
@@ -118,27 +115,27 @@ class Processes:
         self._ended_counters: Families = []
 
     async def serve(self, stop: asyncio.Event) -> int:
-        """Run them until asked to stop; return the exit status."""
+        """Run until asked to stop; return the exit status."""
         try:
             return await self._serve(stop)
-        except asyncio.CancelledError:  # by a second signal, which is theirs, too
+        except asyncio.CancelledError:  # a second signal, which is passed on
             await self._hurry()
             raise
 
     async def _serve(self, stop: asyncio.Event) -> int:
         loops = [self._start(self._look_after(process)) for process in self._all]
         stopped, begun = self._start(stop.wait()), self._start(self._begin())
-        # A loop ends before that only if its process never served: the settings cannot work.
+        # A loop ends earlier only if its process never served: the settings cannot work.
         await asyncio.wait([stopped, begun, *loops], return_when=asyncio.FIRST_COMPLETED)
         if begun.done():
-            begun.result()  # it does not end but by an error
+            begun.result()  # raises: it only ends with an error
         begun.cancel()
         failed = [max(each.result(), 0) or 1 for each in loops if each.done()]
         await self._stop(self._config.drain_s if stopped.done() else 0.0)
         return failed[0] if failed else 0
 
     async def close(self) -> None:
-        """Leave nothing behind, however `serve` ended."""
+        """Kill what is left and free the addresses."""
         self._is_stopping = True
         for process in self._all:
             process.signal(signal.SIGKILL)
@@ -157,7 +154,7 @@ class Processes:
         return task
 
     async def _begin(self) -> None:
-        """Look after all; when all serve, start local workers and say that we are ready."""
+        """Wait until all processes serve, start the local workers, and watch all of them."""
         while not self._all_listen.is_set():
             await self._look()
             with suppress(TimeoutError):
@@ -195,9 +192,9 @@ class Processes:
             await asyncio.wait(ends, timeout=FLUSH_S + ANSWER_S)
 
     async def _hurry(self) -> None:
-        """Have them tell their clients that they are not waited for, and end."""
+        """Force the processes to end with a second signal."""
         self._may_leave.set()
-        # Each is to get two signals, one of which it may have; and the same twice may come as one.
+        # Two different ones, since the same signal twice may be delivered once.
         numbers = (signal.SIGINT,) if self._is_stopping else (signal.SIGTERM, signal.SIGINT)
         self._is_stopping = True
         for process in self._all:
@@ -210,10 +207,8 @@ class Processes:
     def _states(self) -> list[ProcessState]:
         return [process.state for process in self._all if process.state is not None]
 
-    # Starting processes, again and again.
-
     async def _look_after(self, process: Process) -> int:
-        """Start it again whenever it dies; return its status if it never served."""
+        """Restart a process whenever it dies; return its status if it never served."""
         run = partial(self._run, process)
         async for status in lives(run, log.bind(process=process.index), MIN_PAUSE_S):
             self._ended_counters = summed([self._ended_counters, process.forget()])
@@ -222,7 +217,7 @@ class Processes:
         raise AssertionError("there is always a next life")
 
     async def _run(self, process: Process) -> int:
-        if self._is_stopping:  # while it waited to be started again
+        if self._is_stopping:  # during the pause before this start
             return 0
         ours, theirs = socket.socketpair()
         process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
@@ -245,10 +240,9 @@ class Processes:
             await channel.close()
 
     async def _look(self) -> None:
-        """Ask all how they are; end those that have said nothing for too long.
+        """Poll the states of all processes; kill those that were silent for too long.
 
-        Where looks are further apart than they should be, the time between was this process's own
-        pause, and perhaps the whole machine's.
+        A long gap between two polls is a pause of this process or the machine, not their silence.
         """
         here = [process for process in self._all if process.child is not None]
         states = await self._ask(AskState(), here)
@@ -262,11 +256,9 @@ class Processes:
             allowed_s = STUCK_S if process.is_listening else START_S
             if (silent_s := now - process.heard_at) > allowed_s:
                 log.error("router process is stuck", process=process.index, for_s=round(silent_s))
-                # At first SIGABRT, for which it logs the stacks of its threads.
+                # First SIGABRT, which logs the stacks of its threads.
                 process.signal(signal.SIGKILL if process.is_aborted else signal.SIGABRT)
                 process.is_aborted = True
-
-    # What processes ask.
 
     async def _answer(self, process: Process, question: object) -> object:
         match question:
@@ -279,7 +271,7 @@ class Processes:
                 self._on_listening(process, endpoints, try_this)
             case Drained():
                 process.drained.set()
-                if self._is_stopping:  # or else only this one was asked to end, and begins again
+                if self._is_stopping:  # else only this process was asked to end, and restarts
                     await self._may_leave.wait()
             case AskAll(AskMetrics()):
                 await self._ask(AskMetrics(), self._all)
@@ -312,10 +304,8 @@ class Processes:
             self._all_listen.set()
 
     async def _ask(self, question: Question, processes: Sequence[Process]) -> list[Any]:
-        """Return the answers of these processes, SILENCE of those that do not answer soon."""
-        return list(
-            await asyncio.gather(*[self._ask_one(question, process) for process in processes])
-        )
+        """Return the replies of these processes, SILENCE for those that do not reply in time."""
+        return await asyncio.gather(*[self._ask_one(question, each) for each in processes])
 
     async def _ask_one(self, question: Question, process: Process) -> object:
         if process.channel is None or not process.is_listening:
