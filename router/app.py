@@ -26,17 +26,9 @@ from router.api.requests.defaults import read_defaults
 from router.api.responses.store import KeptResponses
 from router.bus import Bus
 from router.config import Config, split_endpoint
-from router.core.cluster import (
-    ProcessState,
-    Readiness,
-    is_free,
-    state_of,
-    status_line,
-    try_this,
-)
+from router.core.cluster import ProcessState, Readiness, is_free, state_of, status_line, try_this
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import REJOIN_S, Fleet
-from router.core.request import RequestEnd
 from router.core.state import Limits, RequestIds
 from router.http.application import Application
 from router.http.limits import Bodies
@@ -64,6 +56,8 @@ log = structlog.get_logger("router")
 
 # Between two checks of deadlines and heartbeats.
 MAX_TICK_S: Final = 0.1
+# Between two checks whether the drain is over.
+DRAIN_TICK_S: Final = 0.02
 # Between two reports to systemd.
 REPORT_S: Final = 1.0
 # Open files besides client connections: workers, 128 unauthenticated bus connections, keys.
@@ -111,7 +105,6 @@ class Router:
             clock=time.monotonic,
         )
         self.application = self._application(model_path)
-        self._idle = Idle(self.dispatcher)
         self._tcp: Server | None = None
         self._http: HttpServer | None = None
         self._local: LocalWorkers | None = None
@@ -174,10 +167,7 @@ class Router:
             self._tcp = await serve_tcp(
                 *split_address(config.tcp),
                 lambda connection: Client(
-                    connection,
-                    self.dispatcher,
-                    config.max_requests_per_connection,
-                    self._api_keys,
+                    connection, self.dispatcher, config.max_requests_per_connection, self._api_keys
                 ),
                 TcpLimits(
                     max_connections=config.max_connections,
@@ -212,9 +202,7 @@ class Router:
             return
         self._tasks.append(asyncio.create_task(self._report(), name="status"))
         self._local = LocalWorkers(
-            config,
-            self.endpoints["bus"],
-            lambda role, rank: is_free([self.state], role, rank),
+            config, self.endpoints["bus"], lambda role, rank: is_free([self.state], role, rank)
         )
         self._local.start()
         announce(config, self.endpoints)
@@ -239,16 +227,19 @@ class Router:
         self.application.draining = self.dispatcher.is_draining = True
         try:
             async with asyncio.timeout(self.config.drain_s):
-                await self._idle.wait()
-                # Slow readers; uvicorn has no event for them.
-                while self._is_answering:  # noqa: ASYNC110
-                    await asyncio.sleep(MAX_TICK_S)
+                # uvicorn has no event for slow readers.
+                while self._num_open or self._is_answering:  # noqa: ASYNC110
+                    await asyncio.sleep(DRAIN_TICK_S)
         except TimeoutError:
-            if not self._idle.num_open:
+            if not self._num_open:
                 log.warning("clients did not read their answers before the end of the drain")
                 return
-            log.warning("requests ended by the drain", requests=self._idle.num_open)
+            log.warning("requests ended by the drain", requests=self._num_open)
             self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router shut down before the end")
+
+    @property
+    def _num_open(self) -> int:
+        return self.dispatcher.num_running + self.dispatcher.num_waiting
 
     @property
     def _is_answering(self) -> bool:
@@ -294,28 +285,6 @@ class Router:
                 if self._local is not None:
                     self._local.check([state])
             await asyncio.sleep(REPORT_S)
-
-
-class Idle:
-    """Waits until no request is open."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        self._ended = asyncio.Event()
-        dispatcher.observers.append(self)
-
-    @property
-    def num_open(self) -> int:
-        return self._dispatcher.num_running + self._dispatcher.num_waiting
-
-    def on_request_end(self, end: RequestEnd) -> None:
-        self._ended.set()
-
-    async def wait(self) -> None:
-        """Return when no request is open.  The router must refuse new ones meanwhile."""
-        while self.num_open:
-            self._ended.clear()
-            await self._ended.wait()
 
 
 def limits(config: Config, num_tokens: int | None = None) -> Limits:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -33,6 +34,23 @@ REQUEST_S: Final = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 20, 40, 60, 120, 240, 600
 )  # fmt: skip
 
+# Counters over ended requests: name, help, and the field of `RequestEnd` that is added.
+SUMS: Final = (
+    ("prompt_tokens", "Prompt tokens of ended requests.", "prompt_tokens"),
+    (
+        "cached_prompt_tokens",
+        "Prompt tokens that prefill workers found in their cache.",
+        "cached_tokens",
+    ),
+    ("generated_tokens", "Tokens of ended requests.", "completion_tokens"),
+    ("kv_transfer_bytes", "KV bytes handed to decode workers.", "kv_bytes"),
+    (
+        "kv_skipped_tokens",
+        "Prompt tokens not sent because the decode worker held them.",
+        "kv_skipped_tokens",
+    ),
+)
+
 # Finish reasons come from workers; any other one counts as "other", so that labels stay few.
 OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCode)})
 
@@ -53,20 +71,12 @@ class Metrics:
         self._requests = self._counter(
             "requests", "Accepted requests, HTTP and TCP, by how they ended.", "outcome"
         )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
-        self._cached_tokens = self._counter(
-            "cached_prompt_tokens", "Prompt tokens that prefill workers found in their cache."
-        )
-        self._generated_tokens = self._counter("generated_tokens", "Tokens of ended requests.")
-        self._kv_bytes = self._counter("kv_transfer_bytes", "KV bytes handed to decode workers.")
-        self._kv_skipped_tokens = self._counter(
-            "kv_skipped_tokens", "Prompt tokens not sent because the decode worker held them."
-        )
+        self._sums = [
+            (self._counter(name, help_text), attrgetter(field)) for name, help_text, field in SUMS
+        ]
         self._slow_clients = self._counter("slow_clients", "Clients cut: they did not read.")
         self._lag = Gauge(
-            LAG,
-            "How late the last timer of the event loop was.",
-            registry=self._registry,
+            LAG, "How late the last timer of the event loop was.", registry=self._registry
         )
         # Leaks show in these two; resident memory changes for other reasons too.
         self.tasks = Gauge("baton_tasks", "Asyncio tasks of the router.", registry=self._registry)
@@ -97,11 +107,8 @@ class Metrics:
     def on_request_end(self, end: RequestEnd) -> None:
         """Count a request that the core accepted."""
         self._requests[end.outcome if end.outcome in OUTCOMES else "other",] += 1
-        self._prompt_tokens[()] += end.prompt_tokens
-        self._cached_tokens[()] += end.cached_tokens
-        self._generated_tokens[()] += end.completion_tokens
-        self._kv_bytes[()] += end.kv_bytes
-        self._kv_skipped_tokens[()] += end.kv_skipped_tokens
+        for counts, value_of in self._sums:
+            counts[()] += value_of(end)
         self._request.observe(end.total_s)
         if end.queue_s is not None:
             self._queue.observe(end.queue_s)

@@ -131,9 +131,7 @@ class Application:
             Route("/v1/responses/{response}/input_items", "responses", {"GET": kept.input_items}),
             Route("/v1/responses/{response}/cancel", "responses", {"POST": kept.cancel}),
             Route(
-                "/v1/responses/{response}",
-                "responses",
-                {"GET": kept.show, "DELETE": kept.delete},
+                "/v1/responses/{response}", "responses", {"GET": kept.show, "DELETE": kept.delete}
             ),
             messages("/v1/messages", "messages", partial(self._complete, read_message)),
             messages("/v1/messages/count_tokens", "count_tokens", self._count_tokens),
@@ -309,10 +307,7 @@ class Application:
         await exchange.respond(200, await self._read(exchange, partial(count_tokens, self._model)))
 
     async def _read(
-        self,
-        exchange: HttpExchange,
-        read: Callable[..., T],
-        previous_of: PreviousOf | None = None,
+        self, exchange: HttpExchange, read: Callable[..., T], previous_of: PreviousOf | None = None
     ) -> T:
         """Read and parse the body, a large one in a thread."""
         raw = await self._bodies.read(exchange)

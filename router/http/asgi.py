@@ -100,11 +100,7 @@ async def respond(
     headers: tuple[Header, ...] = (),
 ) -> None:
     """Send a whole response."""
-    described = [
-        (b"content-type", content_type),
-        (b"content-length", b"%d" % len(body)),
-        *headers,
-    ]
+    described = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": described})
     last = max(len(body) - 1, 0) // PIECE_BYTES * PIECE_BYTES
     for start in range(0, last, PIECE_BYTES):

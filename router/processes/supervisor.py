@@ -39,9 +39,7 @@ from router.processes.channel import (
     AskState,
     Assignment,
     Channel,
-    DeleteResponse,
     Drained,
-    FindResponse,
     Listening,
     Question,
 )
@@ -139,7 +137,7 @@ class Processes:
         self._is_stopping = True
         for process in self._all:
             process.signal(signal.SIGKILL)
-        await asyncio.gather(*[each.child.wait() for each in self._all if each.child is not None])
+        await _until_ended(self._all)
         if self._local is not None:
             await self._local.stop(0.0)
         for task in self._tasks:
@@ -187,9 +185,7 @@ class Processes:
         if self._local is not None:
             await self._local.stop(self._config.drain_s)
         self._may_leave.set()
-        ends = [asyncio.create_task(each.child.wait()) for each in here if each.child is not None]
-        if ends:
-            await asyncio.wait(ends, timeout=FLUSH_S + ANSWER_S)
+        await _until_ended(here, FLUSH_S + ANSWER_S)
 
     async def _hurry(self) -> None:
         """Force the processes to end with a second signal."""
@@ -200,9 +196,7 @@ class Processes:
         for process in self._all:
             for number in numbers:
                 process.signal(number)
-        ends = [asyncio.create_task(each.child.wait()) for each in self._all if each.child]
-        if ends:
-            await asyncio.wait(ends, timeout=FLUSH_S / 2)
+        await _until_ended(self._all, FLUSH_S / 2)
 
     def _states(self) -> list[ProcessState]:
         return [process.state for process in self._all if process.state is not None]
@@ -310,19 +304,23 @@ class Processes:
     async def _ask_one(self, question: Question, process: Process) -> object:
         if process.channel is None or not process.is_listening:
             return SILENCE
-        patience_s = STATE_S if isinstance(question, AskState) else ANSWER_S
+        is_state, is_metrics = isinstance(question, AskState), isinstance(question, AskMetrics)
+        kind: Any = ProcessState if is_state else Families if is_metrics else Any
         with suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(patience_s):
-                match question:
-                    case AskState():
-                        process.state = await process.channel.ask(question, ProcessState)
-                        return process.state
-                    case AskMetrics():
-                        process.metrics = await process.channel.ask(question, Families)
-                        return process.metrics
-                    case FindResponse() | DeleteResponse():
-                        return await process.channel.ask(question, Any)
+            async with asyncio.timeout(STATE_S if is_state else ANSWER_S):
+                answer = await process.channel.ask(question, kind)
+                if is_state:
+                    process.state = answer
+                elif is_metrics:
+                    process.metrics = answer
+                return answer
         return SILENCE
+
+
+async def _until_ended(processes: Sequence[Process], timeout_s: float | None = None) -> None:
+    ends = [asyncio.create_task(each.child.wait()) for each in processes if each.child is not None]
+    if ends:
+        await asyncio.wait(ends, timeout=timeout_s)
 
 
 async def serve_by_several(config: Config, argv: Sequence[str], stop: asyncio.Event) -> int:

@@ -18,8 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from router.api.model import ServedModel
 from router.bus import Bus
 from router.core.state import Limits, RequestIds
-from router.http import server
 from router.http.application import Application
+from tests.router.http.serving import serving
 from tests.router.scripted import EPOCH, detail, fleet, load
 from wire.errors import ErrorCode
 from wire.frames import (
@@ -158,6 +158,11 @@ class Site:
             transport=transport, base_url="http://localhost", trust_env=False, verify=False
         )
 
+    async def idle(self) -> None:
+        """Wait until no request is open."""
+        while self.bus.dispatcher.num_running + self.bus.dispatcher.num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
     def frames(self, kind: type[Frame]) -> list[Frame]:
         return [message.frame for _, message in self.seen if isinstance(message.frame, kind)]
 
@@ -231,11 +236,5 @@ def events(body: str) -> list[Any]:
 @asynccontextmanager
 async def listening(app: Application) -> AsyncIterator[tuple[str, int]]:
     """The application on its server, as router.app runs it."""
-    limits, on_slow_client = server.Limits(), app.metrics.on_slow_client
-    serving = server.HttpServer(app, "127.0.0.1", 0, limits, None, on_slow_client=on_slow_client)
-    task = asyncio.create_task(serving.run_on_loop())
-    try:
-        yield "127.0.0.1", serving.port
-    finally:
-        serving.should_exit = True
-        await task
+    async with serving(app, on_slow_client=app.metrics.on_slow_client) as server:
+        yield "127.0.0.1", server.port

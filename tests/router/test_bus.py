@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import structlog.testing
 
-from router.bus import MAX_MESSAGE_BYTES, Bus
+from router.bus import MAX_MESSAGE_BYTES
 from router.core.fleet import MISSED_BEATS, WorkerState
-from router.core.request import Request
-from router.core.state import Limits, RequestIds
-from tests.router.scripted import (
-    LAYOUT,
-    RecordingSink,
-    Router,
-    ScriptedWorker,
-    detail,
-    first,
-    fleet,
-    load,
-    usage,
-)
-from wire.aio.zmq import Hub
+from tests.router.scripted import Router, detail, load
 from wire.errors import ErrorCode
-from wire.frames import (
-    DecodeDone,
-    DecodeToken,
-    Drain,
-    Error,
-    Heartbeat,
-    Hello,
-    PrefillDone,
-    Role,
-    Tag,
-    Welcome,
-)
-from wire.options import Options
+from wire.frames import DecodeToken, Drain, Error, Heartbeat, Hello, Role, Tag, Welcome
 from wire.parts import Buffer, encode
 from wire.payloads import (
     ErrorDetail,
@@ -96,7 +68,7 @@ def test_prefill_workers_hear_of_every_change_of_decode_workers() -> None:
     assert peer_lists(router) == [(P, []), (b"prefill-1-1", [])]
 
 
-def test_who_does_not_say_hello_is_asked_to() -> None:
+def test_an_unknown_peer_is_asked_for_hello() -> None:
     router = Router()
     router.beat(b"stranger", load())
     assert errors(router) == [(b"stranger", ErrorCode.UNKNOWN_PEER, "say HELLO first")]
@@ -119,7 +91,7 @@ def test_a_worker_beside_one_that_is_alive_is_fenced_and_told_what_to_do() -> No
     assert errors(router) == [] and router.fleet.get(newcomer) is not None
 
 
-def test_a_key_holder_is_nobody_else() -> None:
+def test_a_worker_cannot_use_another_identity() -> None:
     """As decode-1, whose identity the handshake has checked."""
     router = Router()
     router.pair()
@@ -143,7 +115,7 @@ def test_a_key_holder_is_nobody_else() -> None:
     assert sink.ends == []
 
 
-def test_who_fell_silent_and_was_replaced_is_fenced_and_its_requests_end() -> None:
+def test_a_replaced_worker_is_fenced_and_its_requests_end() -> None:
     router = Router()
     router.pair()
     _, sink = router.submit()
@@ -292,75 +264,3 @@ def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:
     router.bus.tick()
     assert router.fleet.get(P) is None and sink.error.code is ErrorCode.WORKER_LOST
     assert router.forgotten == [P], "what waits for it is dropped"
-
-
-class Sockets:
-    """A `Bus` over a real hub; `until` waits for what messages bring about."""
-
-    def __init__(self) -> None:
-        self.hub = Hub(self._on_message, on_lost=lambda peer: self.bus.on_lost(peer))
-        self.bus = Bus(
-            fleet(),
-            transmit=self.hub.send,
-            forget=self.hub.forget,
-            limits=Limits(max_attempts=1),
-            lease_ms=5000,
-            request_ids=RequestIds(7),
-            clock=time.monotonic,
-        )
-        self._changed = asyncio.Event()
-
-    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        self.bus.on_message(peer, parts)
-        self._changed.set()
-
-    async def until_ready(self, *roles: Role) -> None:
-        while not all(self.bus.fleet.ready(role) for role in roles):
-            await self._changed.wait()
-            self._changed.clear()
-
-
-@asynccontextmanager
-async def bus_over_sockets() -> AsyncIterator[tuple[Sockets, str]]:
-    sockets = Sockets()
-    try:
-        yield sockets, sockets.hub.bind("tcp://127.0.0.1:0")
-    finally:
-        await sockets.hub.close()
-
-
-async def test_a_request_over_real_sockets() -> None:
-    async with bus_over_sockets() as (sockets, endpoint):
-        decoder = ScriptedWorker(endpoint, Role.DECODE)
-        await decoder.hear(Tag.WELCOME)
-        prefiller = ScriptedWorker(endpoint, Role.PREFILL)
-        [peer] = decode_map(list[PeerDetail], (await prefiller.hear(Tag.PEERS)).body())
-        assert peer.rank == 0 and LAYOUT == sockets.bus.fleet.layout
-        await sockets.until_ready(Role.PREFILL, Role.DECODE)
-        sink = RecordingSink()
-        sockets.bus.dispatcher.submit(Request((1, 2, 3), Options(), 2), sink)
-        request_id = (await prefiller.hear(Tag.PREFILL_REQUEST)).frame.request_id  # type: ignore[attr-defined]
-        prefiller.say(PrefillDone(request_id, 192), first())
-        await decoder.hear(Tag.DECODE_REQUEST)
-        decoder.say([DecodeToken(request_id, 8)])
-        decoder.say([DecodeToken(request_id, 9)])
-        decoder.say(DecodeDone(request_id), usage())
-        decoder.say(Drain(1, 100))
-        await decoder.hear(Tag.DRAIN)
-        assert sink.kinds == ["prefill", "token", "token", "done"]
-        await prefiller.link.close(0)
-        await decoder.link.close(0)
-
-
-async def test_a_closed_connection_ends_the_requests_of_its_worker() -> None:
-    async with bus_over_sockets() as (sockets, endpoint):
-        workers = [ScriptedWorker(endpoint, role) for role in (Role.PREFILL, Role.DECODE)]
-        for worker in workers:
-            await worker.hear(Tag.WELCOME)
-        await sockets.until_ready(Role.PREFILL, Role.DECODE)
-        sink = RecordingSink()
-        sockets.bus.dispatcher.submit(Request((1, 2, 3), Options(), 2), sink)
-        await workers[0].link.close(0)
-        await workers[1].hear(Tag.CANCEL)
-        assert sink.error.code is ErrorCode.WORKER_LOST
-        await workers[1].link.close(0)

@@ -74,7 +74,7 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["8000", ":8000", "localhost:", "h:99999", "h:-1", "h:x", ""])
-def test_what_is_no_endpoint_is_refused_by_name(endpoint: str) -> None:
+def test_malformed_endpoints_are_refused_by_name(endpoint: str) -> None:
     with pytest.raises(ValidationError, match=r"--http .* is not HOST:PORT"):
         Config(http=endpoint)
 
@@ -167,7 +167,7 @@ def test_the_last_port_is_allowed_and_the_first_and_any(flag: str, kind: str) ->
     "port", ["65536", "9" * 5000, "-1", "\u0661", "\uff11", "\u00b9", "\u2460", "1\u0660"]
 )
 @pytest.mark.parametrize("flag", ["--http", "--tcp"])
-def test_what_is_no_port_is_told_which_are(
+def test_malformed_ports_are_refused(
     flag: str, port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor are digits that are not ASCII: Arabic-Indic, full-width, superscript or circled."""
@@ -195,11 +195,7 @@ def test_the_model_name_comes_from_the_model() -> None:
     ],
 )
 def test_names_for_logs_and_clients_can_be_printed(
-    kind: type[SharedSettings],
-    flag: str,
-    start: str,
-    bad: str,
-    capsys: pytest.CaptureFixture[str],
+    kind: type[SharedSettings], flag: str, start: str, bad: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="78"):
         parse(kind, [f"{flag}={start}{bad}"])
@@ -314,7 +310,7 @@ def test_a_bus_that_zeromq_cannot_bind_is_refused_by_name(
 
 
 @pytest.mark.parametrize("flags", ["--role decode", "--threads 2 --rank=3", "--router=tcp://a:1"])
-def test_what_each_local_worker_is_told_by_local_is_not_for_all(
+def test_worker_args_cannot_set_role_rank_and_router(
     flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -71,7 +71,7 @@ def test_the_plan_of_a_machine(
     st.tuples(st.integers(0, 8), st.integers(0, 8)),
     st.sampled_from(["auto", "split", "shared"]),
 )
-def test_whatever_the_machine(
+def test_plans_of_random_machines(
     num_nodes: int, num_cores: int, threads: int, local: tuple[int, int], sharing: Sharing
 ) -> None:
     nodes = machine(num_nodes, num_cores, threads)

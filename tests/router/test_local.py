@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import pytest
 from msgspec import structs
@@ -101,11 +99,7 @@ def test_a_local_worker_is_told_its_cores_unless_somebody_says_others() -> None:
     ],
 )
 def test_only_those_that_may_not_use_every_core_are_told_cores(
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int,
-    quota: float,
-    sharing: Any,
-    planned: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch, cores: int, quota: float, sharing: Any, planned: dict[str, str]
 ) -> None:
     monkeypatch.setattr(local, "own_cores", lambda: frozenset(range(cores)))
     monkeypatch.setattr(local, "physical_cores", lambda node: [frozenset({it}) for it in node])
@@ -115,7 +109,7 @@ def test_only_those_that_may_not_use_every_core_are_told_cores(
     assert planned == {role: format_cores(place) for (role, _), place in found.items()}
 
 
-async def test_nobody_looks_after_workers_that_were_stopped() -> None:
+async def test_no_task_is_left_after_stop() -> None:
     workers = local_workers((1, 1))
     workers.start()
     await workers.stop(20.0)
@@ -240,7 +234,7 @@ async def test_a_worker_that_will_not_end_is_killed(
     assert is_gone(pid)
 
 
-async def test_who_ends_when_asked_is_not_started_again_while_another_takes_its_time(
+async def test_a_stopped_worker_is_not_restarted_while_another_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     is_up = tmp_path / "up"
@@ -256,7 +250,7 @@ async def test_who_ends_when_asked_is_not_started_again_while_another_takes_its_
     assert [line["event"] for line in logs] == ["local workers killed"]
 
 
-async def test_one_that_begins_while_another_ends_is_killed_at_once(
+async def test_a_worker_started_during_stop_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     is_up, may_begin = tmp_path / "up", asyncio.Event()
@@ -288,37 +282,3 @@ async def test_one_that_begins_while_another_ends_is_killed_at_once(
     os.kill(pid, signal.SIGKILL)
     await stopping
     assert workers.pids == {}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_no_worker_outlives_a_killed_router(loop: str) -> None:
-    script = f"""
-import asyncio, sys
-from router import local
-from router.config import Config
-from router.core.cluster import ProcessState
-local.command = lambda *_: [sys.executable, "-S", "-c", {SILENT!r}]
-async def main():
-    workers = local.LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1", lambda *_: True)
-    workers.start()
-    while not workers.pids:
-        await asyncio.sleep(0.01)
-    print(*workers.pids.values(), flush=True)
-    await asyncio.sleep(60)
-import {loop}
-{loop}.run(main())
-"""
-    router = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    assert router.stdout is not None
-    with router, router.stdout as output:
-        watched = os.pidfd_open(_first_number(output))
-        router.kill()
-        readable, _, _ = select.select([watched], [], [], 20)
-        os.close(watched)
-    assert readable
-
-
-def _first_number(output: IO[bytes]) -> int:
-    """The pid, among the lines of the log."""
-    return next(int(line) for line in output if line.strip().isdigit())

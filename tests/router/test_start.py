@@ -21,7 +21,7 @@ print(json.dumps([status, gc.isenabled(), gc.get_freeze_count(), len(gc.get_obje
 """
 
 
-def test_what_is_imported_is_left_alone_by_the_collector() -> None:
+def test_imported_objects_are_frozen() -> None:
     said = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, check=True, timeout=60)
     status, is_enabled, num_frozen, num_watched = json.loads(said.stdout.splitlines()[-1])
     assert status == EX_CONFIG and is_enabled

@@ -169,7 +169,7 @@ async def test_which_token_ended_it_is_of_the_bus_only() -> None:
         assert (usage.stop_token_id, usage.stop_logprobs) == (None, None)
 
 
-async def test_one_token_may_be_asked_for_without_a_decode_worker() -> None:
+async def test_no_rank_asks_for_one_token() -> None:
     async with face() as (router, client):
         client.send(PrefillRequest(1, 1, NO_RANK), encode_prompt([4], Options()))
         [(_, message)] = await router.hear(Tag.PREFILL_REQUEST)
@@ -337,7 +337,7 @@ async def test_a_client_may_ask_for_as_many_tokens_as_fit(
         assert told.max_tokens == count + 1
 
 
-async def test_what_fits_where_nothing_more_does_is_the_first_token_alone() -> None:
+async def test_a_full_context_leaves_only_the_first_token() -> None:
     async with face() as (router, client):
         ask(client, 1, 999)
         client.send(DecodeRequest(1, AS_MANY_AS_FIT))
@@ -347,14 +347,14 @@ async def test_what_fits_where_nothing_more_does_is_the_first_token_alone() -> N
         router.assert_idle()
 
 
-async def test_one_more_than_as_many_as_fit_is_a_number_like_any_other() -> None:
+async def test_as_many_as_fit_plus_one_is_a_plain_number() -> None:
     async with face() as (_, client):
         ask(client, 1)
         client.send(DecodeRequest(1, AS_MANY_AS_FIT - 1))
         assert (await error(client))[:2] == (1, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
 
-async def test_what_is_remembered_of_ended_requests_is_bounded() -> None:
+async def test_ended_requests_are_bounded() -> None:
     async with face() as (_router, client):
         for request_id in range(1, MAX_ENDED + 3):
             ask(client, request_id, 0)
@@ -495,10 +495,7 @@ async def test_a_key_that_floods_by_many_connections_leaves_the_other_its_turns(
 
 
 async def test_without_keys_an_address_is_one_client_whatever_its_ports() -> None:
-    async with (
-        face() as (router, one),
-        await connect("127.0.0.1", router.port) as other,
-    ):
+    async with face() as (router, one), await connect("127.0.0.1", router.port) as other:
         for client in (one, other):
             hello(client, KEY)  # nobody has checked what it says
             ask(client, 1)

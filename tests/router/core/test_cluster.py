@@ -84,7 +84,7 @@ def test_it_says_that_it_waits_now_and_then_and_that_it_is_ready_once() -> None:
     assert said([[], ["no"], ["no"], []], [5.0, 6.0, 7.0, 8.0]) == [ready, misses, ready]
 
 
-def test_what_to_try_is_a_command_for_this_router() -> None:
+def test_try_this_is_a_shell_command_for_this_router() -> None:
     for has_text, prompt in [(True, "Once upon a time"), (False, [1, 2, 3])]:
         command = try_this("http://[::1]:8000", "it's", has_text=has_text, has_keys=False)
         curl, url, _, kind, _, body = shlex.split(command)

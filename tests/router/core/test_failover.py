@@ -271,7 +271,7 @@ def test_attempts_are_bounded_and_the_error_says_so(router: Router) -> None:
 @pytest.mark.parametrize(
     "code", [ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.MODEL_FAILED]
 )
-def test_what_is_no_workers_fault_is_not_tried_again(router: Router, code: ErrorCode) -> None:
+def test_errors_of_the_request_are_not_retried(router: Router, code: ErrorCode) -> None:
     _, sink = router.submit()
     router.say(P, Error(router.prefill_id(), code), encode_map(ErrorDetail(message="no")))
     assert (sink.error.code, sink.error.message) == (code, SENTENCES[code])

@@ -121,7 +121,7 @@ def test_an_incumbent_that_is_alive_keeps_its_rank(epoch: int) -> None:
 
 
 @pytest.mark.parametrize("epoch", [4, 6])
-def test_one_that_fell_silent_gives_way(epoch: int) -> None:
+def test_a_silent_worker_loses_its_rank(epoch: int) -> None:
     table = fleet()
     old = hello(table, epoch=5)
     table.heartbeat(old, BEAT, load(), 10.0)
@@ -258,11 +258,7 @@ def test_peers_are_the_decode_workers_also_when_they_drain() -> None:
     table.drain(identity)
     assert table.peers() == [
         PeerDetail(
-            rank=3,
-            epoch=8,
-            kv_endpoint="tcp://127.0.0.1:1",
-            block_size=16,
-            kv_unasked_bytes=99,
+            rank=3, epoch=8, kv_endpoint="tcp://127.0.0.1:1", block_size=16, kv_unasked_bytes=99
         )
     ]
 

@@ -79,7 +79,7 @@ def test_a_full_queue_says_so_when_it_is_a_worker_that_is_missing(
     assert peer.partition(b"-")[0].decode() in missing.value.message
 
 
-def test_who_makes_room_hears_that_a_worker_is_missing() -> None:
+def test_a_displaced_request_learns_that_a_worker_is_missing() -> None:
     router = Router(Limits(max_waiting=2))
     router.pair()
     router.bus.lose(D, "test")
@@ -104,7 +104,7 @@ def ended(sinks: list[RecordingSink]) -> list[int]:
     return [i for i, sink in enumerate(sinks) if sink.ends]
 
 
-def test_what_is_held_without_being_asked_on_gives_way_after_its_grace() -> None:
+def test_a_held_request_gives_way_after_its_grace() -> None:
     router = Router(Limits(max_running_per_worker=4))
     router.pair()
     hog = prefilled(router, 3, "hog")
@@ -121,7 +121,7 @@ def test_what_is_held_without_being_asked_on_gives_way_after_its_grace() -> None
     assert len(router.take(Tag.PREFILL_REQUEST)) == 1 and not waiting.events and not few[0].ends
 
 
-def test_who_is_asked_on_gives_way_to_no_one() -> None:
+def test_a_request_with_decode_request_does_not_give_way() -> None:
     router = Router(Limits(max_running_per_worker=2))
     router.pair()
     handle, early = router.submit(new=None, client="hog")
@@ -189,7 +189,7 @@ def test_a_place_that_an_error_frees_is_taken_at_once() -> None:
     assert router.dispatcher.num_waiting == 0
 
 
-def test_what_was_held_for_a_moment_only_counts_too() -> None:
+def test_requests_within_their_grace_count_for_their_client() -> None:
     router = Router(Limits(max_running_per_worker=6))
     router.pair()
     big, small = prefilled(router, 1, "big"), prefilled(router, 2, "small")
@@ -200,7 +200,7 @@ def test_what_was_held_for_a_moment_only_counts_too() -> None:
     assert ended(big) == [0] and not ended(small) and not ended(more)
 
 
-def test_what_runs_takes_no_place_in_the_queue() -> None:
+def test_running_requests_do_not_count_for_the_queue() -> None:
     router = Router(Limits(max_running_per_worker=3, max_waiting=1))
     router.pair()
     sinks = [router.submit(client="busy")[1] for _ in range(4)]
@@ -227,7 +227,7 @@ def test_blocks_that_are_on_their_way_back_are_not_asked_for_twice() -> None:
     assert ended(hog) == [0, 1, 2, 3], "the next one may ask again"
 
 
-def test_what_is_held_counts_when_a_place_in_the_queue_is_given_up() -> None:
+def test_held_requests_count_when_the_queue_is_full() -> None:
     router = Router(Limits(max_waiting=4, max_running_per_worker=3))
     router.pair()
     prefilled(router, 3, "hog")
@@ -249,7 +249,7 @@ def test_no_attempt_is_made_beyond_the_deadline_of_its_request() -> None:
     router.assert_idle()
 
 
-def test_what_is_held_ends_with_its_own_deadline_too() -> None:
+def test_a_held_request_ends_at_its_deadline() -> None:
     router = Router(Limits(lease_s=30.0, deadline_s=20.0))
     router.pair()
     [sink] = prefilled(router, 1, "slow")
@@ -269,7 +269,7 @@ def test_blocks_that_are_only_promised_are_back_at_once() -> None:
     assert router.fleet.get(D).returning_blocks == 0  # type: ignore[union-attr]
 
 
-def test_no_one_gives_way_on_a_worker_that_is_too_small() -> None:
+def test_no_request_gives_way_on_a_worker_that_is_too_small() -> None:
     router = Router()
     router.join(Role.PREFILL)
     router.join(Role.DECODE, num_blocks=16)
@@ -281,7 +281,7 @@ def test_no_one_gives_way_on_a_worker_that_is_too_small() -> None:
     assert not ended(parked) and router.dispatcher.num_waiting == 1
 
 
-def test_whoever_holds_most_after_each_step_gives_way_next() -> None:
+def test_the_heaviest_client_is_chosen_anew_at_each_step() -> None:
     router = Router()
     router.pair()
     big, small = (prefilled(router, n, c, prompt=250) for n, c in ((3, "big"), (1, "small")))

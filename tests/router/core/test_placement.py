@@ -7,8 +7,9 @@ from router.core.fleet import Fleet
 from router.core.placement import Placement
 from router.core.policy import PrefixIndex
 from router.core.request import Request
-from router.core.state import Attempt, Limits, RequestIds, RequestState, new_tokens
-from tests.router.scripted import RecordingSink, detail, fleet, load
+from router.core.state import Attempt, Limits, RequestIds, RequestState
+from tests.router.core import states
+from tests.router.scripted import detail, fleet, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import Heartbeat, Hello, Role
 from wire.identity import Identity
@@ -18,17 +19,7 @@ EPOCH = 7
 
 
 def state(prompt: int = 40, new: int | None = 8) -> RequestState:
-    request = Request(tuple(range(prompt)), Options(), new)
-    return RequestState(
-        handle=1,
-        request=request,
-        sink=RecordingSink(),
-        new_tokens=new_tokens(request),
-        is_decode_asked=True,
-        submitted_at=0.0,
-        deadline=1.0,
-        due=1.0,
-    )
+    return states.state(Request(tuple(range(prompt)), Options(), new))
 
 
 def cluster(*roles: Role) -> tuple[Fleet, Placement]:
@@ -91,7 +82,7 @@ def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
         assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
-def test_what_fits_is_what_the_context_leaves_after_the_first_token() -> None:
+def test_num_that_fit_is_the_rest_of_the_context() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
     assert placement.num_that_fit(state(3)) == 996
     assert placement.num_that_fit(state(999)) == placement.num_that_fit(state(1001)) == 0
@@ -126,7 +117,7 @@ def test_no_room_charges_no_one() -> None:
     assert attempt.decode is None
 
 
-def test_what_can_never_be_served_is_refused() -> None:
+def test_requests_that_can_never_be_served_are_refused() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
     placement.check(state(991))
     for each, code in (
@@ -183,7 +174,7 @@ def test_one_odd_worker_gets_nothing_and_spoils_nothing(role: Role, odd: dict[st
     assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
-def test_what_is_not_handed_over_is_within_any_limit_of_kv() -> None:
+def test_a_request_without_transfer_ignores_the_transfer_limit() -> None:
     table, placement = cluster()
     peer = Identity(Role.PREFILL, 0, 1).name
     table.hello(peer, Hello(1, 0, Role.PREFILL), detail(max_kv_transfer_bytes=64), 0.0)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from router.core.queue import Queue
 from router.core.request import Request
 from router.core.state import RequestState
-from tests.router.scripted import RecordingSink
+from tests.router.core import states
 from wire.options import Options
 
 TIMEOUT_S = 30.0
@@ -22,16 +22,8 @@ CLIENTS = st.sampled_from(["a", "b", "c"])
 def state(
     handle: int, priority: int = 0, client: str = "", submitted_at: float = 0.0
 ) -> RequestState:
-    return RequestState(
-        handle=handle,
-        request=Request((1,), Options(priority=priority), client=client),
-        sink=RecordingSink(),
-        new_tokens=None,
-        is_decode_asked=False,
-        submitted_at=submitted_at,
-        deadline=submitted_at + TIMEOUT_S,
-        due=submitted_at + TIMEOUT_S,
-    )
+    request = Request((1,), Options(priority=priority), client=client)
+    return states.state(request, handle=handle, submitted_at=submitted_at)
 
 
 def drain(queue: Queue) -> list[int]:
@@ -62,7 +54,7 @@ def test_a_lower_priority_is_first_once_it_has_waited_longer_by_the_head_start(
     assert drain(queue) == [1, 4]
 
 
-def test_what_has_long_waited_behind_others_of_its_client_passes_nobody() -> None:
+def test_old_requests_of_one_client_do_not_pass_higher_priorities() -> None:
     """A thousand requests of low priority, however old, do not keep a higher one waiting."""
     queue = Queue(TIMEOUT_S)
     for handle in range(1000):

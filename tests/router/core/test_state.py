@@ -95,7 +95,7 @@ def test_no_id_comes_twice_and_all_are_of_the_epoch() -> None:
     assert {each >> 32 for each in ids} == {EPOCH}
 
 
-def test_who_knows_some_cannot_tell_the_next() -> None:
+def test_ids_cannot_be_guessed_from_others() -> None:
     ids = list(islice(RequestIds(EPOCH), MANY))
     steps = {(later - earlier) % 2**32 for earlier, later in pairwise(ids)}
     assert len(steps) > 0.99 * MANY, "no step is a rule"

@@ -76,7 +76,7 @@ async def test_every_response_echoes_the_request_id() -> None:
     assert (subject.status, wire.sent[1]["body"]) == (503, b'{"a":1}')
 
 
-def test_who_asks_is_the_key_or_else_the_address() -> None:
+def test_the_asker_is_the_key_or_the_address() -> None:
     subject = exchange(Wire(), client=("10.0.0.1", 5))
     assert subject.asker == "10.0.0.1"
     subject.key_name = "key-0123456789ab"

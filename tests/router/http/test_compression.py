@@ -63,7 +63,7 @@ def test_others_are_refused_with_ours(encoding: str) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_what_is_broken_is_refused(raw: bytes, said: str, size: int) -> None:
+def test_broken_streams_are_refused(raw: bytes, said: str, size: int) -> None:
     with pytest.raises(HttpError, match=said) as caught:
         inflated("gzip", *cut(raw, size))
     assert (caught.value.status, caught.value.code) == (400, "invalid_encoding")

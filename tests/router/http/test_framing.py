@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from router.http.asgi import Receive, Scope, Send
 from router.http.framing import framing_problem
-from router.http.server import HttpServer, Limits, find_push
+from router.http.server import find_push
+from tests.router.http.serving import ask, serving
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
@@ -42,22 +41,8 @@ class App:
         await send({"type": "http.response.body", "body": b"last"})
 
 
-@asynccontextmanager
-async def serving() -> AsyncIterator[tuple[App, HttpServer]]:
-    app = App()
-    server = HttpServer(app, "127.0.0.1", 0, Limits(), None)
-    task = asyncio.create_task(server.run_on_loop())
-    yield app, server
-    server.should_exit = True
-    await task
-
-
-async def ask(server: HttpServer, path: bytes, method: bytes = b"GET") -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(method + b" " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    answer = await reader.read()
-    writer.close()
-    return answer
+def get(path: bytes, method: bytes = b"GET") -> bytes:
+    return method + b" " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 def test_chunked_is_the_only_coding_in_any_spelling() -> None:
@@ -70,10 +55,10 @@ def test_chunked_is_the_only_coding_in_any_spelling() -> None:
 
 
 async def test_the_head_of_an_answer_comes_with_its_first_bytes() -> None:
-    async with serving() as (app, server):
+    async with serving(app := App()) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
-            await ask(server, b"/")  # who asked later has a whole answer
+            await ask(server, get(b"/"))  # who asked later has a whole answer
             client.setblocking(False)
             with pytest.raises(BlockingIOError):
                 client.recv(1)
@@ -83,7 +68,7 @@ async def test_the_head_of_an_answer_comes_with_its_first_bytes() -> None:
 
 
 async def test_each_answer_on_a_connection_has_one_head() -> None:
-    async with serving() as (_, server):
+    async with serving(App()) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for path in (b"/", b"/push", b"/"):
             writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -95,7 +80,8 @@ async def test_each_answer_on_a_connection_has_one_head() -> None:
 
 
 async def test_an_answer_that_is_but_a_head_or_breaks_off_after_it_is_not_held_back() -> None:
-    async with serving() as (_, server):
-        for answer in (await ask(server, b"/", b"HEAD"), await ask(server, b"/broken")):
+    async with serving(App()) as server:
+        for request in (get(b"/", b"HEAD"), get(b"/broken")):
+            answer = await ask(server, request)
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
             assert answer.endswith(b"\r\n\r\n") and answer.count(b"\r\n\r\n") == 1

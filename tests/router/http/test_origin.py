@@ -89,7 +89,7 @@ def test_an_allowed_page_may_read() -> None:
     assert dict(Origins(["*"]).admit(scope(origin="https://a.b")))
 
 
-def test_what_a_browser_asks_first() -> None:
+def test_a_preflight_request_gets_its_headers() -> None:
     asked = scope(
         "OPTIONS",
         access_control_request_method="POST",

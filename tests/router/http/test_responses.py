@@ -85,7 +85,7 @@ async def test_it_cannot_be_cancelled_or_streamed_again(site: Site) -> None:
     assert (await ask(site, "GET", f"{body['id']}?stream=true")).status_code == 400
 
 
-async def test_nobody_sees_what_is_anothers(site: Site, tmp_path: Path) -> None:
+async def test_a_key_cannot_read_responses_of_another(site: Site, tmp_path: Path) -> None:
     keys = tmp_path / "api_keys"
     keys.write_text("sk-anna-0123456789\nsk-ben-0123456789\n")
     keys.chmod(0o600)
@@ -100,7 +100,7 @@ async def test_nobody_sees_what_is_anothers(site: Site, tmp_path: Path) -> None:
     assert (await ask(site, "DELETE", name)).status_code == 401
 
 
-async def test_what_another_process_keeps_is_found_and_deleted_there(site: Site) -> None:
+async def test_a_response_of_another_process_is_found_and_deleted_there(site: Site) -> None:
     asked = list[Any]()
     there = {"resp_there": KeptResponse("", b'{"id": "resp_there"}', b"[]")}
 

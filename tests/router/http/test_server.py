@@ -13,8 +13,8 @@ import socket
 import ssl
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ from tests import certificate
 from tests.held_up import again_if_held_up
 from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire
+from tests.router.http.serving import ask
+from tests.router.http.serving import serving as serve
 from wire.aio.listener import LAST_LOOK_S, bind
 from wire.aio.tls import server_context
 
@@ -83,20 +85,13 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await respond(send, 200, scope["path"].encode() + bytes(size))
 
 
-@asynccontextmanager
-async def serving(
+def serving(
     limits: Limits | None = None,
     tls: ssl.SSLContext | None = None,
     on_slow_client: Callable[[], object] = lambda: None,
     app: object = app,
-) -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, "127.0.0.1", 0, limits or Limits(), tls, on_slow_client=on_slow_client)
-    task = asyncio.create_task(server.run_on_loop())
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        await task
+) -> AbstractAsyncContextManager[HttpServer]:
+    return serve(app, limits, tls, on_slow_client)
 
 
 def bind_small(host: str, port: int, *, is_shared: bool) -> socket.socket:
@@ -104,16 +99,6 @@ def bind_small(host: str, port: int, *, is_shared: bool) -> socket.socket:
     listening = bind(host, port, is_shared=is_shared)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its clients have it too
     return listening
-
-
-async def ask(server: HttpServer, data: bytes) -> bytes:
-    """Send and return everything until the server hangs up."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    try:
-        writer.write(data)
-        return await reader.read()
-    finally:
-        writer.close()
 
 
 def error_of(answer: bytes) -> tuple[int, str]:
@@ -133,7 +118,7 @@ async def test_headers_that_do_not_come_in_time(begun: bytes) -> None:
         assert error_of(await ask(server, begun)) == (408, "header_timeout")
 
 
-async def test_one_byte_after_another_is_not_in_time_either() -> None:
+async def test_trickled_headers_time_out() -> None:
     async with serving(QUICK) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         answer = asyncio.create_task(reader.read())
@@ -169,7 +154,7 @@ async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
         assert answer.count(b"HTTP/1.1 200") == 2 and answer.endswith(b"/2")
 
 
-def test_who_asked_while_we_stood_still_was_not_silent() -> None:
+def test_a_request_during_a_pause_of_the_server_is_in_time() -> None:
     @again_if_held_up(0.7)  # 0.6 of it on purpose
     async def ask_and_stand_still() -> None:
         async with serving(Limits(idle_s=0.3)) as server:
@@ -198,7 +183,7 @@ async def test_a_body_is_no_part_of_the_headers_after_it() -> None:
         writer.close()
 
 
-def test_who_hangs_up_first_is_the_client() -> None:
+def test_clients_close_idle_connections_before_the_server() -> None:
     """Else it may send its next request just as we do, and sees its connection reset."""
     expiry_s = httpx.Limits().keepalive_expiry
     assert expiry_s is not None and expiry_s < Limits().idle_s == Config().idle_s
@@ -253,9 +238,7 @@ async def test_headers_that_come_in_one_read_have_the_same_limit() -> None:
         (bytes(2 * MAX_HEADER_BYTES), "invalid_http"),
     ],
 )
-async def test_who_is_refused_in_one_read_and_goes_on_sending_is_told(
-    begun: bytes, code: str
-) -> None:
+async def test_a_client_that_goes_on_sending_gets_its_error(begun: bytes, code: str) -> None:
     problems = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
     async with serving() as server:
@@ -319,7 +302,7 @@ async def test_a_client_that_does_not_take_its_answer_is_cut_off(idle_s: float) 
 
 
 @pytest.mark.parametrize("is_ended", [False, True])
-async def test_nobody_is_kept_who_ends_its_side_and_does_not_take_the_little_that_waits(
+async def test_a_half_closed_slow_reader_is_cut_off(
     is_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So little that nobody watches who reads it while the connection lives."""
@@ -363,23 +346,6 @@ async def test_a_client_for_whom_little_waits_may_take_its_time() -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
-async def test_no_timer_is_left_of_a_connection_that_is_gone(connection: bytes) -> None:
-    problems: list[dict[str, object]] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda loop, context: problems.append(context))
-    limits = Limits(flush_s=0.1, idle_s=0.05)
-    async with serving(limits) as server:
-        answer = await ask(
-            server, b"GET /1 HTTP/1.1\r\nhost: x\r\nconnection: %b\r\n\r\n" % connection
-        )
-        assert answer.endswith(b"/1")
-        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
-            await asyncio.sleep(0)
-        await asyncio.sleep(2 * limits.flush_s)
-    assert not problems
-
-
 @pytest.mark.parametrize("num_asked", [0, 1])
 async def test_nothing_is_kept_of_a_client_that_reset_its_connection(num_asked: int) -> None:
     async with serving() as server:
@@ -399,7 +365,7 @@ async def test_nothing_is_kept_of_a_client_that_reset_its_connection(num_asked: 
 
 
 @again_if_held_up(0.04)
-async def test_who_was_refused_is_not_told_of_its_time_too() -> None:
+async def test_a_refused_client_gets_no_timeout_error() -> None:
     problems = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
     async with serving(replace(QUICK, flush_s=60.0)) as server:
@@ -514,7 +480,7 @@ async def test_tls_handshakes_have_a_limit_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [b"\r\n", b"G", b"GET /1 HTTP/1.1\r\nhost:"])
-async def test_what_comes_during_an_answer_does_not_cut_it(more: bytes) -> None:
+async def test_bytes_during_a_response_do_not_cut_it(more: bytes) -> None:
     """Its time begins when the answer has ended."""
     async with serving(QUICK) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -535,7 +501,7 @@ async def test_a_bad_request_after_a_good_one_waits_for_its_answer() -> None:
 
 
 @pytest.mark.parametrize("path", [b"refuse", b"1"])
-async def test_who_is_refused_while_sending_gets_the_answer(path: bytes) -> None:
+async def test_a_client_refused_while_sending_gets_the_response(path: bytes) -> None:
     """A client as most are: it reads when all is sent, or can not be."""
 
     def post(port: int) -> int:
@@ -549,7 +515,7 @@ async def test_who_is_refused_while_sending_gets_the_answer(path: bytes) -> None
         assert statuses == [413 if path == b"refuse" else 200] * 8
 
 
-async def test_who_never_stops_sending_is_cut_off() -> None:
+async def test_a_client_that_never_stops_sending_is_cut_off() -> None:
     async with serving(Limits(flush_s=0.05)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /refuse HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -591,7 +557,7 @@ UPGRADES = [
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
 @pytest.mark.parametrize("size", [1, 5, 10_000])
-async def test_who_offers_an_upgrade_is_served_without(upgrade: bytes, size: int) -> None:
+async def test_upgrade_offers_are_ignored(upgrade: bytes, size: int) -> None:
     """Java's HttpClient offers h2c with its first request; RFC 9110 7.8 lets a server ignore it."""
     post = b"POST /echo HTTP/1.1\r\nhost: x\r\n" + upgrade
     counted = post + b"content-length: 5\r\n\r\nhello"
@@ -614,7 +580,7 @@ async def test_who_offers_an_upgrade_is_served_without(upgrade: bytes, size: int
         writer.close()
 
 
-async def test_what_follows_an_upgrade_has_the_same_limits() -> None:
+async def test_requests_after_an_upgrade_offer_have_the_same_limits() -> None:
     head = b"POST /echo HTTP/1.1\r\nhost: x\r\n" + UPGRADES[0]
     async with serving() as server:
         answer = await ask(server, head + b"\r\nno HTTP at all\r\n\r\n")
@@ -664,7 +630,7 @@ async def test_http_1_0_is_never_told_to_continue() -> None:
             assert answer.count(b"100 Continue") == count and answer.endswith(b"hi")
 
 
-async def test_what_follows_a_body_nobody_read_is_not_asked() -> None:
+async def test_bytes_after_an_unread_body_are_not_a_request() -> None:
     asked = list[str]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -702,7 +668,7 @@ async def test_an_answer_that_has_begun_is_not_cut_for_a_broken_body() -> None:
         writer.close()
 
 
-async def test_who_reads_a_body_that_broke_is_told_though_the_client_does_not_hang_up() -> None:
+async def test_the_reader_of_a_broken_body_gets_a_disconnect() -> None:
     is_reading, is_told = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -58,7 +58,7 @@ def asking() -> Asking:
     return Asking()
 
 
-async def test_one_that_is_known_is_not_checked_again(checks: Checks, asking: Asking) -> None:
+async def test_a_known_structure_is_not_checked_again(checks: Checks, asking: Asking) -> None:
     for asker in ("anna", "anna", "ben"):
         assert await asking.ask(asker, "a+") == Structure("regex", "a+")
         with pytest.raises(HttpError, match=PARAM) as caught:
@@ -78,7 +78,7 @@ async def test_the_same_text_of_another_kind_or_from_another_field_is_another(
     assert checks.checked == ["a+"] * 3
 
 
-async def test_one_that_is_known_waits_for_nobody(checks: Checks, asking: Asking) -> None:
+async def test_a_known_structure_does_not_wait(checks: Checks, asking: Asking) -> None:
     await asking.ask("anna", "a+")
     asked = [asking.ask(asker, f"slow{asker}{number}") for number in (1, 2) for asker in "abcd"]
     await checks.have_begun()
@@ -89,9 +89,7 @@ async def test_one_that_is_known_waits_for_nobody(checks: Checks, asking: Asking
         await asyncio.gather(*asked)
 
 
-async def test_one_that_several_ask_for_at_once_is_checked_once(
-    checks: Checks, asking: Asking
-) -> None:
+async def test_concurrent_requests_share_one_check(checks: Checks, asking: Asking) -> None:
     asked = [asking.ask(asker, "slow") for asker in ("anna", "anna", "ben")]
     await checks.have_begun()
     checks.may_go_on.set()
@@ -99,9 +97,7 @@ async def test_one_that_several_ask_for_at_once_is_checked_once(
     assert checks.checked == ["slow"]
 
 
-async def test_nobody_waits_in_the_line_of_another_client_for_the_same(
-    checks: Checks, asking: Asking
-) -> None:
+async def test_a_shared_check_runs_in_the_earliest_turn(checks: Checks, asking: Asking) -> None:
     first = asking.ask("anna", "slow")
     await checks.have_begun()
     others = [asking.ask("anna", f"a{number}") for number in range(3)]

@@ -31,9 +31,7 @@ class Pushed:
         return [text_of(body) for body in self.bodies]
 
 
-async def in_the_middle(
-    max_tokens: int = sys.maxsize,
-) -> tuple[Client, Pushed, asyncio.Task[None]]:
+async def in_the_middle(max_tokens: int = sys.maxsize) -> tuple[Client, Pushed, asyncio.Task[None]]:
     """A stream that has said "a", "b" and "c", one after the other: with "c" its middle begins."""
     client = Client(push=(push := Pushed()))
     client.sink.max_tokens = max_tokens
@@ -65,7 +63,7 @@ async def test_tokens_are_pushed_and_timed_until_the_end() -> None:
     assert await finish(client, task) == "af"
 
 
-async def test_what_is_not_taken_at_once_is_sent_by_asgi_and_the_middle_goes_on() -> None:
+async def test_a_full_buffer_falls_back_to_asgi_until_it_drains() -> None:
     client, push, task = await in_the_middle()
     push.is_free = False
     client.may_write.clear()
@@ -86,7 +84,7 @@ async def test_what_is_not_taken_at_once_is_sent_by_asgi_and_the_middle_goes_on(
     assert await finish(client, task) == "ad"
 
 
-async def test_silence_in_the_middle_is_broken_by_a_comment() -> None:
+async def test_a_silent_fast_path_gets_a_ping() -> None:
     client, push, task = await in_the_middle()
     client.now += PING_S - 1
     client.say("d")
@@ -105,7 +103,7 @@ async def test_silence_in_the_middle_is_broken_by_a_comment() -> None:
     await finish(client, task)
 
 
-async def test_silence_is_counted_from_what_the_middle_wrote_though_it_is_over() -> None:
+async def test_the_ping_counts_from_the_last_fast_write() -> None:
     client, push, task = await in_the_middle()
     client.now += PING_S - 1
     push.is_free = False
@@ -134,7 +132,7 @@ async def test_the_last_token_waits_for_the_end() -> None:
     assert await finish(client, task) == "af"
 
 
-async def test_what_came_in_one_turn_is_one_write_with_an_event_for_each_token() -> None:
+async def test_tokens_of_one_iteration_are_one_write() -> None:
     client, push, task = await in_the_middle()
     client.say("d" * 1000 + "e")
     await asyncio.sleep(0)
@@ -145,7 +143,7 @@ async def test_what_came_in_one_turn_is_one_write_with_an_event_for_each_token()
     assert await finish(client, task) == "a"
 
 
-async def test_what_the_middle_has_not_written_goes_before_all_that_follows() -> None:
+async def test_pending_tokens_are_written_before_the_end() -> None:
     client, push, task = await in_the_middle()
     client.now += 2.0
     client.say("d")
@@ -157,7 +155,7 @@ async def test_what_the_middle_has_not_written_goes_before_all_that_follows() ->
     assert push.texts == ["b", "c"]
 
 
-async def test_who_left_is_told_nothing_more() -> None:
+async def test_nothing_is_pushed_after_a_disconnect() -> None:
     client, push, task = await in_the_middle()
     client.say("d")
     client.writer.disconnect()
@@ -178,7 +176,7 @@ async def test_nothing_is_pushed_for_a_request_that_was_interrupted() -> None:
     assert push.texts == ["b", "c"]
 
 
-async def test_what_is_no_token_disturbs_no_other() -> None:
+async def test_an_invalid_token_does_not_break_the_fast_path() -> None:
     client, push, task = await in_the_middle()
     with pytest.raises(TypeError):  # The core ends the request then.
         client.sink.on_token("no token", None)  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ async def test_silence_is_broken_by_a_comment() -> None:
         await task
 
 
-async def test_what_is_held_back_breaks_no_silence() -> None:
+async def test_held_back_text_does_not_delay_the_ping() -> None:
     client = Client()
     task = client.stream()
     client.now = module.PING_S - 1

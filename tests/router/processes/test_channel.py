@@ -108,7 +108,7 @@ async def test_an_answer_that_nobody_will_hear_is_given_up() -> None:
             await asking
 
 
-async def test_who_waits_is_told_that_the_other_end_is_gone() -> None:
+async def test_pending_calls_fail_when_the_other_end_closes() -> None:
     async def never(question: object) -> object:
         await asyncio.Event().wait()
         return None

@@ -58,7 +58,7 @@ async def beside(
     await parent.close()
 
 
-async def test_what_it_is_asked() -> None:
+async def test_a_process_replies_to_the_parent() -> None:
     async def nothing(question: object) -> object:
         return None
 
@@ -73,7 +73,7 @@ async def test_what_it_is_asked() -> None:
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-async def test_what_it_asks(is_complete: bool) -> None:
+async def test_calls_to_all_processes(is_complete: bool) -> None:
     async def answer(question: object) -> Any:
         assert isinstance(question, AskAll)
         match question.question:

@@ -83,7 +83,7 @@ async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterat
         structlog.configure(processors=before)
 
 
-def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None:
+def test_counters_of_a_dead_process_are_taken_over_once() -> None:
     process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
     Counter("baton_requests", "Ends.", registry=registry).inc()
     process.is_listening, process.metrics = True, families(registry.collect())
@@ -111,7 +111,7 @@ def environ_of(pid: int) -> list[str]:
     return [each.split("=")[0] for each in Path(f"/proc/{pid}/environ").read_text().split("\0")]
 
 
-async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_notice(
+async def test_a_terminated_process_is_restarted_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in PARENT_ONLY:
@@ -167,7 +167,7 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
         assert await counted() == before
 
 
-async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stuck_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A second process may wait for a core for longer than a look waits for it.
     for name, seconds in (("STUCK_S", 3.0), ("REPORT_S", 0.2), ("STATE_S", 0.2)):
         monkeypatch.setattr(f"router.processes.supervisor.{name}", seconds)
@@ -201,7 +201,7 @@ async def test_a_pause_of_the_parent_is_not_the_silence_of_others(
         assert it.said("router process is stuck") == []
 
 
-async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ended(
+async def test_a_process_that_never_serves_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.processes.supervisor.ANSWER_S", 60.0)
@@ -223,7 +223,7 @@ async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ende
     assert it.serving.result() == 0
 
 
-async def test_none_is_started_again_while_all_stop(
+async def test_no_process_is_restarted_during_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[int] = []
@@ -255,19 +255,7 @@ async def test_none_is_started_again_while_all_stop(
     assert len(it.pids(1)) == 1
 
 
-async def test_one_that_has_begun_to_serve_has_its_time_before_it_is_stuck(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[str] = []
-    monkeypatch.setattr("router.processes.supervisor.notify", looks.append)
-    monkeypatch.setattr("router.processes.supervisor.ANSWER_S", 0.0)  # nobody answers in time
-    monkeypatch.setattr("router.processes.supervisor.REPORT_S", 0.01)
-    async with parent(tmp_path) as it:
-        await until(lambda: len(looks) > 4)
-        assert it.said("router process is stuck") == []
-
-
-async def test_what_cannot_begin_ends_the_whole(
+async def test_a_process_that_cannot_start_ends_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second bus has the port after the first one's, and here somebody has it."""
