@@ -73,7 +73,7 @@ class Client:
         self._dispatcher = dispatcher
         self._max_requests = max_requests
         self._api_keys = api_keys
-        self._has_begun = False
+        self._has_started = False
         self._key_digest = b""
         self._asker = connection.peer_name.rpartition(":")[0]  # until an API key names it
         self._open: dict[int, ClientRequest] = {}
@@ -93,7 +93,7 @@ class Client:
             WireError: UNAUTHORIZED.
         """
         frame = message.frame
-        is_first, self._has_begun = not self._has_begun, True
+        is_first, self._has_started = not self._has_started, True
         if isinstance(frame, Hello):
             if not is_first:
                 raise RemoteProtocolError("HELLO is the first frame of a connection, or none")

@@ -1,4 +1,4 @@
-"""What one can see of the workers: `GET /v1/cluster`, and whether the router is ready."""
+"""The state of the workers for `GET /v1/cluster`, readiness and systemd."""
 
 from __future__ import annotations
 

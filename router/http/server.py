@@ -75,7 +75,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # CPython gives every connection a table of all names, 1.2 kB each.
     __slots__ = (
         "_complaint",
-        "_has_begun",
+        "_has_started",
         "_header_bytes",
         "_is_in_body",
         "_is_in_headers",
@@ -96,7 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_owed = 0
         # The next bytes are headers; the first of them has come.
-        self._is_in_headers, self._has_begun = True, False
+        self._is_in_headers, self._has_started = True, False
         self._is_in_body = False
         self._header_bytes = self._num_small = 0
         self._complaint = (400, "this is not HTTP/1.1", "invalid_http")
@@ -195,7 +195,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._is_resuming:
             return
-        self._has_begun = True
+        self._has_started = True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -235,7 +235,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.scope["method"] != "HEAD":  # whose response is only a head
             self.cycle.transport = cast(asyncio.Transport, Beginning(self.cycle))
         self._num_owed += 1
-        self._is_in_headers, self._has_begun, self._is_in_body = False, False, True
+        self._is_in_headers, self._has_started, self._is_in_body = False, False, True
         self._header_bytes = self._num_small = 0
 
     def on_body(self, body: bytes) -> None:
@@ -261,7 +261,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
         elif self._refusal is not None:
             self._answer(self._refusal)
-        elif self._has_begun:  # the next request came during this response
+        elif self._has_started:  # the next request came during this response
             self._unset_keepalive_if_required()
             self._arm()
         else:

@@ -1,4 +1,4 @@
-"""How a request may have ended."""
+"""Ends of requests."""
 
 from __future__ import annotations
 

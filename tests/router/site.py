@@ -85,7 +85,7 @@ def ids(text: str) -> list[int]:
 
 @dataclass
 class Answer:
-    """What the workers do with one request.  More tokens than asked for are not sent."""
+    """The workers' answer to one request, cut at the requested number of tokens."""
 
     text: str | list[int] = "hello"
     finish_reason: str = "stop"

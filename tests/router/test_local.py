@@ -19,6 +19,7 @@ from router import local
 from router.config import Config
 from router.core.cluster import ProcessState
 from router.local import LocalWorkers, command, environment, places
+from tests.router.children import is_gone, until
 from wire.process.children import start_child
 from wire.process.cores import format_cores
 from wire.process.settings import ConfigError, parse
@@ -41,19 +42,6 @@ def local_workers(
     sizes: tuple[int, int], is_free: Callable[[str, int], bool] = lambda *_: True
 ) -> LocalWorkers:
     return LocalWorkers(Config(local=sizes), "tcp://127.0.0.1:1", is_free, min_pause_s=0.01)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Look until it is so: what another process does sends us no event."""
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError
-
-
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
 
 
 def test_a_local_worker_is_told_the_routers_settings() -> None:

@@ -1,4 +1,4 @@
-"""Who ends once, who waits, and who gives way; random events are in `test_dispatcher.py`."""
+"""Held requests that give way, and the queue; random events are in `test_dispatcher.py`."""
 
 from __future__ import annotations
 

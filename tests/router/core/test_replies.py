@@ -120,6 +120,7 @@ def test_valid_results_reach_the_client(router: Router) -> None:
     )
     router.say(decoder, DecodeDone(request_id), encode_map(true))
     assert sink.kinds == ["prefill", "token", "done"] and sink.usage.kv_seconds == 1.5
+    assert sink.events[0] == ("prefill", result)
     assert sink.usage.stop_logprobs == scores
 
 

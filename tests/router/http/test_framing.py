@@ -1,4 +1,4 @@
-"""How HTTP messages are framed: odd requests, and answers that begin, or break off."""
+"""Framing of HTTP messages: odd requests, and responses that start or break off."""
 
 from __future__ import annotations
 

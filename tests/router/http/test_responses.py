@@ -1,4 +1,4 @@
-"""What one can do with kept responses, over HTTP; and that a small body may be much work."""
+"""Stored responses over HTTP, and threads for small bodies that continue large ones."""
 
 from __future__ import annotations
 

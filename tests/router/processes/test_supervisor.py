@@ -21,20 +21,12 @@ from router.config import Config
 from router.core.cluster import ProcessState
 from router.processes.merged_metrics import families
 from router.processes.supervisor import PARENT_ONLY, STUCK_S, Process, serve_by_several
+from tests.router.children import is_gone, until
 from wire.process.children import lives, start_child
 
 pytestmark = pytest.mark.timeout(360)  # several starts each
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
 ARGV = (*FLAGS, "error", "--bus")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Look until it is so: what another process does sends us no event."""
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError
 
 
 class Parent:
@@ -94,10 +86,6 @@ def test_counters_of_a_dead_process_are_taken_over_once() -> None:
     assert process.drained.is_set(), "nor for its clients"
     assert process.state is None, "nor is anybody to count its requests"
     assert not process.is_aborted, "if the next one is stuck too, it shows its stacks"
-
-
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
 
 
 def waits_for(pid: int, number: int) -> bool:
