@@ -33,7 +33,7 @@ from wire.options import NumTop
 
 
 class FunctionBody(Struct):
-    """What a tool is: a function, by its name, with the JSON schema of its arguments."""
+    """A tool of type function: its name, and the JSON schema of its arguments."""
 
     name: ToolName
     description: str | None = None

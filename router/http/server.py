@@ -54,7 +54,7 @@ MAX_PIPELINED: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one HTTP client may cost.
+    """Limits of one HTTP client.
 
     `idle_s` is between two requests.  It is longer than clients keep an idle connection (5 s, say
     httpx and openai): who hangs up first must not be us, just as they send the next request.

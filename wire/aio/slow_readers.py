@@ -1,4 +1,4 @@
-"""What waits for a client to read it: one that takes too little of it in its time is cut off.
+"""Outgoing bytes of one client, and the rule that cuts off a client that reads too slowly.
 
 A client may be slow, and a write buffer that is full says nothing of it: the kernel takes more only
 when a third of its own buffer is free, which on a slow network is a minute's worth.  So what counts

@@ -35,7 +35,7 @@ LOOK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may cost.
+    """Limits of one client.
 
     At most `max_write_bytes` wait for a client to read them; while more than `high_water_bytes` do,
     it must read at a least rate in each `stall_s` (`wire.aio.slow_readers`).  A message must be

@@ -103,7 +103,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> Tokenizer:
-        """Who knows what tokens are called in log-probabilities."""
+        """Gives tokens their text in log-probabilities."""
         return NO_TEXT if self.has_ids_as_names else self.tokenizer
 
     @property
@@ -379,7 +379,7 @@ class Core(Protocol):
 
 
 class Writer(Protocol):
-    """Who writes the answer."""
+    """The writer of the response."""
 
     def wake(self) -> None:
         """There is something to take."""
@@ -415,7 +415,7 @@ class Completion:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the log says of it."""
+        """The completion's fields of the log line."""
         ends = [choice.end for choice in self.choices if choice.end is not None]
         return {"choices": len(self.choices), **facts(ends)}
 

@@ -40,7 +40,7 @@ def scored_prompt(
 
 
 class Piece(NamedTuple):
-    """What one event shows: text, the tokens if asked for, and in the last one why it ended.
+    """The content of one event: text, tokens if asked for, and in the last the finish reason.
 
     `parts` are what the text came to in a request with a reader, which may hold some back; else
     None, and the text is all content.

@@ -1,4 +1,4 @@
-"""What makes bytes of a completion, and what every answer says of itself; types only."""
+"""Types of a response: its encoder, and the fields that every response has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.api.errors import HttpError
 
 
 class Head(NamedTuple):
-    """What every answer says of itself."""
+    """The fields that every response has."""
 
     request_id: str
     created: int

@@ -18,7 +18,7 @@ from router.api.responses.output import Output, content_of
 
 
 class Told(NamedTuple):
-    """What is known of a response before its first token.
+    """The fixed fields of a response, known before generation starts.
 
     `key` is what its id and those of its items are made of, `echo` what it says of its request, and
     `keep` takes the response when it is complete.

@@ -1,4 +1,4 @@
-"""Who reads slowly, who trickles and who does not read at all, over real sockets."""
+"""Slow readers, clients that trickle and clients that never read, over real sockets."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Talk:
         return read(self.kept, self._model, raw, asker, previous)
 
     def prompt(self, **fields: Any) -> str:
-        """What the model reads."""
+        """The prompt that the model reads."""
         [(request, _)] = self.read(**fields).requests
         return LETTERS.decode(list(request.token_ids))
 
