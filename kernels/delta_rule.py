@@ -1,4 +1,4 @@
-"""The gated delta rule and the convolution before it, by torch on any device, from state to state.
+"""The gated delta rule and its convolution, by torch on any device, from state to state.
 
 What a head remembers is a matrix S, which each token changes: it fades, then what it has for the
 token's key moves by a part `beta` towards the token's value.  With `decay` the logarithm of what is

@@ -1,4 +1,4 @@
-"""The operators in plain torch, on any device: what the other backends are tested against.
+"""The operators in plain torch on any device, against which the other backends are tested.
 
 Strategy of attention: sequences of similar length are gathered out of their blocks, whole blocks at
 a time, into one padded tensor.  Slots past a sequence's end may hold NaN, so they are zeroed in the

@@ -1,4 +1,4 @@
-"""Attention in bfloat16: queries, keys, weights and values are, every sum is float32.
+"""Attention in bfloat16: inputs and weights are bfloat16, sums are float32.
 
 Keys and values of a tile are gathered once for all rows of a work item, into panels of pairs (see
 `kernels.cpu.amx`): pairs along a head for the scores, pairs along the keys for the sums.  A few

@@ -1,4 +1,4 @@
-"""The three ways to multiply bfloat16, and which of them is taken on this processor."""
+"""The three methods of multiplying bfloat16, and the one for this processor."""
 
 from __future__ import annotations
 

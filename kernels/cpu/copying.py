@@ -1,4 +1,4 @@
-"""Copies memory and digests the copy in one pass: XXH3-64 of what is in a register on its way.
+"""Copies memory and digests the copy in one pass: XXH3-64 of each register between load and store.
 
 What is written is not read again soon, so it goes past the caches: no line is fetched only to be
 overwritten, and reading, writing and digesting overlap.  Two passes take half as long again.

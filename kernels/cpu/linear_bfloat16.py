@@ -1,4 +1,4 @@
-"""y = x W^T on the CPU in bfloat16: x and W are, every product is exact, every sum is float32.
+"""y = x W^T on the CPU in bfloat16: exact products, float32 sums.
 
 Strategy: W is packed into panels of 16 output columns, two elements of each for every pair of
 inputs in turn (`[N / 16, K / 32, 16, 16, 2]`): what the processor's tiles take, a step of 32 inputs

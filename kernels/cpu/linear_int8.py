@@ -1,4 +1,4 @@
-"""y = x W^T from weights of 8 bits: x is rounded to 15 bits, integer sums are exact.
+"""y = x W^T from 8-bit weights: x is rounded to 15 bits, integer sums are exact.
 
 Strategy: W is packed into panels of 16 output columns, four elements of each for every four inputs
 in turn (`[N / 16, K / 64, 16, 16, 4]`), a scale a column: half the bytes of bfloat16 for a step

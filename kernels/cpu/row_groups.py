@@ -1,4 +1,4 @@
-"""Which rows meet which matrix of a stack: rows of a group lie together and meet one matrix.
+"""Groups of rows that are multiplied by one matrix of a stack each.
 
 A product with one matrix is one group of all rows.  What experts are given is many: which, and how
 many rows each, is known when the step runs, so that threads read it from memory.

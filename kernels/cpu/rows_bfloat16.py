@@ -1,4 +1,4 @@
-"""Rows that are computed in registers and written in bfloat16: weights of keys, gated pairs.
+"""Rows that are computed in registers and written as bfloat16: attention weights, gated pairs.
 
 In vectors of 16 numbers.
 """

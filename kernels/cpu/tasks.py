@@ -1,4 +1,4 @@
-"""How a Python loop becomes native code, and how its arguments lie in memory, each under its name.
+"""Compiles Python loops to native code, and lays out their named arguments in memory.
 
 A task is a function of a module, over the module's globals: `def _norm(a: NormArguments, thread:
 int) -> None`.  The class of its arguments is declared once: Python fills one in, `record_of` lays

@@ -1,4 +1,4 @@
-"""Compiled tasks on several threads, and how these share the work.
+"""Runs compiled tasks on several threads that share the work.
 
 A task is a loop of which every thread runs a part.  Its arguments have a field `taken`, 0 at first:
 how much of the loop threads have taken.  Each takes the next rounds until none are left (`take`),

@@ -1,4 +1,4 @@
-"""How a step's attention is cut into work items, once for all layers.
+"""Cuts a step's attention into work items, once for all layers.
 
 A work item is some consecutive queries of one sequence; threads take an item and a KV head at a
 time, those that take long first.

@@ -1,4 +1,4 @@
-"""Where copies between a pool and the host run: streams beside the one that computes.
+"""Streams for copies between a pool and the host, beside the stream that computes.
 
 `Lane` is all that `kernels.cuda.staging` asks of a device; the tests have one made of the CPU.
 """

@@ -1,4 +1,4 @@
-"""The plan of a decode step in device memory that stays where it is, for CUDA graphs.
+"""The plan of a decode step in device memory at fixed addresses, for CUDA graphs.
 
 A graph repeats its launches with the pointers and the grids of the day it was recorded.  So there
 is room for the most sequences, work items and partial results that its size can have.  Sequences

@@ -1,4 +1,4 @@
-"""Prompts: by the quicker of our kernels, or by torch's attention where that was quicker still.
+"""Attention of prompts: the quicker of our kernels, or torch's where that is quicker still.
 
 Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered first; the measured
 time includes that.  Our kernel computes whatever has a past, a window, a cap or sinks.  cuDNN's

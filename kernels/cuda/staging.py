@@ -1,4 +1,4 @@
-"""KV between a device's pool and the host's memory: which way for how many bytes, and the copies.
+"""Copies KV between a device's pool and host memory, by the method that suits the size.
 
     plain   the kernel packs on the device, the driver copies that to pageable memory by itself
     direct  the kernel writes pinned memory, which it can address: one step, for small segments

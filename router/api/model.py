@@ -1,4 +1,4 @@
-"""The model that is served, as prompts and requests meet it: its name, its text, its vocabulary.
+"""The served model as requests see it: its name, tokenizer, template and vocabulary.
 
 Synchronous and without side effects, so that the HTTP application can read a long prompt in a
 thread.

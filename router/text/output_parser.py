@@ -1,4 +1,4 @@
-"""How the answers of one model are read: its tool calls, its reasoning, and grammars for both.
+"""Parses a model's answers: tool calls and reasoning; builds grammars for both.
 
 The syntax is that of the chat template, or one that the operator names.
 """

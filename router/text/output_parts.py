@@ -1,4 +1,4 @@
-"""The parts of an answer: content, reasoning and tool calls, and what a reader of them is.
+"""Parts of an answer: content, reasoning and tool calls; and the protocol of their parsers.
 
 A reader turns the text of an answer into parts, piece by piece as the text comes.  What it has
 given is never taken back, and depends on the text alone, not on how the text was cut: the parts of

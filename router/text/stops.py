@@ -1,4 +1,4 @@
-"""Stop strings, found across token borders.
+"""Finds stop strings across token boundaries.
 
 The stop strings become one automaton (Aho and Corasick): its state after a character is the longest
 end of the text that begins some stop string, so the depth of the state is exactly how much text

@@ -1,4 +1,4 @@
-"""Reads and sends on one ZeroMQ socket in turns of the event loop, and hears its monitor.
+"""Reads and sends on one ZeroMQ socket in iterations of the event loop, and reads its monitor.
 
 The file descriptor of such a socket is edge-triggered, and any use of the socket may swallow an
 edge.  So a turn reads until the socket says that there is nothing more (or its burst is used up),

@@ -1,4 +1,4 @@
-"""A file descriptor for other processes of the same user on this machine, and for nobody else.
+"""Passes a file descriptor to other processes of the same user on this machine.
 
 `DescriptorPort` listens under a random name in Linux's abstract namespace: the name is in no file
 system, and is gone with the process.  Whoever connects is one of the same user by what the kernel

@@ -1,4 +1,4 @@
-"""Cores of a machine: lists as Linux writes them (`0-3,8`), how they lie, which a process may use.
+"""CPU cores: lists as Linux writes them (`0-3,8`), topology, and those a process may use.
 
 A core here is what Linux counts as a CPU: with SMT, one of the threads of a physical core.
 """

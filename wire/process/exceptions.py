@@ -1,4 +1,4 @@
-"""Exceptions as the log has them: types and frames, no locals, and no text made from a request.
+"""Exceptions in the log: types and frames, without locals and without text from requests.
 
 Locals, and the text of many exceptions (``invalid literal for int(): 'what was in the prompt'``),
 would bring prompts, token ids and keys into the log.  So only those texts are kept that are

@@ -1,4 +1,4 @@
-"""A queue of several clients: the clients take turns, and the items of each stay in order.
+"""A queue in which clients take turns, and each client's items stay in order.
 
 A thousand items of one client do not hold up the first item of another.
 """

@@ -1,4 +1,4 @@
-"""A thread pool of several clients: they take turns, and no client has all of its threads.
+"""A thread pool in which clients take turns, and no client has all threads.
 
 A client that submits much long work uses every thread but one, and the others never wait for more
 than a single job of it, however many it submits.

@@ -1,4 +1,4 @@
-"""Files that settings name: read without waiting for anybody, and read again when they change."""
+"""Files that settings name: read without blocking, and read again when they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a process: uvloop, signals, exit status, and what systemd wants to be told.
+"""The life of a process: uvloop, signals, exit status, and notices to systemd.
 
     async def main(stop: asyncio.Event) -> int:
         ...start...

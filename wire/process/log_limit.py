@@ -1,4 +1,4 @@
-"""A log line that many requests may cause at once: the first of a cause, then how many followed."""
+"""Rate-limits a log line: the first of a cause is written, then the number that followed."""
 
 from __future__ import annotations
 

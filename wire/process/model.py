@@ -1,4 +1,4 @@
-"""A model's directory: where it lies, which model it is, whether its files are whole.  SPEC 5.1.
+"""A model's directory: its path, its identity, and whether its files are complete.  SPEC 5.1.
 
 Routers and workers must mean the same model: both find it with `locate` and compare what
 `fingerprint` returns.  The router checks the files before it starts workers, a worker before it

@@ -1,4 +1,4 @@
-"""The bytes of a connection for segments alone: plain TCP, as fast as systems copy.  SPEC 6.9.
+"""The bytes of a segment connection: plain TCP, read and written with few copies.  SPEC 6.9.
 
     sender      GREETING, token                       once
     receiver    GREETING                              once: it has admitted the token

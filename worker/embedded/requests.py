@@ -1,4 +1,4 @@
-"""The requests of a serving engine: who waits for which tokens, and what became of each.
+"""The requests of a serving engine: the waiting callers, and the results.
 
 A request is open from `open` until it ends, once.  Whatever ends it takes it out of the table
 first.  So a callback hears of one end and of nothing after it, whichever threads end a request.

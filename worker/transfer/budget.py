@@ -1,4 +1,4 @@
-"""Offers take turns at the bytes that may be in flight to this worker.
+"""Divides the bytes that may be in flight to this worker among offers, in turn.
 
 Each takes a share of --max-kv-inflight-bytes when its turn comes, as much as it may have on its way
 at once, and gives it back after its last byte.  The oldest comes first, so that small ones do not

@@ -1,4 +1,4 @@
-"""One KV cache that arrives: its transfer, and how its segments get into their blocks."""
+"""One incoming KV cache: its transfer, and the path of its segments into blocks."""
 
 from __future__ import annotations
 

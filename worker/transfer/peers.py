@@ -1,4 +1,4 @@
-"""The decode workers that a prefill worker sends KV to, as routers name them.
+"""The decode workers that a prefill worker sends KV to, by the names that routers use.
 
 Routers name them in PEERS frames.  An endpoint has one link, whichever routers name it: a decode
 worker hears nothing over a second connection of the same identity.  So a link that no router names

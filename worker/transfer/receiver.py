@@ -1,4 +1,4 @@
-"""The KV that comes in: `KVReceiver` with a socket, the engine and a cache.
+"""Incoming KV of a decode worker: `KVReceiver` with a socket, the engine and a cache.
 
 An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or, if KV of
 the same prompt is arriving already, for that (`worker.engine.reservations`).  Only then is credit

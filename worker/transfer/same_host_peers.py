@@ -1,4 +1,4 @@
-"""Workers on the same machine: whose memory is read, and whose is not and why.  SPEC 6.8.
+"""Workers on the same machine: whose memory is mapped, and why others' is not.  SPEC 6.8.
 
 A prefill worker lends the memory its KV lies in, the host's or a GPU's, to processes of its own
 user.  A decode worker maps it when that peer first offers KV, once for all transfers, until the

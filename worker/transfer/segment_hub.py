@@ -1,4 +1,4 @@
-"""A decode worker's end of the connections for segments alone: `SegmentHub`.  SPEC 6.9.
+"""A decode worker's end of the segment connections: `SegmentHub`.  SPEC 6.9.
 
 Each has a thread that sleeps on its socket.  It reads a head and has the loop admit the segment
 while the KV comes, into memory that the connection keeps; verifies it, puts it into its blocks, and

@@ -1,4 +1,4 @@
-"""One request's KV on its way out: `KVSender` with a cache and a socket.
+"""Outgoing KV of one request: `KVSender` with a cache and a socket.
 
 `run` sends segments as long as there is one that is computed and within the credit: from where
 their bytes lie, if that is one piece of host memory, else from memory into which they are packed,

@@ -1,4 +1,4 @@
-"""The threads where KV is packed, digested, verified and unpacked.
+"""Threads that pack, digest, verify and unpack KV.
 
 Neither a step nor the event loop waits for a copy that takes long.  There is one such thread where
 the host copies, and a few where a device copies and they only wait for it; and one for each

@@ -1,4 +1,4 @@
-"""The answer to a completion, of a text or a chat: one body, or a chunk for every token.
+"""Responses to text and chat completions: one body, or a chunk for each token.
 
 Everything around a token's text is rendered once per choice, so the usual chunk costs one JSON
 string and three appends.  Pure.

@@ -1,4 +1,4 @@
-"""A completion: what one HTTP request asks for, and the choices that answer it.
+"""A completion: the core requests of one HTTP request, and the choices that answer it.
 
 A `Choice` is the sink of one request to the core.  Its `on_…` methods only take note and wake the
 writer once for however many tokens arrive together; `take` then does the work: text, stop strings,

@@ -1,4 +1,4 @@
-"""Pieces of an answer: what a token, or several, add to it."""
+"""Deltas: the text and tokens that one or several generated tokens add to a response."""
 
 from __future__ import annotations
 

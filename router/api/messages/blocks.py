@@ -1,4 +1,4 @@
-"""Content blocks, and the messages of a chat that they become.
+"""Content blocks, and the chat messages that they become.
 
     text          the content of a message; several are lines of it
     thinking      `reasoning_content` of an assistant's message; nobody here checks its signature

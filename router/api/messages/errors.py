@@ -1,4 +1,4 @@
-"""Errors in the shape that Anthropic's clients parse.
+"""Errors in the form that Anthropic's clients parse.
 
 The statuses are those of every route, also where Anthropic has one of its own (529 for 503): who
 stands between, a proxy or a balancer, knows these, and the clients ask again after either.

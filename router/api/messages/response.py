@@ -1,4 +1,4 @@
-"""The answer to /v1/messages: a message whole, or the events that it grows by.
+"""Responses of /v1/messages: a whole message, or its stream of events.
 
 A message is a list of blocks, each of one kind; a part of another kind than the last begins a new
 one.  Pure, but for the ids of calls, which must differ from all others in a conversation.

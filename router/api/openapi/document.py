@@ -1,4 +1,4 @@
-"""The description of the API as OpenAPI 3.1 has it, made of the types that bodies are read with.
+"""The OpenAPI 3.1 document, generated from the types that parse bodies.
 
 It is the same for every router, so that it says nothing about this one.
 """

@@ -1,4 +1,4 @@
-"""The description of the API as one page to read: no script, and nothing from elsewhere."""
+"""The API's description as one HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 

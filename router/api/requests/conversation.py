@@ -1,4 +1,4 @@
-"""A conversation that the model is to go on with: messages as chat templates want them, and tools.
+"""A request's conversation: messages in the form of chat templates, and tools.
 
 Chats, responses and messages all come down to this.
 """

@@ -1,4 +1,4 @@
-"""Structured output: what an answer's text has to be, as OpenAI, vLLM and older clients say it.
+"""Structured output: constraints on an answer's text, in the forms of OpenAI, vLLM and others.
 
 `response_format` is OpenAI's field, `structured_outputs` vLLM's, `guided_…` are its older ones.
 All come down to one structure of SPEC 4.9.  A request may name one; two are refused, for an answer

@@ -1,4 +1,4 @@
-"""The output of a response: its items, made of the parts of an answer, and the events about them.
+"""The output of a response: items made of the parts of an answer, and their events.
 
 An item is open while parts of it come and done when a part of another one does.  It is completed,
 but for an unfinished call and for the last one where the answer was cut.  The items are a

@@ -1,4 +1,4 @@
-"""Responses that are kept, for later ones to go on from: a bounded number, each its asker's.
+"""Kept responses, for later ones to continue: a bounded number, private to each client.
 
 Kept as bytes, which can be counted and which nobody has to walk through: for every response its
 answer, and the items that came before it, those of earlier responses included.  So each stands

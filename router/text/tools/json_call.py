@@ -1,4 +1,4 @@
-"""A tool call as a JSON object: `{"name": …, "arguments": {…}}`, its members in any order.
+"""A tool call as a JSON object, `{"name": …, "arguments": {…}}`, its members in any order.
 
 The arguments are the model's own text of that object, given as it comes: from its brace to the one
 that closes it, well-formed or not, since whoever asked can do more with it than with nothing; the
