@@ -64,7 +64,7 @@ class Directory:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Let one process at a time save under a name, and the others wait; remove a damaged file.
+        """Lock a name so that one process at a time saves it; remove a damaged file.
 
         Raises:
             OSError: The directory cannot be written to.

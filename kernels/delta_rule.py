@@ -130,7 +130,7 @@ def _through(
     beta: torch.Tensor,
     matrix: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the queries of one part find, and the matrix after it."""
+    """Return the results of one part's queries, and the state after it."""
     total = decay.cumsum(-1)
     left = total.exp()[..., None]  # of the matrix, after each token
     # What is left after token i of what token j added; nothing of what comes later.

@@ -441,7 +441,7 @@ def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
 
 
 def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
-    """Zero what is under the likeliest tokens that make up the share, for rows with one."""
+    """Zero the weights outside the likeliest tokens that reach top_p, in rows with top_p."""
     rows = [row for row, share in enumerate(shares) if share < 1.0]
     if not rows:
         return

@@ -28,7 +28,7 @@ def known_ways() -> list[Way]:
 
 
 def best_way() -> Way:
-    """Return the way that is taken here if none is asked for."""
+    """Return the default method of this processor."""
     return known_ways()[-1]
 
 

@@ -141,7 +141,7 @@ def _add_stripe(
 
 @instruction(types.void)
 def _order_writes(b: ir.IRBuilder) -> None:
-    """Let what was written past the caches be seen before anything that is written later."""
+    """Order non-temporal stores before later stores."""
     b.fence("seq_cst")
 
 

@@ -151,7 +151,7 @@ def _multiply_by_vectors(a: Arguments, thread: int) -> None:
 
 @inner
 def _finish(a: Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
-    """Write what the sums of planes [begin, end) with so many panels come to."""
+    """Combine the sums of planes [begin, end) and write the rows."""
     stride, at = width * PANEL * 4, panel * PANEL * 4
     column = panel % (a.num_units * a.together) * PANEL * 4
     # What is not y yet becomes float32 where it is.

@@ -58,7 +58,7 @@ class Groups:
 
 @inner
 def next_units(a: Any, thread: int, group: int, unit: int, count: int) -> tuple[int, int, int]:
-    """Take some units of one matrix: (group, first unit, count), after those taken before.
+    """Take the next units of one matrix: (group, first unit, count).
 
     A count of 0: nothing was taken yet, or nothing is left.  The arguments have the fields
     `groups`, `num_units` of a matrix, `is_by_token`, `num_threads` and `taken`.  Rows that are

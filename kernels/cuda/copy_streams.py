@@ -22,7 +22,7 @@ IN_FLIGHT = 3
 
 
 class Lane(Protocol):
-    """Where copies run, IN_FLIGHT at a time: beside what computes.
+    """Runs copies, IN_FLIGHT at a time, beside computation.
 
     What is larger than `max_buffer_bytes` goes some layers at a time where it needs a buffer.
     """

@@ -103,7 +103,7 @@ def agree(attend: Attend, pool: torch.Tensor, num_heads: int) -> bool:
 def _random(
     lens: list[tuple[int, int]], pool: torch.Tensor, num_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Return queries, a pool of one layer, and the batch of such (context, queries).
+    """Return random queries, a pool of one layer, and the batch for the (context, queries) given.
 
     The pool is a new one, as the worker's may be too small.  It is random, for a GPU multiplies
     zeros faster.

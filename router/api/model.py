@@ -163,7 +163,7 @@ class ServedModel:
     def converse(
         self, conversation: Conversation, body: Sampled, asker: Asker, answer: NewAnswer
     ) -> CompletionRequest:
-        """Return what a body asks of the core that goes on with a conversation.
+        """Return the core requests of a body that continues a conversation.
 
         Raises:
             HttpError, WireError: It cannot be rendered, is too long, or asks for what is not here.

@@ -91,7 +91,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Return the same parts with neighbours of one kind made one."""
+    """Merge adjacent parts of one kind."""
     if len(parts) < 2:  # As of most pieces.
         return parts
     together = list[Part]()

@@ -17,7 +17,7 @@ from wire.parts import Buffer
 
 
 class Peers:
-    """Peers by routing id.  One whose connection ended stays, unreachable, until `lose`."""
+    """Peers by routing id.  A peer whose connection ended stays, unreachable, until `lose`."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class Pump:
             self._notice(event)
 
     async def close(self, linger_s: float) -> None:
-        """Send what waits for up to `linger_s`; the socket keeps what is left of that time."""
+        """Send queued messages for up to `linger_s`; the socket lingers for what is left."""
         deadline = self._loop.time() + linger_s
         while not self.is_closed and self._loop.time() < deadline:
             pause_s = self._flush()

@@ -113,7 +113,7 @@ class Opened:
         self._protocol.data_received(data)
 
     def note(self, num_records: int) -> None:
-        """Records have come.  While nobody reads them it is not known whether they bring data."""
+        """Count received records; whether they carry data is known once they are read."""
         if self._transport is None or self._transport.is_reading():
             self.num_idle += num_records
 

@@ -62,7 +62,7 @@ class FairThreads:
         return job
 
     def join(self, client: Hashable, future: Future[T]) -> None:
-        """Let submitted work be done in the turn of this client too, whichever comes first."""
+        """Let submitted work also run in this client's turn, whichever comes first."""
         assert isinstance(future, _Job)
         with self._lock:
             if not (future.running() or future.done()):
@@ -70,7 +70,7 @@ class FairThreads:
                 self._start()
 
     def shutdown(self) -> None:
-        """Drop the work that waits and stop the threads; nobody waits for what they are doing."""
+        """Drop queued work and stop the threads without waiting for work under way."""
         waiting = []
         with self._lock:
             while (first := self._waiting.first()) is not None:

@@ -47,7 +47,7 @@ class RepeatedLine:
         self._note(self._event, **cause, **details)
 
     def tick(self) -> None:
-        """Log how often each cause came again, when it is time, and forget those that did not."""
+        """Log the repetitions of each cause when due, and forget causes without any."""
         if not self._causes:
             return
         now = self._clock()

@@ -31,7 +31,7 @@ def new_token() -> bytes:
 
 
 def segment_head(frame: KvCache, descriptor: SegmentDescriptor, num_bytes: int) -> bytes:
-    """Return what goes before the `num_bytes` of KV of a segment."""
+    """Return the bytes that precede the KV of a segment."""
     length = HEADER_BYTES + DESCRIPTOR.size + num_bytes
     return PREFIX.pack(Tag.KV_CACHE, length) + frame.header() + descriptor.pack()
 

@@ -159,7 +159,7 @@ class Ledger:
         return request.tell(output)
 
     def _settle(self, request: Request, output: TokenOutput) -> None:
-        """Keep the result: whoever hears of the end finds it there."""
+        """Store the result before the callbacks of the end."""
         assert output.finish_reason is not None
         self.ends[output.finish_reason] += 1
         last = () if output.token_id is None else (output.token_id,)

@@ -17,7 +17,7 @@ from worker.transfer.incoming import IncomingTransfer
 
 
 class TransferBudget:
-    """`free_bytes` are nobody's share; `start(transfer)` is called when its turn has come."""
+    """Shares `free_bytes` among transfers; calls `start(transfer)` in its turn."""
 
     def __init__(self, budget_bytes: int, start: Callable[[IncomingTransfer], None]) -> None:
         self.free_bytes = budget_bytes

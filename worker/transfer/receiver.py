@@ -299,7 +299,7 @@ class IncomingTransfers:
         self._give_back(transfer)
 
     def _segment_port(self, receiver: KVReceiver) -> int:
-        """Where segments of this transfer may come beside the KV socket."""
+        """The segment port for this transfer; 0 for none."""
         if self._segments is None or receiver.token is None:
             return 0
         return self._segments.port if receiver.offers_sealing == self._is_encrypted else 0

@@ -81,7 +81,7 @@ class Neighbours:
         return mapping.result()
 
     def forget(self, peer: bytes) -> None:
-        """Unmap what is mapped of a peer that is gone, as soon as no copy reads it."""
+        """Unmap the memory of a peer that is gone, once no copy reads it."""
         mapping = self._mappings.pop(peer, None)
         if mapping is not None:
             mapping.cancel()

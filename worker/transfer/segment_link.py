@@ -126,7 +126,7 @@ class SegmentLink:
 
 
 class Connection:
-    """One that is up: its `socket`, and the `thread` that sends.
+    """An open connection: its `socket`, and the `thread` that sends.
 
     `on_end` is called when the other side ends it.  Raises OSError or RuntimeError where there is
     no descriptor or thread.

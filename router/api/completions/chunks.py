@@ -64,7 +64,7 @@ class CompletionAnswer:
         raise NotImplementedError
 
     def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
-        """Return what is said once, beside the choices, of the prompt that they share."""
+        """Return the fields about the prompt, which appear once beside the choices."""
         return {}
 
     def whole(self, pieces: Sequence[Delta]) -> bytes:

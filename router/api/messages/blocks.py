@@ -111,7 +111,7 @@ _TEXTS: Final = ("content", "reasoning_content")
 
 
 class Chat:
-    """The messages of a chat that those of a body become, one after another."""
+    """Converts the messages of a body to those of a chat, one after another."""
 
     def __init__(self) -> None:
         # Of these, texts are lists of lines until all are there.

@@ -43,7 +43,7 @@ def message_error(error: HttpError, request_id: str) -> bytes:
 
 
 def check_version(given: bytes | None) -> None:
-    """Refuse a version of the API that is not spoken here; none at all means one that is.
+    """Refuse an unsupported version of the API; no version means a supported one.
 
     Raises:
         HttpError: 400.

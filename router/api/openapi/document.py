@@ -116,7 +116,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _portable(schema: Any) -> Any:
-    """Return a schema in whose patterns the end of a text is what JSON Schema calls it."""
+    """Return a schema whose patterns use JSON Schema's anchor for the end of a text."""
     if isinstance(schema, list):
         return [_portable(each) for each in schema]
     if not isinstance(schema, dict):

@@ -76,7 +76,7 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Return a table whose first column is code; the others are HTML already."""
+    """Return an HTML table; the first column is code, the others are HTML already."""
     lines = [
         f"<tr><td><code>{escape(first)}</code>" + "".join([f"<td>{each}" for each in rest])
         for first, *rest in rows

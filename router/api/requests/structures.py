@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
     tools: Sequence[lark.Tool] = ()
 
     def settle(self) -> Structure:
-        """Return what the workers are told.  It takes up to 0.3 s: call it in a thread.
+        """Return the structure for workers.  It takes up to 0.3 s: call it in a thread.
 
         Raises:
             HttpError: 400; no answer can be held to it.
@@ -158,7 +158,7 @@ def wanted_of_guided(
 
 
 def one_of(found: list[Wanted]) -> Wanted | None:
-    """Return the only one, if there is any.
+    """Return the only given structure, if any.
 
     Raises:
         HttpError: 400; there are two.

@@ -24,7 +24,7 @@ _ENDS_OF_SCALARS: Final = frozenset('{}[],:" \t\r\n')
 
 
 def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") -> Steps[bool]:
-    """Read a call that begins here; False where there is none, and then what was read is held.
+    """Read a call that begins here; if there is none return False and hold back the text read.
 
     A call without arguments has `{}`, unless it `needs_arguments` to be told from an object that is
     content.  A character of `breaks` outside strings ends arguments whose braces do not close.
@@ -94,7 +94,7 @@ def _key(scan: Scan) -> Steps[str | None]:
 
 
 def _string(scan: Scan) -> Steps[str | None]:
-    """Hold a string and return what it says; None where there is none."""
+    """Hold back a string and return its value; None if there is none."""
     if scan.char != '"':
         return None
     try:
