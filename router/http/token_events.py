@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from router.api.completions.completion import Choice
 from router.http.asgi import Push
-from wire.aio.fair_writes import Turns, Writer
+from wire.aio.fair_writes import FairWrites, Writer
 from wire.payloads import Logprobs
 
 
@@ -40,7 +40,7 @@ class FastPath:
     def __init__(
         self,
         writer: Writer,
-        turns: Turns,
+        turns: FairWrites,
         choice: Choice,
         around: tuple[bytes, bytes],
         push: Push,

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 from router.api.completions.completion import Choice, Completion
-from router.api.completions.deltas import Piece, joined
+from router.api.completions.deltas import Delta, joined
 from router.api.completions.events import HEADERS
 from router.api.completions.response import Answer
 from router.api.errors import Header, http_error
@@ -43,7 +43,7 @@ class ResponseWriter:
     def __init__(
         self,
         send: Send,
-        turns: Turns,
+        turns: FairWrites,
         *,
         find_push: Callable[[Send], Push | None] = lambda send: None,
         headers: tuple[Header, ...],
@@ -171,14 +171,14 @@ class ResponseWriter:
         self._streamed = completion, answer
         await self._until_over(completion, self._write_events)
 
-    async def collect(self, completion: Completion) -> list[Piece]:
+    async def collect(self, completion: Completion) -> list[Delta]:
         """Wait for the end and return each choice whole.
 
         Raises:
             Disconnected: The client left.
             HttpError: The request failed.
         """
-        pieces: dict[Choice, list[Piece]] = {choice: [] for choice in completion.choices}
+        pieces: dict[Choice, list[Delta]] = {choice: [] for choice in completion.choices}
         await self._until_over(completion, partial(self._collect, completion, pieces))
         return [joined(each) for each in pieces.values()]
 
@@ -235,7 +235,7 @@ class ResponseWriter:
         return body
 
     def _collect(
-        self, completion: Completion, pieces: dict[Choice, list[Piece]], now: float
+        self, completion: Completion, pieces: dict[Choice, list[Delta]], now: float
     ) -> bytes:
         for choice, taken in completion.take():
             pieces[choice] += taken
