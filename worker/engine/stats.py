@@ -1,8 +1,4 @@
-"""Figures of an engine: what it has done, what it holds, which sequence runs in which slot.
-
-Seed 004's SchedulerStats and KvCacheManagerStats in one, and the slots of seed 002.  Nothing is
-decided by these figures.
-"""
+"""Counters, gauges and slots of an engine, for metrics (seeds 002 and 004)."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence
 
-# Bounds of the histogram: the first are for the hash executor, the last for a slow machine.
+# Buckets of the step histogram: the first are for the hash executor, the last for a slow machine.
 STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 
 
@@ -26,15 +22,14 @@ class Counters:
     """Totals since the engine was made; only the engine writes.
 
     Attributes:
-        prefill_tokens: Computed in chunks, those computed again after a preemption included.
-        decode_tokens: Sampled tokens, drafts that were accepted included.
-        cached_tokens: Found in the prefix cache instead of being computed or received.
+        prefill_tokens: Computed in chunks, recomputed ones included.
+        decode_tokens: Sampled tokens, accepted drafts included.
+        cached_tokens: Found in the prefix cache instead of computed or received.
         finished: Sequences whose last token was sampled; with a transfer the first is the last.
         failed: Ended with an error, `overdue` ones included.
-        drafted_tokens: Drafts that were verified; `accepted_tokens` of them were right.
-        step_counts: Steps by duration: one number per bound of `STEP_S`, one for longer ones.
-        forward_s: Time in the executor, `draft_s` in the drafter; `overhead_s` is the rest of the
-            steps.
+        drafted_tokens: Verified drafts; `accepted_tokens` of them were right.
+        step_counts: Steps by duration: one count per bound of `STEP_S`, one for longer ones.
+        forward_s: Time in the executor; `draft_s` in the drafter; `overhead_s` the rest.
     """
 
     steps: int = 0
@@ -64,12 +59,10 @@ class Counters:
         self.overhead_s += step_s - forward_s
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Add up the drafts of one sequence."""
         self.drafted_tokens += num_drafts
         self.accepted_tokens += num_accepted
 
     def count(self, plan: Plan) -> None:
-        """Add up what a plan says."""
         self.steps += bool(plan.chunks)
         self.prefill_tokens += plan.num_prefill_tokens
         self.preemptions += len(plan.preempted)
@@ -84,7 +77,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """An engine at one moment: its counters, its queues, its memory."""
+    """A snapshot of an engine: its counters, its queues, its memory."""
 
     counters: Counters
     num_waiting: int
@@ -124,15 +117,13 @@ class Stats:
 
 
 class SlotState(StrEnum):
-    """What the engine does for the sequence in a slot."""
-
-    PROCESSING = "processing"  # its prompt is read
+    PROCESSING = "processing"  # the prompt is read
     GENERATING = "generating"
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One running sequence."""
+    """A running sequence."""
 
     number: int
     request_id: int
@@ -145,11 +136,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """All slots at one moment: `active` by number, `total` that may be in use at once.
-
-    A sequence keeps its slot as long as it runs.  The view may be taken from any thread; one that
-    stops at that very moment is in it or not.
-    """
+    """A snapshot of the slots, from any thread: `active` by number, `total` that may be in use."""
 
     active: tuple[Slot, ...]
     total: int
@@ -161,26 +148,17 @@ class Slots:
         return cls(tuple(sorted(slots, key=lambda slot: slot.number)), total)
 
     @property
-    def generating(self) -> tuple[Slot, ...]:
-        return tuple(slot for slot in self.active if slot.state is SlotState.GENERATING)
-
-    @property
-    def num_idle(self) -> int:
-        return max(0, self.total - len(self.active))
-
-    @property
     def utilization(self) -> float:
-        """Slots in use as a share of all, 0 to 1: reservations may begin beyond the total."""
+        """The share of slots in use, at most 1: reservations may exceed the total."""
         return min(1.0, len(self.active) / self.total)
 
     @property
     def tokens_per_second(self) -> float:
-        """The sum of the rates of all running sequences."""
         return sum(slot.tokens_per_second for slot in self.active)
 
 
 def load_of(pool: BlockPool, counters: Counters) -> Load:
-    """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
+    """Return the figures of a heartbeat, with prefix hashes since the last call; thread-safe."""
     stored, evicted = pool.journal.read()
     free, cached = pool.num_free, pool.num_cached
     return Load(

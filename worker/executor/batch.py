@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from wire.logprobs import join_prompt_logprobs
 from wire.options import Options
-from worker.executor.prompt_logprobs import PromptScores
 from worker.executor.structured_output import Structured
 from worker.executor.token_counts import Occurrences
 
@@ -80,6 +80,38 @@ def rows_of(
             rows += [Row(start + d, sampling, d) for d in range(count)]
         start += count
     return rows
+
+
+class PromptScores:
+    """The logprobs of a prompt's tokens after the first, gathered chunk by chunk.
+
+    Scored positions are computed even if the prefix cache has their KV.
+    """
+
+    __slots__ = ("_num_tokens", "_num_top", "_rows", "num_scored")
+
+    def __init__(self, num_tokens: int, num_top: int) -> None:
+        self._num_tokens = num_tokens
+        self._num_top = num_top
+        self._rows: list[bytes] = []
+        self.num_scored = 0
+
+    def wanted(self, start: int, num_tokens: int) -> range:
+        """Return the positions of a chunk that are still to be scored."""
+        end = min(start + num_tokens, self._num_tokens - 1)
+        return range(max(start, self.num_scored), end)
+
+    def add(self, num_rows: int, rows: bytes) -> None:
+        """Append the packed scores of the next `num_rows` positions."""
+        self.num_scored += num_rows
+        self._rows.append(rows)
+
+    def packed(self) -> bytes:
+        """Return all scores as in the body of PREFILL_DONE."""
+        num_top = self._num_top
+        if self.num_scored:  # a small vocabulary has fewer than requested
+            num_top = (sum(map(len, self._rows)) // self.num_scored - 4) // 8
+        return join_prompt_logprobs(num_top, self._rows)
 
 
 class Scoring(NamedTuple):

@@ -33,13 +33,13 @@ class Generation:
     """One DECODE_REQUEST, from its arrival to its end."""
 
     __slots__ = (
-        "asked_s",
         "kv_deadline_s",
         "max_new_tokens",
         "num_tokens",
         "options",
         "receiver",
         "request_id",
+        "requested_s",
         "router",
         "token_ids",
     )
@@ -50,7 +50,7 @@ class Generation:
         frame: DecodeRequest,
         token_ids: tuple[int, ...],
         options: Options,
-        asked_s: float,
+        requested_s: float,
         lease_s: float,
     ) -> None:
         self.router = router
@@ -58,14 +58,14 @@ class Generation:
         self.max_new_tokens = frame.max_new_tokens
         self.token_ids = token_ids
         self.options = options
-        self.asked_s = asked_s
-        self.kv_deadline_s = asked_s + lease_s
+        self.requested_s = requested_s
+        self.kv_deadline_s = requested_s + lease_s
         self.receiver: KVReceiver | None = None  # once the KV is there
         self.num_tokens = 1  # the first, which PREFILL_DONE brought
 
     def begin(self, engine: Engine) -> None:
         engine.begin_decode(
-            self.request_id, self.token_ids, self.options, self.max_new_tokens, self.asked_s
+            self.request_id, self.token_ids, self.options, self.max_new_tokens, self.requested_s
         )
 
     def check(self, receiver: KVReceiver) -> None:
@@ -78,7 +78,7 @@ class Generation:
     def is_overdue(self, now: float) -> bool:
         """Whether its own deadline passed before the KV was here; after that the engine looks."""
         deadline_ms = self.options.deadline_ms
-        is_over = deadline_ms is not None and now >= self.asked_s + deadline_ms / 1000
+        is_over = deadline_ms is not None and now >= self.requested_s + deadline_ms / 1000
         return is_over and self.receiver is None
 
     def usage(self, token: Token) -> Usage:

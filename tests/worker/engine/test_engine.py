@@ -332,7 +332,8 @@ def test_a_deadline_counts_from_when_it_was_asked_for() -> None:
     engine.reserve(1, range(9))
     run(engine)
     now[0] = 1.0
-    engine.begin_decode(1, range(10), Options(ignore_eos=True, deadline_ms=300), 40, asked_s=0.8)
+    options = Options(ignore_eos=True, deadline_ms=300)
+    engine.begin_decode(1, range(10), options, 40, requested_s=0.8)
     engine.step()
     now[0] = 1.2
     assert [failed.code for failed in of_kind(engine.step(), Failed)] == [

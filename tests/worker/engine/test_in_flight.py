@@ -30,7 +30,7 @@ from wire.layout import KVLayout
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Token
 from worker.engine.sequence import Sequence
-from worker.engine.unpacking import unpack
+from worker.engine.windows import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
 

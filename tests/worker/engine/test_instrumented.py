@@ -19,13 +19,20 @@ from wire.options import Options
 from wire.process.log_limit import AGAIN_S
 from worker.compute.contract import KVCache
 from worker.engine.engine import Engine
-from worker.engine.instrumented import Direct, MeasuredExecutor, State, measured
+from worker.engine.instrumented import (
+    WINDOW,
+    Direct,
+    Latency,
+    MeasuredExecutor,
+    State,
+    Stopwatch,
+    measured,
+)
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence, Status
 from worker.executor.batch import Batch
 from worker.executor.contract import Drawer, Executor, SampledToken, Scorer, SequenceFailed
 from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
-from worker.executor.metrics import Latency
 from worker.executor.torch import TorchExecutor
 
 GREEDY = Options(ignore_eos=True)
@@ -256,6 +263,21 @@ def test_metrics_count_steps_time_and_tokens() -> None:
     assert metrics.decode == Latency(4, 1.0, 1.0, 1.0)
     assert metrics.tokens_per_second == pytest.approx(10 / 6.5)
     assert metrics.mean_batch_sequences == 2.0
+
+
+def test_percentiles_forget_old_steps_and_the_mean_does_not() -> None:
+    stopwatch = Stopwatch()
+    assert stopwatch.latency() == Latency(0, 0.0, 0.0, 0.0)
+    for milliseconds in range(100, 0, -1):
+        stopwatch.add(milliseconds / 1000)
+    latency = stopwatch.latency()
+    assert (latency.num_steps, latency.p50_s, latency.p95_s) == (100, 0.05, 0.095)
+    assert latency.mean_s == pytest.approx(0.0505)
+    for _ in range(WINDOW):
+        stopwatch.add(1.0)
+    latency = stopwatch.latency()
+    assert (latency.num_steps, latency.p50_s, latency.p95_s) == (WINDOW + 100, 1.0, 1.0)
+    assert latency.mean_s == pytest.approx((WINDOW + 5.05) / (WINDOW + 100))
 
 
 def test_a_chunk_without_a_sample_is_a_step_too() -> None:

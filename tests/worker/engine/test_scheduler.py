@@ -6,10 +6,11 @@ import pytest
 
 from tests.worker.engine.windowed import windows_over
 from wire.options import Options
-from worker.engine.batch import BatchConfig, Chunk
+from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler, SlotNumbers
 from worker.engine.sequence import Sequence, Status
+from worker.engine.settings import EngineSettings
 from worker.engine.swap import Swap, SwapSpace
 from worker.engine.windows import Windows
 from worker.executor.batch import BatchType
@@ -31,7 +32,7 @@ class Queue:
         self.pool = BlockPool(num_blocks, block_size, windows=windows)
         cache = HashKVCache(num_blocks, block_size)
         self.swap = SwapSpace(cache, swap_bytes)
-        batch_config = BatchConfig(**config)  # type: ignore[arg-type]
+        batch_config = EngineSettings(**config)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.pool, batch_config, self.swap, enough_tokens)
         self.now = 0.0
         self.sequences: dict[int, Sequence] = {}

@@ -55,8 +55,7 @@ def test_the_view_says_what_each_slot_does() -> None:
         Slot(0, 10, SlotState.PROCESSING, 6, 3, 0, 0.0),
         Slot(2, 12, SlotState.GENERATING, 10, 9, 4, 2.0),
     )
-    assert [slot.number for slot in slots.generating] == [2]
-    assert (slots.num_idle, slots.utilization, slots.tokens_per_second) == (2, 0.5, 2.0)
+    assert (slots.utilization, slots.tokens_per_second) == (0.5, 2.0)
 
 
 def test_who_stops_while_the_view_is_taken_is_not_in_it() -> None:
@@ -66,12 +65,7 @@ def test_who_stops_while_the_view_is_taken_is_not_in_it() -> None:
     assert [slot.number for slot in slots.active] == [0]
 
 
-def test_no_slot_in_use() -> None:
-    slots = Slots.of([], 4, now=3.0)
-    assert (slots.num_idle, slots.utilization, slots.tokens_per_second) == (4, 0.0, 0.0)
-
-
 def test_more_than_all_is_all() -> None:
     """Reservations that begin to decode may exceed the limit of a step."""
     slots = Slots.of([running(slot, 9, 4) for slot in range(3)], 2, now=3.0)
-    assert (slots.num_idle, slots.utilization) == (0, 1.0)
+    assert slots.utilization == 1.0

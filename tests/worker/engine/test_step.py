@@ -17,7 +17,7 @@ from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, T
 from worker.engine.scheduler import Plan
 from worker.engine.sequence import Sequence, Status
 from worker.engine.stats import Counters
-from worker.engine.step import commit, compute, tell
+from worker.engine.step import commit, compute, report
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import SampledToken, SequenceFailed
 from worker.executor.hash import create
@@ -79,7 +79,7 @@ def test_a_plan_is_told() -> None:
     started.block_table.extend([3])
     failed, overdue = Sequence(3, [5] * 40), Sequence(4, [5], Options(deadline_ms=20))
     plan = Plan(started=[started], reserved=[reserved], failed=[failed], overdue=[overdue])
-    outputs = tell(plan, BlockPool(8, 4))
+    outputs = report(plan, BlockPool(8, 4))
     assert outputs[:2] == [Started(1, (3,), 0), Reserved(2, (), 0)]
     codes = [(o.request_id, o.code) for o in outputs if isinstance(o, Failed)]
     assert codes == [(3, ErrorCode.OUT_OF_BLOCKS), (4, ErrorCode.DEADLINE_EXCEEDED)]

@@ -26,9 +26,8 @@ from worker.compute.graphs import fill_in
 from worker.engine.engine import Engine
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
-from worker.executor.batch import Scoring
+from worker.executor.batch import PromptScores, Scoring
 from worker.executor.contract import Drawer
-from worker.executor.prompt_logprobs import PromptScores
 from worker.executor.registry import create
 
 BLOCK_SIZE, MAX_LEN = 8, 128
