@@ -83,7 +83,6 @@ class Stats:
     num_waiting: int
     num_reserving: int
     num_running: int
-    max_running: int
     num_swapped: int
     blocks_total: int
     blocks_free: int
@@ -94,25 +93,25 @@ class Stats:
     window_blocks_used: int
     window_blocks_cached: int
     swap_bytes: int
-    max_swap_bytes: int
-    copy_bytes_per_s: float
-    prefill_tokens_per_s: float
 
     @classmethod
     def of(cls, scheduler: Scheduler, counters: Counters) -> Stats:
-        pool, swap = scheduler.pool, scheduler.swap
+        pool, windows = scheduler.pool, scheduler.pool.windows
         return cls(
             counters=Counters(**asdict(counters)),
             num_waiting=len(scheduler.waiting),
             num_reserving=len(scheduler.reserving),
             num_running=len(scheduler.running),
-            max_running=scheduler.max_running,
-            num_swapped=len(swap),
-            **_blocks(pool),
-            swap_bytes=swap.num_bytes,
-            max_swap_bytes=swap.max_bytes,
-            copy_bytes_per_s=swap.costs.copy_bytes_per_s,
-            prefill_tokens_per_s=swap.costs.prefill_tokens_per_s,
+            num_swapped=len(scheduler.swap),
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            window_blocks_total=windows.blocks.num_blocks if windows else 0,
+            window_blocks_free=windows.num_free if windows else 0,
+            window_blocks_used=windows.num_used if windows else 0,
+            window_blocks_cached=windows.num_cached if windows else 0,
+            swap_bytes=scheduler.swap.num_bytes,
         )
 
 
@@ -170,20 +169,6 @@ def load_of(pool: BlockPool, counters: Counters) -> Load:
         stored=stored,
         evicted=evicted,
     )
-
-
-def _blocks(pool: BlockPool) -> dict[str, int]:
-    windows = pool.windows
-    return {
-        "blocks_total": pool.num_blocks,
-        "blocks_free": pool.num_free,
-        "blocks_used": pool.num_used,
-        "blocks_cached": pool.num_cached,
-        "window_blocks_total": windows.blocks.num_blocks if windows else 0,
-        "window_blocks_free": windows.num_free if windows else 0,
-        "window_blocks_used": windows.num_used if windows else 0,
-        "window_blocks_cached": windows.num_cached if windows else 0,
-    }
 
 
 def _slot(number: int, sequence: Sequence, now: float) -> Slot:

@@ -34,20 +34,6 @@ from worker.executor.hash import LAYOUT, create_mixed
 from worker.executor.structured_output import Structured
 
 
-@pytest.mark.parametrize("max_ubatch_tokens", [7, 512])
-def test_of_a_crowd_with_one_system_prompt_one_computes_it(max_ubatch_tokens: int) -> None:
-    engine = engine_of(num_blocks=128, max_ubatch_tokens=max_ubatch_tokens)
-    for request_id in range(6):
-        engine.add(Sequence(request_id, [*range(40), 400 + request_id], max_new_tokens=3))
-    for _ in range(500):
-        if not engine.has_work():
-            break
-        engine.step()
-    counters = engine.stats().counters
-    assert counters.prefill_tokens == 41 + 5 and counters.cached_tokens == 5 * 40
-    assert counters.finished == 6
-
-
 def expected(prompt: list[int], num_tokens: int, options: Options = GREEDY) -> list[int]:
     return list(_expected(tuple(prompt), num_tokens, options))
 
@@ -70,76 +56,12 @@ def test_a_prompt_is_continued_as_the_oracle_says() -> None:
     assert engine.load().used == 0 and engine.num_running == engine.num_waiting == 0
 
 
-@pytest.mark.parametrize("max_ubatch_tokens", [1, 2, 5, 13, 512])
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_neither_chunks_nor_blocks_change_the_text(max_ubatch_tokens: int, block_size: int) -> None:
-    engine = engine_of(block_size=block_size, max_ubatch_tokens=max_ubatch_tokens)
-    prompts = {1: list(range(10, 23)), 2: list(range(40, 45)), 3: [7]}
-    for request_id, prompt in prompts.items():
-        engine.add(Sequence(request_id, prompt, GREEDY, 6))
-    outputs = run(engine)
-    for request_id, prompt in prompts.items():
-        assert text(outputs, request_id) == expected(prompt, 6)
-
-
-def test_a_stop_token_ends_it_and_is_reported_with_the_reason() -> None:
-    prompt = list(range(10, 23))
-    stop = expected(prompt, 5)[4]
-    engine = engine_of()
-    engine.add(Sequence(1, prompt, Options(ignore_eos=True, stop_token_ids=(stop,)), 20))
-    last = of_kind(run(engine), Token)[-1]
-    assert (last.token_id, last.index, last.finish_reason) == (stop, 4, "stop")
-
-
-def test_eos_ends_it_unless_it_is_ignored() -> None:
-    prompt = next([s, s] for s in range(VOCAB_SIZE) if len(expected([s, s], 9, Options())) == 8)
-    engine = engine_of()
-    engine.add(Sequence(1, prompt, Options(), 20))
-    engine.add(Sequence(2, prompt, GREEDY, 20))
-    outputs = run(engine)
-    assert text(outputs, 1) == expected(prompt, 8, Options())
-    assert of_kind(outputs, Token)[-1].finish_reason == "length" and len(text(outputs, 2)) == 20
-
-
-def test_the_context_length_ends_it() -> None:
-    engine = engine_of()
-    engine.add(Sequence(1, [5] * 60, GREEDY, 50))
-    outputs = run(engine)
-    assert text(outputs, 1) == expected([5] * 60, 50) and len(text(outputs, 1)) == 4
-    assert of_kind(outputs, Token)[-1].finish_reason == "length"
-
-
 def test_a_prompt_as_long_as_the_context_gets_its_one_token_and_its_scores() -> None:
     engine, options = engine_of(), Options(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
     engine.add(Sequence(1, [5] * MAX_MODEL_LEN, options))
     outputs = of_kind(run(engine), Token)
     assert [(it.index, it.finish_reason) for it in outputs] == [(0, "length")]
     assert outputs[0].prompt_logprobs
-
-
-def test_no_logits_are_asked_for_before_the_prompt_is_complete() -> None:
-    executor = RecordingExecutor()
-    engine = engine_of(executor=executor, max_ubatch_tokens=5)
-    engine.add(Sequence(1, [5] * 12, GREEDY, 2))
-    run(engine)
-    assert [len(batch.sample_rows) for batch in executor.batches] == [0, 0, 1, 1]
-    assert [batch.kind for batch in executor.batches] == [BatchType.PREFILL] * 3 + [
-        BatchType.DECODE
-    ]
-    assert engine.steps == 4
-
-
-def test_a_second_prompt_finds_the_first_s_blocks() -> None:
-    engine = engine_of()
-    prompt = list(range(10, 22))
-    engine.add(Sequence(1, prompt, GREEDY, 3))
-    run(engine)
-    engine.add(Sequence(2, prompt, GREEDY, 3))
-    engine.add(Sequence(3, [*prompt[:8], 99, 98], GREEDY, 3))
-    outputs = run(engine)
-    assert [started.cached_tokens for started in of_kind(outputs, Started)] == [8, 8]
-    assert text(outputs, 2) == expected(prompt, 3)
-    assert text(outputs, 3) == expected([*prompt[:8], 99, 98], 3)
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
@@ -173,16 +95,6 @@ def test_a_handed_over_prompt_reports_its_chunks_and_keeps_its_blocks() -> None:
     engine.release(1)
     assert not engine.has_work() and engine.load().used == 0
     engine.check()
-
-
-def test_a_transfer_counts_the_cached_prefix_as_computed() -> None:
-    engine = engine_of(max_ubatch_tokens=5)
-    engine.add(Sequence(1, range(10, 22), GREEDY, 1))
-    run(engine)
-    engine.add(Sequence(2, range(10, 22), GREEDY, 20, transfer=True))
-    outputs = run(engine)
-    assert of_kind(outputs, Started)[0].cached_tokens == 8
-    assert [computed.num_tokens for computed in of_kind(outputs, Computed)] == [12]
 
 
 def test_a_release_before_the_first_token_waits_for_it() -> None:
@@ -224,15 +136,6 @@ def transfer(
     return [first, reserved, *run(target)]
 
 
-def test_a_reservation_continues_what_another_engine_computed() -> None:
-    prompt = list(range(10, 23))
-    outputs = transfer(prompt, engine_of(block_size=4), engine_of(block_size=5), 12)
-    assert text(outputs, 1) + text(outputs, 2) == expected(prompt, 13)
-    tokens = of_kind(outputs, Token)[1:]
-    assert [token.index for token in tokens] == list(range(12))
-    assert tokens[-1].finish_reason == "length"
-
-
 def test_a_received_prefix_is_known_for_the_next_reservation() -> None:
     prompt = list(range(10, 23))
     source, target = engine_of(block_size=4), engine_of(block_size=3)
@@ -250,14 +153,6 @@ def test_kv_that_arrived_incompletely_never_enters_the_prefix_cache() -> None:
     assert engine.load().cached == 0 and engine.load().stored == ()
     engine.reserve(2, range(12))
     assert of_kind(run(engine), Reserved)[0].cached_tokens == 0
-
-
-def test_a_complete_reservation_is_in_the_prefix_cache_at_once() -> None:
-    engine = engine_of()
-    engine.reserve(1, range(9))
-    run(engine)
-    engine.begin_decode(1, range(10), GREEDY, 3)
-    assert engine.load().stored == tuple(prefix_hashes(range(9), 4))
 
 
 def test_the_kv_of_a_reservation_is_shared_when_a_router_has_asked_for_it() -> None:
@@ -341,16 +236,6 @@ def test_a_deadline_counts_from_when_it_was_asked_for() -> None:
     ]
 
 
-def test_corrupt_kv_changes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = engine_of(), engine_of()
-    pack = source.cache.pack
-    monkeypatch.setattr(
-        source.cache, "pack", lambda table, rectangle: b"\xff" + bytes(pack(table, rectangle))[1:]
-    )
-    prompt = list(range(10, 23))
-    assert text(transfer(prompt, source, target, 4), 2) != expected(prompt, 5)[1:]
-
-
 def test_reservations_wait_in_line_without_a_spinning_engine() -> None:
     engine = engine_of(num_blocks=4)
     engine.reserve(1, range(12))
@@ -385,15 +270,6 @@ def test_a_reservation_that_can_never_fit_fails() -> None:
     engine = engine_of(num_blocks=8)
     engine.reserve(1, [5] * 32)
     assert [failed.code for failed in of_kind(run(engine), Failed)] == [ErrorCode.OUT_OF_BLOCKS]
-
-
-def test_a_sequence_that_outgrows_the_pool_fails_after_its_tokens() -> None:
-    engine = engine_of(num_blocks=4)
-    engine.add(Sequence(1, [5] * 9, GREEDY, 50))
-    outputs = run(engine)
-    assert text(outputs, 1) == expected([5] * 9, 8)
-    assert [failed.code for failed in of_kind(outputs, Failed)] == [ErrorCode.OUT_OF_BLOCKS]
-    assert engine.load().used == 0
 
 
 def test_decoding_an_unknown_reservation_fails() -> None:
@@ -484,24 +360,6 @@ def test_load_tells_the_prefixes_that_came_and_went() -> None:
     assert set(engine.load().stored) == set(prefix_hashes(range(100, 112), 4))
 
 
-def test_utilization_and_speed_are_those_of_what_runs() -> None:
-    now = [0.0]
-    engine = Engine(
-        RecordingExecutor(),
-        num_blocks=64,
-        block_size=4,
-        max_sbatch_sequences=4,
-        clock=lambda: now[0],
-    )
-    assert (engine.slots().utilization, engine.slots().tokens_per_second) == (0.0, 0.0)
-    engine.add(Sequence(1, [5] * 6, GREEDY, 30))
-    engine.add(Sequence(2, [6] * 6, GREEDY, 30))
-    for _ in range(10):
-        engine.step()
-    now[0] = 2.0
-    assert (engine.slots().utilization, engine.slots().tokens_per_second) == (0.5, 10.0)
-
-
 def timed(num_blocks: int = 64, **settings: int) -> tuple[Engine, list[float]]:
     now = [0.0]
     executor = RecordingExecutor()
@@ -549,44 +407,6 @@ def test_a_deadline_is_work_for_a_stalled_engine() -> None:
     assert engine.has_work() and engine.idle_s() == 0.0
     assert of_kind(run(engine), Failed)[0].request_id == 2
     assert engine.idle_s() is None
-
-
-def test_a_continuation_s_deadline_counts_from_its_beginning() -> None:
-    engine, now = timed()
-    engine.reserve(1, range(9))
-    run(engine)
-    now[0] = 5.0
-    engine.begin_decode(1, range(10), Options(ignore_eos=True, deadline_ms=100), 40)
-    assert of_kind(engine.step(), Token)
-    now[0] = 5.2
-    assert [failed.code for failed in of_kind(run(engine), Failed)] == [ErrorCode.DEADLINE_EXCEEDED]
-    assert engine.load().used == 0
-
-
-def test_an_overdue_transfer_keeps_its_blocks_until_the_role_says_so() -> None:
-    engine, now = timed(max_ubatch_tokens=5)
-    engine.add(Sequence(1, [5] * 9, Options(deadline_ms=100), 40, transfer=True))
-    engine.step()
-    now[0] = 0.2
-    assert [failed.code for failed in of_kind(run(engine), Failed)] == [ErrorCode.DEADLINE_EXCEEDED]
-    assert engine.load().used == 3
-    engine.cancel(1)
-    assert engine.load().used == 0 and not engine.has_work()
-
-
-def test_swapping_changes_no_token_and_computes_nothing_again() -> None:
-    engine = engine_of(num_blocks=9, swap_bytes=1 << 20, prefix_cache=False)
-    engine.swap.costs.copy_bytes_per_s = 1e12
-    prompts = {request_id: [request_id] * 9 for request_id in range(3)}
-    for request_id, prompt in prompts.items():
-        engine.add(Sequence(request_id, prompt, GREEDY, 20))
-    outputs = run(engine)
-    for request_id, prompt in prompts.items():
-        assert text(outputs, request_id) == expected(prompt, 20)
-    counters = engine.stats().counters
-    assert counters.preemptions == counters.swaps_out == counters.swaps_in > 0
-    assert counters.prefill_tokens == 27
-    assert engine.stats().swap_bytes == engine.stats().num_swapped == 0
 
 
 # Everything at once: two engines with different blocks, a router's part played by the test.

@@ -29,7 +29,7 @@ from worker.engine.instrumented import (
     measured,
 )
 from worker.engine.outputs import Token
-from worker.engine.sequence import Sequence, Status
+from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch
 from worker.executor.contract import Drawer, Executor, SampledToken, Scorer, SequenceFailed
 from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
@@ -391,14 +391,3 @@ def test_blocks_of_layers_with_a_window_may_be_fewer() -> None:
     assert text(direct, [*range(24)], 30) == oracle(range(24), 30, OPTIONS, layout=WINDOWED)
     with pytest.raises(ValueError, match="7 more blocks are too many, 6 left"):
         direct.prefill(range(25), OPTIONS)
-
-
-def test_released_blocks_are_used_again(make: Make) -> None:
-    direct, cache = start(make)
-    length = cache.num_blocks * cache.block_size
-    for seed in range(3):
-        sequence = direct.prefill(prompt(make, length, seed), OPTIONS)
-        with pytest.raises(ValueError, match="1 more blocks are too many, 0 left"):
-            direct.decode(sequence)
-        direct.release_cache(sequence)
-        assert sequence.status is Status.FINISHED

@@ -208,18 +208,6 @@ def test_the_counts_of_unclaimed_blocks_are_those_of_what_arrives(
 TOTAL = 40
 
 
-def test_a_peer_has_a_quarter_and_all_have_half() -> None:
-    unclaimed = Unclaimed(TOTAL)
-    unclaimed.hold(1, "a", 9)
-    assert unclaimed.may_hold("a"), "one more is let in"
-    unclaimed.hold(2, "a", 9)
-    assert not unclaimed.may_hold("a") and unclaimed.may_hold("b")
-    unclaimed.hold(3, "b", 2)
-    assert not unclaimed.may_hold("b") and not unclaimed.may_hold("c")
-    unclaimed.release(1)
-    assert unclaimed.may_hold("a") and unclaimed.may_hold("c")
-
-
 def test_so_much_may_be_held_as_stays_within_both_parts() -> None:
     unclaimed = Unclaimed(TOTAL)
     unclaimed.hold(1, "a", 5)

@@ -162,13 +162,6 @@ def test_a_static_batch_begins_whole_however_much_is_enough() -> None:
     assert sizes(queue.step()) == ([], [(1, 10), (2, 10), (3, 10)])
 
 
-def test_blocks_for_the_whole_prompt_come_with_the_first_chunk() -> None:
-    queue = Queue(max_ubatch_tokens=4)
-    sequence = queue.add(1, 14)
-    queue.step()
-    assert len(sequence.block_table) == 4
-
-
 def test_no_more_sequences_run_than_allowed() -> None:
     queue = Queue(max_sbatch_sequences=2)
     for request_id in range(4):
@@ -457,20 +450,6 @@ def test_who_has_waited_long_enough_goes_before_a_higher_priority() -> None:
     assert order == [3, 2, 4]
 
 
-def test_a_flood_of_high_priorities_passes_a_low_one_for_a_bounded_time() -> None:
-    queue = Queue(max_sbatch_sequences=1, ageing_s=1)
-    queue.add(1, 2, priority=-3)
-    for request_id in range(2, 60):
-        queue.now = float(request_id)
-        queue.add(request_id, 2, priority=2)
-        for sequence in queue.step().started:
-            if sequence.request_id == 1:
-                assert request_id <= 8
-                return
-            queue.scheduler.finish(sequence)
-    raise AssertionError("the low priority starved")
-
-
 def test_reservations_pass_new_work_for_a_bounded_time() -> None:
     queue = Queue(num_blocks=4, ageing_s=1)
     holder = queue.reserve(0, 4)
@@ -500,14 +479,6 @@ def test_the_prompt_of_another_tenant_is_read_in_the_next_step() -> None:
     queue.step()
     queue.add(9, 3, priority=-100, tenant=2)
     assert sizes(queue.step()) == ([], [(1, 4), (2, 1), (9, 3)])
-
-
-def test_tenants_with_much_to_read_share_a_step_equally() -> None:
-    queue = Queue(max_ubatch_tokens=9)
-    for request_id in range(1, 7):
-        queue.add(request_id, 12, tenant=request_id % 3)
-    assert sizes(queue.step()) == ([], [(1, 3), (2, 3), (3, 3)])
-    assert sizes(queue.step()) == ([], [(1, 3), (2, 3), (3, 3)])
 
 
 def test_tokens_that_a_tenant_does_not_use_are_read_for_others() -> None:
@@ -591,17 +562,6 @@ def test_a_preempted_sequence_is_swapped_and_goes_on_where_it_was() -> None:
     assert len(queue.swap) == 0 and second.num_computed_tokens == 9
 
 
-def test_a_prompt_half_read_is_swapped_too() -> None:
-    queue = swapping(num_blocks=5, max_ubatch_tokens=2)
-    queue.pool.enable_prefix_cache = False
-    first, second = queue.add(1, 8), queue.add(2, 8)
-    while not second.num_preemptions:
-        queue.step()
-    assert 0 < queue.swap.num_tokens(2) < 8
-    queue.scheduler.finish(first)
-    assert queue.step().swapped_in[0].sequence is second
-
-
 def test_what_is_swapped_in_lacks_what_its_window_does_not_reach() -> None:
     queue = swapping(num_blocks=5, max_ubatch_tokens=2, windows=windows_over(5, 4, [2]))
     queue.pool.enable_prefix_cache = False
@@ -611,16 +571,6 @@ def test_what_is_swapped_in_lacks_what_its_window_does_not_reach() -> None:
     num_tokens = queue.swap.num_tokens(2)
     queue.scheduler.finish(first)
     assert queue.step().swapped_in and second.whole_from == num_tokens - 1 > 0
-
-
-def test_a_dear_copy_is_not_made() -> None:
-    queue = swapping()
-    queue.swap.costs.copy_bytes_per_s = 1.0
-    queue.add(1, 8)
-    queue.add(2, 8)
-    queue.step()
-    plan = queue.step()
-    assert len(plan.preempted) == 1 and plan.swapped_out == []
 
 
 def test_the_end_of_a_swapped_sequence_frees_its_copy() -> None:
@@ -723,13 +673,6 @@ def test_only_large_steps_are_mostly_prefill(
     plan = Plan([Chunk(SEQUENCE, 1)] * num_decode, [Chunk(long, num_prefill)])
     assert plan.num_prefill_tokens == num_prefill
     assert plan.is_mostly_prefill(max_ubatch_tokens) is is_mostly
-
-
-def test_the_kind_of_a_plan_is_what_it_holds() -> None:
-    decode, prefill = [Chunk(SEQUENCE, 1)], [Chunk(SEQUENCE, 4)]
-    assert Plan(decode=decode).kind is BatchType.DECODE
-    assert Plan(prefill=prefill).kind is BatchType.PREFILL
-    assert Plan(decode=decode, prefill=prefill).kind is BatchType.MIXED
 
 
 @pytest.mark.parametrize(

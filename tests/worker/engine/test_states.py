@@ -75,16 +75,6 @@ def test_snapshots_not_used_for_longest_go_first() -> None:
     assert [states.is_kept(block) for block in (1, 2, 3)] == [True, False, True]
 
 
-def test_snapshots_give_way_to_what_arrives_and_what_is_written() -> None:
-    slots = StateSlots(3, BLOCK_SIZE)
-    states = States(slots)
-    for block in (1, 2):
-        slots.take([block], 4)
-        states.keep(block)
-    states.prepare([([3], 4)], 1)
-    assert slots.has(3, 4) and slots.num_free == 1 and slots.blocks == {2, 3}
-
-
 def test_one_that_could_run_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="room for 1 states, a sequence needs 2"):
         engine_of(num_states=1)
@@ -123,17 +113,6 @@ def test_of_an_answer_only_the_last_state_is_kept() -> None:
     told = [*prompt, *expected(prompt, 30)]
     assert answer(engine, 2, told[:33]) == 8
     assert answer(engine, 3, told) == 36
-
-
-@pytest.mark.parametrize("num_states", [2, 3, 5])
-def test_what_is_not_kept_is_computed(num_states: int) -> None:
-    engine, draw = engine_of(num_states=num_states), random.Random(num_states)
-    prompt = list(range(50, 80))
-    for number in range(30):
-        cut = draw.randint(1, 30)
-        answer(engine, number, [*prompt[:cut], *draw.choices(range(3), k=draw.randint(0, 3))], 3)
-    engine.check()
-    assert engine.stats().blocks_used == 0
 
 
 def test_what_a_reservation_goes_on_from_waits_for_it() -> None:

@@ -113,13 +113,6 @@ class Step:
         return [it.token_id for it in self.outputs if isinstance(it, Token)]
 
 
-def test_a_chunk_in_the_middle_of_a_prompt_has_kv_and_no_token() -> None:
-    step = Step()
-    sequence = step.sequence(12, 0)
-    assert step.commit(Chunk(sequence, 9)) == [] and step.outputs == []
-    assert sequence.num_computed_tokens == 9 and sequence.num_registered_blocks == 2
-
-
 def test_a_transfer_says_how_far_it_is_and_ends_with_its_token() -> None:
     step = Step()
     sequence = step.sequence(6, 4, transfer=True)

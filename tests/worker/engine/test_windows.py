@@ -102,28 +102,6 @@ def test_a_sequence_far_longer_than_the_window_peaks_at_what_it_reaches() -> Non
     assert windows_in(engine).num_free == 60
 
 
-@pytest.mark.parametrize("end", ["cancel", "fail", "finish"])
-def test_blocks_come_back_however_it_ends(end: str) -> None:
-    class Failing(HashExecutor):
-        def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
-            if batch.context_lens[0] == 70:
-                raise SequenceFailed(0, "no more")
-            return super().sample(logits, batch)
-
-    engine = engine_of(60, Failing(executor_of().info) if end == "fail" else None)
-    engine.add(Sequence(1, range(10, 60), ENDLESS, 40))
-    for _ in range(12):
-        engine.step()
-    assert windows_in(engine).num_used > 0
-    if end == "cancel":
-        engine.cancel(1)
-    outputs = run(engine)
-    windows = windows_in(engine)
-    assert bool(of_kind(outputs, Failed)) == (end == "fail")
-    assert windows.num_used == 0 and windows.may_promise(0, 200)
-    engine.check()
-
-
 def test_a_prefix_is_shared_where_what_its_window_reaches_is_still_there() -> None:
     engine, prompt = engine_of(MOST + OF_STEP), list(range(10, 42))
     engine.add(Sequence(1, prompt, ENDLESS, 1))

@@ -13,7 +13,7 @@ from tests.kv import part, whole
 from wire.layout import KVGroup, StateGroup
 from wire.transfer import Rectangle, plan
 from worker.compute.contract import KVCache
-from worker.executor.contract import Attention, Capabilities, Executor, MemoryRequirements
+from worker.executor.contract import Executor, MemoryRequirements
 from worker.executor.hash import LAYOUT, MIXED
 from worker.executor.registry import create
 
@@ -107,15 +107,6 @@ def test_unpack_writes_its_rectangle_and_nothing_else() -> None:
     }
 
 
-def test_packed_bytes_do_not_change_when_the_blocks_do() -> None:
-    cache = cache_of(2, 4)
-    rectangle = whole(LAYOUT, 0, 4)
-    packed = cache.pack([1], rectangle)
-    before = bytes(packed)
-    cache.unpack([1], rectangle, random_bytes(len(before), 5))
-    assert packed == before
-
-
 MIXED_NAME = "worker.executor.hash:create_mixed"
 # What is sent of 18 tokens: of layers that see all, of those with a window, and a state; in halves.
 SENT = plan(MIXED, 2, 18, 1 << 20, num_shards=2)
@@ -206,28 +197,6 @@ def test_a_segment_that_does_not_fit_is_refused(rectangle: Rectangle, num_bytes:
         cache_of(4, 4).unpack([0, 1], rectangle, bytes(num_bytes))
 
 
-def test_shutdown_can_be_called_at_any_time() -> None:
-    executor = create("hash")
-    executor.shutdown()
-    executor.allocate(2, 4)
-    executor.shutdown()
-    executor.shutdown()
-
-
-def test_heads_say_which_attention_it_is() -> None:
-    assert Attention.of(8, 8) is Attention.MULTI_HEAD
-    assert Attention.of(8, 2) is Attention.GROUPED_QUERY
-    assert Attention.of(8, 1) is Attention.MULTI_QUERY
-    assert Attention.of(1, 1) is Attention.MULTI_HEAD
-
-
-def test_memory_for_a_configuration() -> None:
-    memory = MemoryRequirements(
-        parameter_bytes=1000, activation_bytes_per_token=10, kv_bytes_per_token=3
-    )
-    assert memory.total(max_ubatch_tokens=20, num_blocks=5, block_size=8) == 1000 + 200 + 120
-
-
 @given(st.integers(0, 10**9), st.integers(0, 10**4), st.integers(1, 10**6), st.integers(1, 64))
 def test_the_blocks_that_memory_pays_for_fit_and_one_more_does_not(
     parameters: int, activation: int, kv: int, block_size: int
@@ -241,10 +210,3 @@ def test_the_blocks_that_memory_pays_for_fit_and_one_more_does_not(
         assert memory.total(512, num_blocks + 1, block_size) > memory_bytes
     with pytest.raises(ValueError, match=f"it takes {least}"):
         memory.num_blocks(least - 1, 512, block_size)
-
-
-def test_an_executor_may_limit_the_sequences_of_a_step() -> None:
-    memory = MemoryRequirements(0, 0, 1)
-    assert Capabilities(memory).at_most(256) == 256
-    assert Capabilities(memory, max_batch_sequences=8).at_most(256) == 8
-    assert Capabilities(memory, max_batch_sequences=8).at_most(4) == 4

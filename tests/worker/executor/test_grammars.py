@@ -270,16 +270,6 @@ def test_a_hostile_structure_ends_by_itself(name: str) -> None:
                 break
 
 
-def test_texts_of_one_grammar_do_not_disturb_each_other() -> None:
-    alone = [walk(STRUCTURES[0], seed) for seed in range(4)]
-    texts = [begun(STRUCTURES[0]) for _ in alone]
-    for end in range(max(map(len, alone))):
-        longer = [(it, text) for it, text in zip(texts, alone, strict=True) if end < len(text)]
-        masks = masks_of([asked(it, text[:end]) for it, text in longer])
-        for (_, text), row in zip(longer, masks.bits, strict=True):
-            assert text[end] in allowed_in(row)
-
-
 def test_a_step_waits_once_for_masks_that_take_twice_its_time_and_never_for_cheap_ones() -> None:
     # Every pair of letters may be split in two ways: each letter makes the next mask dearer.
     ambiguous = Structure(kind="lark", text='start: s\ns: s s | /[a-z ]/ | ""')

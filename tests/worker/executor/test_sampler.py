@@ -119,17 +119,6 @@ def chi_square(observed: Any, expected: Any) -> float:
     return float((((observed - expected) ** 2) / expected).sum())
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax(temperature: float) -> None:
-    count = 20_000
-    row = logits_of(1, vocab=16, scale=1.0)
-    samplings = [asked(position=i, temperature=temperature, seed=9) for i in range(count)]
-    drawn = ids(row.expand(count, -1), samplings)
-    expected = (row[0].double() / temperature).softmax(0).numpy() * count
-    # 15 degrees of freedom: 44 is passed by chance once in 10,000 times.
-    assert chi_square(np.bincount(drawn, minlength=16), expected) < 44
-
-
 def test_greedy_takes_the_largest() -> None:
     logits = logits_of(5)
     assert ids(logits, [asked()] * 5) == logits.argmax(-1).tolist()
@@ -147,7 +136,7 @@ options_strategy = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     rows=st.lists(st.tuples(options_strategy, st.integers(3, 500)), min_size=1, max_size=6),
     seed=st.integers(0, 100),
@@ -191,7 +180,7 @@ def test_only_flat_rows_have_their_whole_vocabulary_sorted(
     assert shapes == [(2, reference.LARGE_VOCABULARY + 1)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     rows=st.lists(options_strategy | st.just({"temperature": 0.0}), min_size=2, max_size=8),
     data=st.data(),
@@ -209,7 +198,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(
     assert alone == together
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     options=options_strategy | st.just({"temperature": 0.0}),
     more=st.fixed_dictionaries(
@@ -311,11 +300,6 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         best = want[row].topk(number)
         assert [token_id for token_id, _ in logprobs.top] == best.indices.tolist()
         assert [value for _, value in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-
-
-def test_a_small_vocabulary_bounds_the_top() -> None:
-    (token,) = sample(logits_of(1, vocab=4), [asked(logprobs=20)], NO_EOS)
-    assert token.logprobs is not None and len(token.logprobs.top) == 4
 
 
 def test_a_broken_row_keeps_to_the_vocabulary() -> None:

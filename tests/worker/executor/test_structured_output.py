@@ -36,16 +36,6 @@ def test_what_may_follow_is_what_each_token_says_by_itself(structure: Structure)
 
 
 @EVERY
-def test_an_answer_is_replayed_from_any_cut(structure: Structure) -> None:
-    answer = walk(structure, 7)
-    steady = begun(structure)
-    for end in range(len(answer) + 1):
-        row = mask_of(steady, answer[:end])[0]
-        assert (mask_of(begun(structure), answer[:end])[0] == row).all()
-        assert (mask_of(steady.begin(len(PROMPT)), answer[:end])[0] == row).all()
-
-
-@EVERY
 def test_drafts_are_looked_along_and_forgotten(structure: Structure) -> None:
     answer = walk(structure, 3)
     structured = begun(structure)

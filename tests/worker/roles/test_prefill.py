@@ -265,17 +265,6 @@ async def test_kv_over_the_limit_is_refused_before_anything_is_computed() -> Non
         assert router.loads_by_role[Role.PREFILL].used == 0
 
 
-async def test_a_cancelled_prompt_is_not_read_to_its_end() -> None:
-    slow = {"step_delay_s": 0.01, "max_ubatch_tokens": 16, "num_blocks": 2000}
-    async with pair(prefill=slow, decode={"num_blocks": 2000}) as router:
-        router.prefill(1, PROMPT * 50, OPTIONS)  # ten seconds, were it read
-        router.prefill(2, [5] * 17, OPTIONS)
-        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
-        message = await router.receive(Tag.PREFILL_DONE)
-        assert message.frame == PrefillDone(2, 17 * TOKEN_BYTES)
-        await router.until_free(Role.PREFILL)
-
-
 async def test_nothing_is_read_of_cancelled_prompts_before_a_short_one() -> None:
     """Ten long prompts cancelled in the middle of a chunk: that chunk is all the next waits for."""
     executor, options = GatedSteps(), Options(max_tokens=1, ignore_eos=True)
@@ -329,10 +318,3 @@ async def test_an_id_used_twice_is_one_request() -> None:
         await router.receive(Tag.PREFILL_DONE)
         await router.until_free(Role.PREFILL)
         assert router.is_quiet
-
-
-async def test_a_cancel_of_nothing_changes_nothing() -> None:
-    async with pair() as router:
-        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
-        router.prefill(2, PROMPT, OPTIONS)
-        assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(2, 300 * TOKEN_BYTES)
