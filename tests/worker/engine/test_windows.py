@@ -154,31 +154,6 @@ def test_texts_are_the_same_however_few_there_are(layout: KVLayout, seed: int) -
     assert windows_in(engine).num_used == 0
 
 
-class Unlucky(HashExecutor):
-    """Its samples fail now and then, each time because of one sequence of several."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(executor_of().info)
-        self._draw = random.Random(seed)
-
-    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
-        if len(batch.context_lens) > 1 and self._draw.random() < 0.1:
-            raise SequenceFailed(self._draw.randrange(len(batch.context_lens)), "bad luck")
-        return super().sample(logits, batch)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_step_that_failed_leaves_none_behind(seed: int) -> None:
-    engine = engine_of(3 * MOST + OF_STEP, Unlucky(seed), num_blocks=80)
-    prompts = texts_of(random.Random(seed))
-    for number, prompt in prompts.items():
-        engine.add(Sequence(number, prompt, ENDLESS, 20))
-    outputs = run(engine)
-    failed = {output.request_id for output in of_kind(outputs, Failed)}
-    for number in prompts.keys() - failed:
-        assert text(outputs, number) == oracle(prompts[number], 20, ENDLESS, layout=WINDOWED)
-
-
 def carried(ids: Iterator[int], prefill: Engine, decode: Engine, prompt: list[int]) -> list[int]:
     """Read a prompt in one engine and generate in the other; return what was told."""
     number = next(ids)

@@ -162,30 +162,6 @@ def test_new_structures_of_a_tenant_do_not_keep_those_of_another_waiting(
     assert not any(each.is_ready for each in kept)
 
 
-def test_a_tenant_with_ever_new_structures_makes_nobody_compile_again(
-    compiling: Compiling,
-) -> None:
-    compiling.compile("[0-9]", 1)
-    for number in range(40):
-        compiling.compile(f"a{number}", 2)
-    compiling.compile("[0-9]", 1)
-    compiling.compile("[0-9]", 3)
-    assert compiling.compiled.count("[0-9]") == 1
-
-
-def test_what_no_sequence_waits_for_any_longer_is_not_compiled(compiling: Compiling) -> None:
-    kept = [compiling.structured(f"slow{number}", 1) for number in range(2)]
-    compiling.have_begun(2)
-    for number in range(100):  # of clients that leave
-        compiling.structured(f"gone{number}", 1)
-    kept.append(compiling.structured("[0-9]", 1))
-    compiling.may_go_on.set()
-    for each in kept:
-        each.wait(60)
-        assert each.problem is None and each.is_ready
-    assert len(compiling.compiled) <= 2 + 32
-
-
 def deep(num_levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(num_levels):

@@ -134,18 +134,6 @@ def test_the_logits_of_others_stay_bit_by_bit() -> None:
     assert (adjusted[0] != logits[0]).nonzero()[:, 0].tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_biases_ban_and_force(temperature: float) -> None:
-    logits = logits_of(1, 2)
-    for token_id in range(VOCAB):
-        forced = asked([], 0, temperature=temperature, logit_bias=((token_id, 100.0),))
-        assert sample(logits, [forced], frozenset())[0].token_id == token_id
-    best = int(logits.argmax())
-    for seed in range(50):
-        banned = asked([], 0, temperature=temperature, seed=seed, logit_bias=((best, -100.0),))
-        assert sample(logits, [banned], frozenset())[0].token_id != best
-
-
 def test_min_tokens_is_stronger_than_a_bias() -> None:
     forced = asked([5], 1, min_tokens=1, logit_bias=((7, 100.0),))
     assert sample(logits_of(1, 3), [forced], frozenset({7}))[0].token_id != 7

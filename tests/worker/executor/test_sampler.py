@@ -250,38 +250,6 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     assert ids(logits, samplings) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stops_are_out_until_min_tokens(temperature: float) -> None:
-    logits = torch.full((1, 8), -5.0)
-    logits[0, 3], logits[0, 4], logits[0, 6] = 50.0, 40.0, 20.0
-    eos = frozenset({3, 99})  # 99 is beyond the vocabulary, as a client's stop id may be
-
-    def at(generated: int) -> int:
-        it = asked(
-            position=10 + generated,
-            prompt_len=10,
-            min_tokens=2,
-            stop_token_ids=(4, 2_000_000_000),
-            temperature=temperature,
-        )
-        return ids(logits, [it], eos)[0]
-
-    assert [at(0), at(1), at(2)] == [6, 6, 3]
-    assert logits[0, 3] == 50.0, "the caller's logits are left alone"
-
-
-def test_a_row_after_enough_drafts_may_stop() -> None:
-    it = Sampling(1, Options(min_tokens=2), 3, 3, [], drafts=(1, 1, 1))
-    logits = torch.tensor([[9.0, 1.0]]).expand(4, -1)
-    assert ids(logits, [it], frozenset({0})) == [1, 1, 0, 0]
-
-
-def test_only_the_rows_that_may_not_stop_are_masked() -> None:
-    logits = torch.tensor([[9.0, 1.0], [9.0, 1.0]])
-    samplings = [asked(position=3, min_tokens=1), asked(position=3)]
-    assert ids(logits, samplings, frozenset({0})) == [1, 0]
-
-
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = logits_of(4)
     samplings = [

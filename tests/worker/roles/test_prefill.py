@@ -160,17 +160,6 @@ async def test_a_request_for_one_token_hands_nothing_over() -> None:
         await router.until_free(Role.PREFILL)
 
 
-async def test_the_last_token_of_a_limit_takes_the_offer_back() -> None:
-    """Two of three tokens are an earlier attempt's: the one drawn here is the last."""
-    options = Options(max_tokens=3, generated_tokens=2, ignore_eos=True)
-    async with pair() as router:
-        router.prefill(1, PROMPT, options)
-        message = await router.receive(Tag.PREFILL_DONE)
-        assert message.frame == PrefillDone(1, 0)
-        assert decode_prefill_result(message.body()).finish_reason == "length"
-        await router.until_free(Role.PREFILL, Role.DECODE)
-
-
 async def test_an_eos_token_first_takes_the_offer_back() -> None:
     async with pair() as router:
         router.prefill(1, prompt_that_ends_at_once(), Options(max_tokens=20))
