@@ -43,9 +43,10 @@ class EngineSettings:
 
     def within(self, capabilities: Capabilities) -> EngineSettings:
         """Return the settings without features that the executor lacks."""
+        most = self.max_sbatch_sequences
         return replace(
             self,
-            max_sbatch_sequences=capabilities.at_most(self.max_sbatch_sequences),
+            max_sbatch_sequences=min(most, capabilities.max_batch_sequences or most),
             dynamic_batching=self.dynamic_batching and capabilities.continuous_batching,
             speculate=self.speculate if capabilities.speculative else None,
         )

@@ -58,10 +58,6 @@ class Counters:
         self.forward_s += forward_s
         self.overhead_s += step_s - forward_s
 
-    def verified(self, num_drafts: int, num_accepted: int) -> None:
-        self.drafted_tokens += num_drafts
-        self.accepted_tokens += num_accepted
-
     def count(self, plan: Plan) -> None:
         self.steps += bool(plan.chunks)
         self.prefill_tokens += plan.num_prefill_tokens
@@ -143,7 +139,19 @@ class Slots:
     @classmethod
     def of(cls, running: Iterable[Sequence], total: int, now: float) -> Slots:
         numbered = [(sequence.slot, sequence) for sequence in tuple(running)]
-        slots = [_slot(n, sequence, now) for n, sequence in numbered if n is not None]
+        slots = [
+            Slot(
+                number=number,
+                request_id=it.request_id,
+                state=SlotState.GENERATING if it.is_decoding else SlotState.PROCESSING,
+                num_tokens=it.num_tokens,
+                num_computed_tokens=it.num_computed_tokens,
+                num_new_tokens=it.num_new_tokens,
+                tokens_per_second=it.tokens_per_second(now),
+            )
+            for number, it in numbered
+            if number is not None
+        ]
         return cls(tuple(sorted(slots, key=lambda slot: slot.number)), total)
 
     @property
@@ -168,16 +176,4 @@ def load_of(pool: BlockPool, counters: Counters) -> Load:
         preemptions=counters.preemptions,
         stored=stored,
         evicted=evicted,
-    )
-
-
-def _slot(number: int, sequence: Sequence, now: float) -> Slot:
-    return Slot(
-        number=number,
-        request_id=sequence.request_id,
-        state=SlotState.GENERATING if sequence.is_decoding else SlotState.PROCESSING,
-        num_tokens=sequence.num_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
-        num_new_tokens=sequence.num_new_tokens,
-        tokens_per_second=sequence.tokens_per_second(now),
     )

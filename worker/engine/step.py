@@ -77,7 +77,8 @@ def commit(
             if drafts:
                 tokens = accepted(drafts, list(islice(drawn, len(drafts) + 1)))
                 sequence.adapt(len(drafts), len(tokens) - 1)
-                counters.verified(len(drafts), len(tokens) - 1)
+                counters.drafted_tokens += len(drafts)
+                counters.accepted_tokens += len(tokens) - 1
             else:
                 tokens = (next(drawn),)
             num_before = len(sequence.token_ids)

@@ -133,47 +133,40 @@ class SwapSpace:
     def carry_out(self, swaps: Iterable[Swap]) -> None:
         """Copy to the host, before anything else writes to the blocks."""
         for swap in swaps:
-            self._copy_out(swap)
+            held = self._held.get(swap.sequence.request_id)
+            if held is None:  # dropped since
+                continue
+            start_s = self._clock()
+            for part in plan(self._layout, 0, held.num_tokens, _WHOLE):
+                group = self._layout.groups[part.group]
+                is_windowed = isinstance(group, KVGroup) and group.window is not None
+                kv = self._cache.pack(swap.windowed if is_windowed else swap.blocks, part)
+                held.parts.append((part, kv))
+            num_bytes = sum(len(kv) for _, kv in held.parts)
+            self.costs.observe_copy(num_bytes, self._clock() - start_s)
 
     def carry_in(self, swaps: Iterable[Swap]) -> None:
         """Copy back into blocks."""
         for swap in swaps:
-            self._copy_in(swap)
+            held = self._held[swap.sequence.request_id]
+            assert held.parts, "only what was copied out is copied in"
+            start_s, num_bytes = self._clock(), 0
+            for part, kv in held.parts:
+                group = self._layout.groups[part.group]
+                wanted, wanted_kv = part, kv
+                if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
+                    wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
+                    wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
+                unpack(self._cache, swap.blocks, wanted, wanted_kv, held.num_tokens)
+                num_bytes += len(wanted_kv)
+            self.costs.observe_copy(num_bytes, self._clock() - start_s)
+            self.drop(swap.sequence.request_id)
 
     def check(self, waiting: Iterable[int]) -> None:
         """Assert that the KV kept belongs to waiting sequences and is counted right."""
         assert self._held.keys() <= set(waiting), "KV of a sequence that does not wait"
         held = (self._layout.transfer_bytes(held.num_tokens) for held in self._held.values())
         assert self.num_bytes == sum(held) <= self.max_bytes
-
-    def _copy_out(self, swap: Swap) -> None:
-        held = self._held.get(swap.sequence.request_id)
-        if held is None:  # dropped since
-            return
-        start_s = self._clock()
-        whole = plan(self._layout, 0, held.num_tokens, _WHOLE)
-        for part in whole:
-            group = self._layout.groups[part.group]
-            is_windowed = isinstance(group, KVGroup) and group.window is not None
-            kv = self._cache.pack(swap.windowed if is_windowed else swap.blocks, part)
-            held.parts.append((part, kv))
-        num_bytes = sum(len(kv) for _, kv in held.parts)
-        self.costs.observe_copy(num_bytes, self._clock() - start_s)
-
-    def _copy_in(self, swap: Swap) -> None:
-        held = self._held[swap.sequence.request_id]
-        assert held.parts, "only what was copied out is copied in"
-        start_s, num_bytes = self._clock(), 0
-        for part, kv in held.parts:
-            group = self._layout.groups[part.group]
-            wanted, wanted_kv = part, kv
-            if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
-                wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
-                wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
-            unpack(self._cache, swap.blocks, wanted, wanted_kv, held.num_tokens)
-            num_bytes += len(wanted_kv)
-        self.costs.observe_copy(num_bytes, self._clock() - start_s)
-        self.drop(swap.sequence.request_id)
 
 
 def _tail(kv: memoryview, group: KVGroup, part: Rectangle, num_skipped: int) -> memoryview:

@@ -219,9 +219,6 @@ class Capabilities:
     num_shards: int = 1
     num_stages: int = 1
 
-    def at_most(self, num_sequences: int) -> int:
-        return min(num_sequences, self.max_batch_sequences or num_sequences)
-
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The next token of one sampled row."""

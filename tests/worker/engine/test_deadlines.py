@@ -26,7 +26,7 @@ def test_a_deadline_set_anew_replaces_the_old() -> None:
     assert deadlines.take_overdue(5.0) == [] and deadlines.next_s == 6.0
 
 
-def test_what_ended_early_does_not_pile_up() -> None:
+def test_ended_sequences_do_not_accumulate() -> None:
     deadlines = Deadlines()
     tracemalloc.start()
     try:

@@ -84,7 +84,7 @@ def test_a_long_prompt_is_read_over_many_rounds_and_nobody_waits_for_it() -> Non
     model.check()
 
 
-def test_who_fits_no_batch_is_drafted_for_another_time() -> None:
+def test_a_sequence_that_fits_no_batch_gets_drafts_later() -> None:
     """More sequences than a batch has tokens: no batch gets larger for that."""
     executor = SizingExecutor()
     model = ModelDrafter(executor, 3, num_blocks=40, block_size=3, max_ubatch_tokens=2)
@@ -96,7 +96,7 @@ def test_who_fits_no_batch_is_drafted_for_another_time() -> None:
 
 
 @pytest.mark.parametrize("place", ["forward", "sample"])
-def test_who_fails_the_draft_model_gets_no_drafts_and_nobody_else_suffers(place: str) -> None:
+def test_a_sequence_that_fails_the_draft_model_gets_no_drafts(place: str) -> None:
     model = ModelDrafter(PoisonedExecutor(place), 3, num_blocks=40, block_size=3)
     engine = Engine(create(), num_blocks=40, block_size=3, speculate=model)
     prompts = [[3, 4, 5], [6, POISON, 7], [8, 9]]

@@ -145,7 +145,7 @@ def test_a_received_prefix_is_known_for_the_next_reservation() -> None:
     assert text(outputs, 1) + text(outputs, 2) == expected(prompt[:12], 5)
 
 
-def test_kv_that_arrived_incompletely_never_enters_the_prefix_cache() -> None:
+def test_incomplete_kv_never_enters_the_prefix_cache() -> None:
     engine = engine_of()
     engine.reserve(1, range(12))
     run(engine)
@@ -193,7 +193,7 @@ def test_a_transfer_that_is_cancelled_after_its_first_token_counts_once(max_toke
     assert engine.load().used == 0
 
 
-def test_what_a_socket_has_is_computed_no_further_and_stays_until_the_cancel() -> None:
+def test_a_halted_sequence_keeps_its_blocks_until_the_cancel() -> None:
     engine = engine_of(max_ubatch_tokens=5)
     engine.add(Sequence(1, range(10, 22), GREEDY, 20, transfer=True))
     engine.step()
@@ -256,7 +256,7 @@ def test_reservations_wait_in_line_without_a_spinning_engine() -> None:
         (Sequence(1, [5] * 33), ErrorCode.OUT_OF_BLOCKS),
     ],
 )
-def test_what_cannot_be_served_fails_alone(sequence: Sequence, code: ErrorCode) -> None:
+def test_an_invalid_request_fails_alone(sequence: Sequence, code: ErrorCode) -> None:
     engine = engine_of(num_blocks=8)
     engine.add(Sequence(2, [5] * 9, GREEDY, 3))
     engine.add(sequence)
@@ -608,7 +608,7 @@ EngineMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=
 TestEverythingAtOnce = EngineMachine.TestCase
 
 
-def test_what_the_executor_can_do_limits_the_engine() -> None:
+def test_capabilities_of_the_executor_limit_the_engine() -> None:
     executor = RecordingExecutor()
     executor.capabilities = replace(
         executor.capabilities, max_batch_sequences=2, continuous_batching=False
@@ -668,7 +668,7 @@ def test_a_continuation_is_held_to_its_structure_too() -> None:
     assert "no such grammar" in failed.message
 
 
-def test_who_is_cancelled_while_its_grammar_is_compiled_is_not_heard_of_again() -> None:
+def test_a_cancelled_sequence_ignores_its_compiled_grammar() -> None:
     engine = engine_of(executor=Compiling())
     engine.add(Sequence(1, [5, 6, 7], Options(structure=Structure(kind="regex", text="a"))))
     engine.cancel(1)
@@ -694,7 +694,7 @@ class SlowMasks(RecordingExecutor):
         return self.masks[-1]
 
 
-def test_nobody_waits_for_the_slow_masks_of_another() -> None:
+def test_slow_masks_delay_only_their_own_sequence() -> None:
     executor = SlowMasks()
     engine = engine_of(executor=executor)
     slow = Options(max_tokens=3, structure=Structure(kind="regex", text="a*"), ignore_eos=True)

@@ -13,7 +13,7 @@ def test_a_small_need_leaves_the_rest_to_others() -> None:
     assert [shares.left(tenant) for tenant in (1, 2, 3, 4)] == [15, 3, 15, 0]
 
 
-def test_what_is_spent_is_gone() -> None:
+def test_spent_tokens_are_gone() -> None:
     shares = Shares({1: 8, 2: 8}, 8)
     assert not shares.has_spent(1)
     shares.spend(1, 3)

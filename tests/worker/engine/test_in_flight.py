@@ -34,7 +34,7 @@ from worker.engine.windows import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
 
-NUM_WORKLOADS = 80
+NUM_WORKLOADS = 160
 
 
 class LateWorkload(Workload):
@@ -89,7 +89,7 @@ class LateWorkload(Workload):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_request_ends_once_with_its_text(name: str) -> None:
     sums = Counter[str]()
-    for seed in range(NUM_WORKLOADS if name == "all" else NUM_WORKLOADS // 4):
+    for seed in range(NUM_WORKLOADS if name == "all" else NUM_WORKLOADS // 8):
         try:
             workload = LateWorkload(seed, LAYOUTS[name])
             workload.run()
@@ -128,7 +128,7 @@ def test_a_step_is_read_after_the_next_has_begun() -> None:
     assert executor.num_behind == 2, "the last token is known to be the last"
 
 
-def test_what_an_ended_sequence_has_in_flight_is_dropped() -> None:
+def test_tokens_in_flight_of_an_ended_sequence_are_dropped() -> None:
     engine, executor = late_engine(prefix_cache=False)
     text = full_text((3, 4, 5), 9, GREEDY)
     stop = next(token for token in text[2:] if token not in text[:2])
@@ -162,7 +162,7 @@ def test_a_token_that_was_drawn_before_the_deadline_is_told() -> None:
     assert [it.finish_reason for it in of_kind(outputs, Token)] == [None, "length"]
 
 
-def test_who_wants_the_host_to_draw_is_told_the_tokens_first() -> None:
+def test_a_step_in_flight_is_read_before_the_host_draws() -> None:
     engine, executor = late_engine()
     engine.add(Sequence(1, [3, 4, 5], GREEDY, 20))
     outputs = [*engine.step(), *engine.step(), *engine.step()]

@@ -367,7 +367,7 @@ def test_a_batch_says_what_each_says_alone(make: Make) -> None:
 
 
 @pytest.mark.parametrize("block_size", [4, 7])
-def test_kv_handed_over_goes_on_the_same(make: Make, block_size: int) -> None:
+def test_transferred_kv_continues_the_same_text(make: Make, block_size: int) -> None:
     sender, cache = start(make)
     token_ids = prompt(make, 10)
     expected = text(sender, token_ids, 6)

@@ -193,7 +193,7 @@ def test_higher_priority_first_then_first_come() -> None:
     assert started == [2, 3, 1, 4]
 
 
-def test_whoever_is_first_is_not_overtaken_by_someone_smaller() -> None:
+def test_a_small_prompt_does_not_pass_the_first_one() -> None:
     queue = Queue(num_blocks=4)
     queue.add(1, 12)
     queue.step()
@@ -238,7 +238,7 @@ def test_low_priority_is_preempted_before_the_young() -> None:
     assert [s.request_id for s in queue.step().preempted] == [1]
 
 
-def test_what_is_handed_over_is_never_preempted() -> None:
+def test_a_transfer_is_never_preempted() -> None:
     queue = Queue(num_blocks=4, max_ubatch_tokens=8)
     queue.add(1, 8)
     queue.step()
@@ -338,7 +338,7 @@ def test_a_preempted_sequence_takes_the_place_of_unclaimed_kv() -> None:
     assert plan.preempted == [running] and plan.displaced == [2]
 
 
-def test_of_what_is_computed_again_layers_with_a_window_lack_nothing() -> None:
+def test_recomputed_sequences_lack_no_window_kv() -> None:
     queue = Queue(num_blocks=6, windows=windows_over(6, 4, [3]))
     first, _ = queue.reserve(1, 11), queue.reserve(2, 11)
     queue.step()
@@ -434,7 +434,7 @@ def test_a_queued_sequence_can_be_ended(status: Status) -> None:
 # Ageing.
 
 
-def test_who_has_waited_long_enough_goes_before_a_higher_priority() -> None:
+def test_waiting_ages_into_priority() -> None:
     queue = Queue(max_sbatch_sequences=1, ageing_s=2)
     queue.add(1, 2)
     queue.step()
@@ -518,7 +518,7 @@ def test_an_overdue_sequence_leaves_in_any_state() -> None:
     assert queue.pool.num_used == 0 and queue.scheduler.deadlines.next_s is None
 
 
-def test_kv_that_may_be_under_way_is_kept_when_overdue() -> None:
+def test_an_overdue_transfer_keeps_its_blocks() -> None:
     queue = Queue(max_ubatch_tokens=4)
     sequence = queue.add(1, 12, transfer=True, deadline_ms=1000)
     queue.step()
@@ -562,7 +562,7 @@ def test_a_preempted_sequence_is_swapped_and_goes_on_where_it_was() -> None:
     assert len(queue.swap) == 0 and second.num_computed_tokens == 9
 
 
-def test_what_is_swapped_in_lacks_what_its_window_does_not_reach() -> None:
+def test_swapped_in_sequences_lack_kv_before_their_window() -> None:
     queue = swapping(num_blocks=5, max_ubatch_tokens=2, windows=windows_over(5, 4, [2]))
     queue.pool.enable_prefix_cache = False
     first, second = queue.add(1, 8), queue.add(2, 8)
@@ -596,7 +596,7 @@ def test_slots_stay_and_come_back() -> None:
     assert second.slot == 0
 
 
-def test_of_prompts_that_begin_alike_one_is_read_and_the_others_share_it() -> None:
+def test_prompts_with_one_prefix_compute_it_once() -> None:
     queue = Queue(max_ubatch_tokens=64)
     for request_id, num_tokens in ((1, 9), (2, 9), (3, 14)):
         queue.add(request_id, num_tokens, like=0)
@@ -605,7 +605,7 @@ def test_of_prompts_that_begin_alike_one_is_read_and_the_others_share_it() -> No
     assert [queue.sequences[i].num_cached_tokens for i in (1, 2, 3)] == [0, 8, 8]
 
 
-def test_who_waits_for_a_block_is_passed_by_others_but_keeps_slot_and_blocks() -> None:
+def test_a_prompt_that_waits_for_a_prefix_keeps_slot_and_blocks() -> None:
     queue = Queue(num_blocks=8, max_ubatch_tokens=64, max_sbatch_sequences=3)
     for request_id, like in ((1, 0), (2, 0), (3, 3), (4, 4)):
         queue.add(request_id, 5, like=like)
@@ -624,14 +624,14 @@ def test_who_waits_for_a_block_is_passed_by_others_but_keeps_slot_and_blocks() -
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4])
-def test_nobody_waits_for_a_block_that_is_not_full_or_not_shared(num_tokens: int) -> None:
+def test_prompts_do_not_wait_for_a_block_that_is_not_full_or_not_shared(num_tokens: int) -> None:
     queue = Queue(max_ubatch_tokens=64)
     queue.add(1, num_tokens, like=0)
     queue.add(2, num_tokens, like=0)
     assert sizes(queue.step()) == ([], [(1, num_tokens), (2, num_tokens)])
 
 
-def test_nobody_waits_for_a_step_that_takes_nobody_in() -> None:
+def test_static_batches_do_not_wait_for_a_shared_prefix() -> None:
     queue = Queue(max_ubatch_tokens=64, dynamic_batching=False)
     queue.add(1, 9, like=0)
     queue.add(2, 9, like=0)

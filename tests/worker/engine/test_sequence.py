@@ -129,7 +129,7 @@ def test_as_many_drafts_as_were_right_before() -> None:
     assert [window_after(2, 2) for _ in range(7)] == [4, 8, 16, 32, 64, 64, 64]
 
 
-def test_what_an_earlier_attempt_generated_is_no_prompt() -> None:
+def test_tokens_of_an_earlier_attempt_are_output() -> None:
     """A sequence that goes on after a failover has the limits and penalties of one that did not."""
     options = Options(max_tokens=6, min_tokens=4, generated_tokens=3, presence_penalty=1.0)
     again = Sequence(1, [1, 2, 7, 8, 9], options)
@@ -189,7 +189,7 @@ def admitted(token_ids: list[int], pool: BlockPool) -> Sequence:
 
 
 @given(PROMPTS, PROMPTS, st.integers(1, 12), st.integers(1, 4))
-def test_who_lacks_what_is_filled_finds_more_afterwards(
+def test_a_waiting_prompt_finds_the_blocks_that_a_step_filled(
     one: list[int], other: list[int], num_tokens: int, block_size: int
 ) -> None:
     pool = BlockPool(16, block_size)
@@ -204,7 +204,7 @@ def test_who_lacks_what_is_filled_finds_more_afterwards(
     assert (waiting.missing(pool) != before) == (bool(before) and before == coming)
 
 
-def test_what_lies_behind_the_registered_blocks_is_filled_next() -> None:
+def test_the_block_after_the_registered_ones_is_filled_next() -> None:
     pool = BlockPool(16, 2)
     reading = admitted([1, 2, 3, 4, 5], pool)
     reading.num_computed_tokens = 3

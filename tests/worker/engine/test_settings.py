@@ -26,7 +26,7 @@ def test_a_setting_out_of_its_range_is_named(name: str, value: Any) -> None:
         Engine(create(), num_blocks=4, block_size=4, **{name: value})
 
 
-def test_what_an_executor_cannot_do_is_left_out() -> None:
+def test_settings_leave_out_features_that_an_executor_lacks() -> None:
     settings = EngineSettings(max_sbatch_sequences=9, speculate="ngram:4", swap_bytes=5)
     able = Capabilities(MEMORY, speculative=True)
     assert settings.within(able) == settings

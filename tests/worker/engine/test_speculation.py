@@ -28,7 +28,7 @@ def test_a_repeated_ending_is_continued_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("token_ids", [[1], [1, 1], [1, 2, 3, 4], [1, 2, 1]])
-def test_what_was_never_there_is_not_drafted(token_ids: list[int]) -> None:
+def test_new_ngrams_are_not_drafted(token_ids: list[int]) -> None:
     assert NgramDrafter(4).draft([Sequence(1, token_ids)], [4]) == [[]]
 
 
@@ -78,7 +78,7 @@ def test_tokens_count_up_to_the_first_wrong_draft() -> None:
 
 
 @pytest.mark.parametrize("setting", ["ngram", "ngram:0", f"ngram:{MAX_DRAFTS + 1}", "magic:3"])
-def test_what_is_no_drafter_is_refused(setting: str) -> None:
+def test_an_invalid_speculate_setting_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=r"ngram:K|num_drafts"):
         create(setting)
 
@@ -173,7 +173,7 @@ def target(logits: torch.Tensor, options: Options) -> np.ndarray[tuple[int], np.
 
 
 @pytest.mark.parametrize("draft", [1, 9])
-def test_what_comes_out_is_distributed_as_the_target_says(draft: int) -> None:
+def test_speculation_keeps_the_distribution_of_the_target(draft: int) -> None:
     """Whatever is drafted: its own share when right, the rest of q in proportion when wrong."""
     logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(5))
     logits[1] = logits[1].flip(0)

@@ -58,7 +58,7 @@ def test_the_view_says_what_each_slot_does() -> None:
     assert (slots.utilization, slots.tokens_per_second) == (0.5, 2.0)
 
 
-def test_who_stops_while_the_view_is_taken_is_not_in_it() -> None:
+def test_a_sequence_that_stops_meanwhile_is_not_in_the_snapshot() -> None:
     stopped = running(1, 9, 4)
     stopped.slot = None
     slots = Slots.of([running(0, 9, 4), stopped], 4, now=3.0)

@@ -142,7 +142,7 @@ def test_nothing_follows_the_last_token_though_drafts_were_right() -> None:
     assert sequence.num_registered_blocks == 2, "the next request finds the drafts' KV as well"
 
 
-def test_what_a_device_draws_is_not_waited_for() -> None:
+def test_compute_does_not_wait_for_the_device() -> None:
     executor = LateExecutor(create().info, random.Random(0))
     executor.allocate(4, 4)
     sequence = Sequence(0, [5, 6], Options(ignore_eos=True))

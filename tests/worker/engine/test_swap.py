@@ -93,7 +93,7 @@ def test_keys_and_values_may_differ_in_size() -> None:
     assert cache.unpacked == [(rectangle, bytes(cache.pack((), rectangle)))]
 
 
-def test_of_layers_with_a_window_what_it_reaches_comes_back_and_nothing_stale_before_it() -> None:
+def test_swapped_window_kv_comes_back_with_zeros_before_it() -> None:
     cache, sequence = HashKVCache(16, 4, MIXED, num_states=2), Sequence(1, range(20))
     cache.state_slots.take((3, 9, 5, 7, 2), 19)
     swap = SwapSpace(cache, MIXED.transfer_bytes(19), lambda: 0.0)
@@ -112,7 +112,7 @@ def test_of_layers_with_a_window_what_it_reaches_comes_back_and_nothing_stale_be
     assert (cache.kv[[1, 4, 6, 8], 0] == 7).all()
 
 
-def test_of_layers_with_a_window_it_goes_out_of_the_blocks_that_it_had() -> None:
+def test_window_kv_is_swapped_out_of_its_former_blocks() -> None:
     """When the copy is made, they may lie beside those of another sequence."""
     cache, sequence = HashKVCache(4, 4, MIXED, num_states=2, num_window_blocks=2), Sequence(1, [5])
     cache.state_slots.take((3, 1), 6)
@@ -158,7 +158,7 @@ def test_it_is_bounded() -> None:
     assert not space(max_tokens=0)[0].accepts(1)
 
 
-def test_what_was_dropped_before_the_copy_is_not_copied() -> None:
+def test_dropped_kv_is_not_copied() -> None:
     swap, _ = space()
     swap.hold(1, 4)
     swap.drop(1)
@@ -212,7 +212,7 @@ def test_prompts_that_the_prefix_cache_holds_say_nothing_of_reading() -> None:
     assert engine.swap.costs.prefill_tokens_per_s == first
 
 
-def test_those_that_generate_are_not_counted_as_read() -> None:
+def test_decode_steps_do_not_count_for_the_prefill_rate() -> None:
     engine, _ = timed_engine()
     for request_id in range(40):
         engine.add(Sequence(request_id, [3 + request_id], Options(ignore_eos=True), 50))
@@ -227,7 +227,7 @@ def test_those_that_generate_are_not_counted_as_read() -> None:
     assert engine.swap.costs.prefill_tokens_per_s == pytest.approx(expected)
 
 
-def test_of_what_is_shared_no_copy_is_measured() -> None:
+def test_shared_blocks_are_not_measured_as_copied() -> None:
     now = iter((0.0, 0.0, 0.0, 0.5))
     swap = SwapSpace(HashKVCache(16, 4), 100 * TOKEN_BYTES, lambda: next(now))
     swap.costs = Costs(copy_bytes_per_s=0.0)
@@ -237,7 +237,7 @@ def test_of_what_is_shared_no_copy_is_measured() -> None:
     assert swap.costs.copy_bytes_per_s == 2 * TOKEN_BYTES
 
 
-def test_what_is_held_for_nobody_is_noticed() -> None:
+def test_check_finds_kv_of_no_sequence() -> None:
     swap, _ = space()
     swap.hold(1, 4)
     swap.check([1])

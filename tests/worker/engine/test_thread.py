@@ -178,7 +178,7 @@ def test_stop_waits_for_the_step_under_way_and_takes_no_more_calls() -> None:
     owner.thread.stop()
 
 
-def test_who_stops_need_not_wait_for_a_call_under_way(owner: Owner) -> None:
+def test_stop_need_not_wait_for_the_current_call(owner: Owner) -> None:
     assert not is_computing()
     entered, go_on, late = threading.Event(), threading.Event(), threading.Event()
 

@@ -173,7 +173,7 @@ def carried(ids: Iterator[int], prefill: Engine, decode: Engine, prompt: list[in
 
 @pytest.mark.parametrize("layout", [WINDOWED, MIXED, TWO], ids=["windowed", "mixed", "two"])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_window_reaches_goes_from_one_worker_to_another(layout: KVLayout, seed: int) -> None:
+def test_window_kv_is_transferred_between_workers(layout: KVLayout, seed: int) -> None:
     draw, ids = random.Random(seed), count()
     sizes = [MOST + OF_STEP, 3 * MOST + OF_STEP, 60]
     prefill, decode = (
@@ -227,13 +227,13 @@ def test_too_few_for_one_sequence_are_refused() -> None:
     assert windows_of(HashKVCache(8, 4), 16) is None
 
 
-def test_of_several_windows_the_largest_looks_back_and_the_smallest_lacks_most() -> None:
+def test_the_largest_window_looks_back_and_the_smallest_lacks_most() -> None:
     windows = windows_over(4, 2, (3, 6))
     assert (windows.first_seen(9), windows.whole_from(9)) == (4, 7)
     assert windows.first_seen(2) == windows.whole_from(2) == 0
 
 
-def test_what_nobody_reaches_is_cached_while_it_is_known_and_the_oldest_goes_first() -> None:
+def test_unreached_window_blocks_are_cached_and_evicted_by_age() -> None:
     windows = windows_over(9, 2, [2], num_window_blocks=3)
     for block in (4, 7, 1):
         windows.reach(block)
@@ -287,7 +287,7 @@ def stale(block_size: int) -> HashKVCache:
 
 
 @pytest.mark.parametrize("segment_bytes", [16 * 2, 1 << 20], ids=["token by token", "at once"])
-def test_what_is_before_the_window_in_its_block_is_cleared(segment_bytes: int) -> None:
+def test_slots_before_the_window_are_zeroed(segment_bytes: int) -> None:
     cache, num_tokens = stale(8), 29
     for rectangle in plan(MIXED, 0, num_tokens, segment_bytes):
         unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), num_tokens)
@@ -301,7 +301,7 @@ def test_what_is_before_the_window_in_its_block_is_cleared(segment_bytes: int) -
         assert (kv[0, :, :, :, 5:] == 255).all() and (kv[[1, 3, 4, 6]] == 255).all()
 
 
-def test_what_is_held_already_is_not_touched() -> None:
+def test_unpack_leaves_cached_blocks_alone() -> None:
     cache, cached, num_tokens = stale(8), 24, 29
     for rectangle in plan(MIXED, cached, num_tokens, 1 << 20):
         unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), num_tokens)
@@ -316,7 +316,7 @@ def test_half_of_the_heads_clears_its_half() -> None:
     assert (windowed[7, 0, :, 1, :1] == 0).all() and (windowed[7, 0, :, 0] == 255).all()
 
 
-def test_of_layers_with_a_window_it_lies_beside_the_blocks() -> None:
+def test_window_kv_is_unpacked_into_window_blocks() -> None:
     cache, num_tokens = HashKVCache(8, 8, MIXED, 4, num_window_blocks=2), 29
     cache.window_blocks.take(TABLE[2])
     cache.window_blocks.take(TABLE[3])

@@ -114,7 +114,7 @@ SENT = plan(MIXED, 2, 18, 1 << 20, num_shards=2)
 
 @pytest.mark.parametrize("rectangle", SENT, ids=lambda it: f"group {it.group} {it.heads}")
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 3), (1, 16)], ids=str)
-def test_each_kind_of_layers_crosses_by_itself(
+def test_each_kind_of_layers_is_transferred_by_itself(
     sizes: tuple[int, int], rectangle: Rectangle
 ) -> None:
     ours, theirs = (cache_of(24, size, MIXED_NAME) for size in sizes)
@@ -151,7 +151,7 @@ def test_each_kind_of_layers_crosses_by_itself(
         part(MIXED, 2, 1, 4, 0, group=2),
     ],
 )
-def test_what_is_no_rectangle_of_the_layout_is_refused(rectangle: Rectangle) -> None:
+def test_a_rectangle_outside_the_layout_is_refused(rectangle: Rectangle) -> None:
     cache = cache_of(4, 4, MIXED_NAME)
     with pytest.raises(ValueError, match="is not within 4 blocks"):
         cache.pack([0, 1, 2, 3], rectangle)

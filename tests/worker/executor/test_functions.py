@@ -33,7 +33,7 @@ def test_the_first_token_is_what_decode_step_says_of_the_last_prompt_token() -> 
     assert first_tokens(executor_of(), [1, 2, 3]) == [6, 12]
 
 
-def test_or_what_first_token_makes_of_the_activation() -> None:
+def test_the_first_token_may_come_from_the_activation() -> None:
     executor = executor_of(first_token=lambda activation: 40 + struct.unpack("<I", activation)[0])
     assert first_tokens(executor, [1, 2, 3]) == [43, 49]
 

@@ -301,7 +301,7 @@ def test_slow_masks_are_made_in_the_background_tenants_in_turn() -> None:
     model.shutdown()
 
 
-def test_what_failed_to_compile_is_not_kept_in_memory() -> None:
+def test_failed_grammars_are_not_kept_in_memory() -> None:
     structured = grammars().structured(Structure(kind="json_schema", text='{"$ref": "#"}'), 0)
     structured.wait(60)
     with pytest.raises(StructureError) as failed:

@@ -118,7 +118,7 @@ def test_logprobs_come_when_asked_for() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("cuts", [(40,), (1, 2, 15, 40), (13, 26, 40), tuple(range(1, 41))])
-def test_of_mixed_layers_too_however_a_prompt_is_cut(
+def test_chunks_of_a_prompt_do_not_change_the_token_of_mixed_layers(
     block_size: int, cuts: tuple[int, ...]
 ) -> None:
     prompt, executor, computed = list(range(10, 50)), create_mixed(), 0

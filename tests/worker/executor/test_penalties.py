@@ -119,7 +119,7 @@ def asked(token_ids: list[int], prompt_len: int, **options: Any) -> Sampling:
     return Sampling(1, Options(**options), len(token_ids), prompt_len, token_ids)
 
 
-def test_nobody_asks_and_nothing_is_copied() -> None:
+def test_logits_without_penalties_are_not_copied() -> None:
     logits = logits_of(2, 0)
     assert adjust(logits, [asked([1, 2, 3], 2), asked([], 0, temperature=1.0)]) is logits
 

@@ -144,7 +144,7 @@ def test_keys_and_values_may_be_kept_in_another_dtype(tmp_path: Path) -> None:
         assert kept_in(loaded(path, dtype=dtype, kv_dtype=kv_dtype)) == kv_dtype
 
 
-def test_on_a_gpu_they_are_kept_in_what_it_computes_in(
+def test_kv_on_a_gpu_has_the_type_of_the_computation(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_executor, "find_device", lambda _: torch.device("cuda"))

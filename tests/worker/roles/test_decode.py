@@ -261,7 +261,7 @@ def test_the_deadline_counts_from_the_request_not_from_the_end_of_its_transfer()
     assert isinstance(failed, Failed) and failed.code is ErrorCode.DEADLINE_EXCEEDED
 
 
-async def test_kv_that_nobody_claims_is_freed_when_its_lease_ends() -> None:
+async def test_unclaimed_kv_is_freed_when_its_lease_ends() -> None:
     clock = Clock()
     async with pair(decode={"clock": clock}) as router:
         await first_token(router, 1, PROMPT)
@@ -273,7 +273,7 @@ async def test_kv_that_nobody_claims_is_freed_when_its_lease_ends() -> None:
         await router.tokens(1)
 
 
-async def test_kv_that_a_lost_router_has_not_asked_about_is_freed_at_once() -> None:
+async def test_unclaimed_kv_of_a_lost_router_is_freed_at_once() -> None:
     lost, other = EPOCH << 32 | 1, (EPOCH + 1) << 32 | 1  # the upper half says whose they are
     prompts = {lost: [1] * 200, other: [2] * 200}  # 13 blocks each
     async with pair() as router:
@@ -347,7 +347,7 @@ async def test_a_continuation_of_something_else_is_refused(
         [],
     ],
 )
-async def test_kv_of_other_tokens_than_those_asked_for_is_not_used(tokens: list[int]) -> None:
+async def test_kv_of_other_tokens_than_the_request_s_is_not_used(tokens: list[int]) -> None:
     """Whoever is at fault, the client is not; and the text is in no prefix cache."""
     async with pair() as router:
         await first_token(router, 1, PROMPT)

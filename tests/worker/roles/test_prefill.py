@@ -115,7 +115,7 @@ async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
         await router.until_free(Role.PREFILL)
 
 
-async def test_kv_that_is_computed_soon_goes_with_its_offer() -> None:
+async def test_kv_of_a_fast_chunk_goes_along_with_its_offer() -> None:
     executor = GatedSteps()
     async with (
         scripted_router() as router,
