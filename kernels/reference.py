@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What makes weights of scores; see `kernels.paged_attention`."""
+    """Turns scores into weights; see `kernels.paged_attention`."""
 
     scale: float
     cap: float | None
@@ -62,7 +62,7 @@ class Softmax(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What is derived from a batch once: pool rows of its slots in layer 0, groups by window."""
+    """Values derived from a batch once: pool rows of its slots in layer 0, groups by window."""
 
     rows: torch.Tensor | None = None
     groups: dict[int | None, list[Group]] = field(default_factory=dict)

@@ -74,7 +74,7 @@ HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 
 
 class Requests(Protocol):
-    """What a role does with the frames of a router."""
+    """The handler of a router's frames: a role."""
 
     def on_registered(self, router: RouterLink) -> None:
         """WELCOME came: its settings hold from now on."""

@@ -121,7 +121,7 @@ class GateableWeight(ABC):
 
     @property
     def nbytes(self) -> int:
-        """What the matrix takes."""
+        """Bytes of the matrix."""
         return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @abstractmethod
@@ -223,7 +223,7 @@ def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 class Arguments(NamedTuple):
-    """What the threads of one product read."""
+    """Shared state that the threads of one product read."""
 
     groups: int
     num_units: int  # of a matrix: what threads take: a panel, or one of the gate with that of up

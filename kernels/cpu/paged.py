@@ -1,4 +1,4 @@
-"""What attention is told of a step, and where a sequence's keys and values lie in the pool."""
+"""Attention's view of a step, and the addresses of a sequence's keys and values in the pool."""
 
 from __future__ import annotations
 

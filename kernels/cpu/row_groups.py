@@ -17,7 +17,7 @@ from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
 
 
 class Table(NamedTuple):
-    """What threads read; tasks that make groups write it."""
+    """Shared state that threads read; tasks that make groups write it."""
 
     num_groups: int
     matrices: int  # [G] int32: which of the stack

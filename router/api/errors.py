@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered, and with which status.
+"""Errors of the API: messages for clients, and their statuses.
 
 Errors have the shape that OpenAI clients parse.
 """

@@ -42,7 +42,7 @@ _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_
 
 
 class Asker(NamedTuple):
-    """Who asks, and within what.
+    """The client of a request, and the limits that apply to it.
 
     `client` takes turns with the others that wait, `seed` is for who names none, `max_model_len` is
     the longest sequence that the workers take.

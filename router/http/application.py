@@ -44,7 +44,7 @@ from router.http.status import Status
 from router.http.structures import Structures
 from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.processes.siblings import Siblings
-from wire.aio.fair_writes import Turns
+from wire.aio.fair_writes import FairWrites
 from wire.errors import ErrorCode, WireError
 from wire.process.api_keys import ApiKeys
 from wire.process.frame_counters import Traffic
@@ -97,7 +97,7 @@ class Application:
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._writers: set[ResponseWriter] = set()
-        self._turns = Turns()
+        self._turns = FairWrites()
         self._tick_due: float | None = None
         dispatcher.observers.append(self.metrics)
         status = Status(

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AnswerSyntax:
-    """What the answers of a model consist of; one for all requests."""
+    """The syntax of a model's answers; one for all requests."""
 
     def __init__(
         self,

@@ -15,13 +15,13 @@ from pydantic_core import from_json
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What the model says to whoever asked."""
+    """Text for the client."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """What the model says to itself before it answers."""
+    """Reasoning: text that precedes the answer."""
 
     text: str
 

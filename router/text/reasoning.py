@@ -13,7 +13,7 @@ from router.text.scan import Scan, Steps
 
 
 class Marks(NamedTuple):
-    """What opens and closes the reasoning of a family of models."""
+    """The marks around the reasoning of a family of models."""
 
     open: str
     close: str

@@ -223,7 +223,7 @@ class Scan:
 
 @cache
 def _watch(marks: tuple[str, ...]) -> tuple[StopAutomaton, re.Pattern[str]]:
-    """What finds `marks`, and characters with which none begins."""
+    """Finds `marks`, and knows characters with which none begins."""
     begins = "".join(re.escape(mark[0]) for mark in marks)
     plain = f"[^{begins}]+" if marks else "(?s:.+)"
     return StopAutomaton(marks), re.compile(plain)

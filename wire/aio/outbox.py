@@ -1,4 +1,4 @@
-"""What leaves for one peer: at once if the socket takes it, else from a queue bounded in bytes.
+"""The outgoing messages of one peer: sent at once, or queued up to a bound in bytes.
 
 A full peer makes `Outbox.send` raise; it blocks no one and costs no other peer a message.  A
 message whose buffers the caller wants back is followed by a `Sending`.  Delivery is at most once:

@@ -38,7 +38,7 @@ def pauses(draw: Callable[[], float]) -> Iterator[float]:
 
 
 class Timer(Protocol):
-    """What `loop.call_later` returns."""
+    """The handle that `loop.call_later` returns."""
 
     def cancel(self) -> None: ...
 

@@ -111,7 +111,7 @@ class Authenticator:
 
 
 class Gate:
-    """Who is behind the connections of one bound socket, and whether they may still be there.
+    """The keys behind the connections of one bound socket, and whether they are still allowed.
 
     `read_events` must call `leave` for every connection that has ended: descriptors are reused, and
     only connections of this socket may be cut.

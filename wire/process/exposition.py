@@ -1,4 +1,4 @@
-"""What the metrics of routers and workers have in common, for Prometheus.
+"""Series and helpers that the metrics of routers and workers share, for Prometheus.
 
 Base units, prefix ``baton_``, bounded labels, never a request id.
 """

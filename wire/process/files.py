@@ -17,7 +17,7 @@ _T = TypeVar("_T", bound=Sized)
 
 
 class WatchedFile(Generic[_T]):
-    """What `parse` makes of a file, made anew by `refresh` when the file has changed.
+    """The parsed content of a file; `refresh` parses again when the file has changed.
 
     While it cannot be read, it is tried each time: nothing about a file tells that there are
     descriptors again.  Meanwhile `trouble` says what is wrong, and `content` is what it was;

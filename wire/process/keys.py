@@ -1,4 +1,4 @@
-"""Who may connect to our ZeroMQ sockets: CURVE key pairs, and the list of those that are known.
+"""CURVE key pairs, and the list of keys that may connect to our ZeroMQ sockets.
 
 One directory holds what a process needs (`scripts/keys` writes it):
 

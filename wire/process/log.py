@@ -80,7 +80,7 @@ class LogWriter:
 
 
 class _Logger:
-    """What structlog hands a rendered line to, whatever its level."""
+    """The logger that structlog gives rendered lines to, whatever their level."""
 
     def __init__(self, writer: LogWriter, name: str) -> None:
         self.name = name

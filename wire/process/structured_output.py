@@ -1,4 +1,4 @@
-"""What an answer is held to, as llguidance reads it, and what that may cost.  SPEC 4.9.
+"""Structured output: constraints as llguidance reads them, and limits on their cost.  SPEC 4.9.
 
 A router calls `problem_of`, on a thread, to refuse a structure early; a worker calls `grammar_of`
 and compiles what it returns within `limits`.

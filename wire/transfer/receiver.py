@@ -148,7 +148,7 @@ class KVReceiver(Transfer):
 
     @property
     def skipped_bytes(self) -> int:
-        """What need not come because it is here already; of an accepted transfer."""
+        """The part of an accepted transfer that the receiver already holds."""
         return self.total_bytes - self._expected_bytes
 
     @property

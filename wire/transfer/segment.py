@@ -359,7 +359,7 @@ class Coverage:
 
 
 class Book:
-    """What of one group has been admitted."""
+    """The rectangles of one group that have been admitted."""
 
     def __init__(self, group: Group, tokens: range) -> None:
         self._is_state = not isinstance(group, KVGroup)

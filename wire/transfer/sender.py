@@ -109,7 +109,7 @@ class KVSender(Transfer):
 
     @property
     def skipped_bytes(self) -> int:
-        """What the receiver has already."""
+        """The part of the KV cache that the receiver already holds."""
         return self.total_bytes - self.layout.transfer_bytes(self.num_tokens, self.skipped_tokens)
 
     def offer(self) -> tuple[KvCache, bytes]:

@@ -48,7 +48,7 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a request."""
+    """The result of a request."""
 
     request_id: int
     prompt_tokens: int

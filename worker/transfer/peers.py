@@ -36,7 +36,7 @@ MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
-    """What hears the answers to one transfer (`worker.transfer.sender`)."""
+    """The receiver of the replies to one transfer (`worker.transfer.sender`)."""
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None: ...
     def on_error(self, code: int, message: str) -> None: ...

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from router.api.completions.completion import Choice, Completion
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.events import DONE, PING, event
 from router.api.completions.logprobs import Render
 from router.api.completions.response import Head
@@ -55,19 +55,19 @@ class CompletionAnswer:
         self._around: dict[Choice, Around] = {}
         self.usual: tuple[bytes, bytes] | None = None
 
-    def entry(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def entry(self, choice: Choice, piece: Delta) -> dict[str, Any]:
         """Return one entry of `choices` of a whole answer."""
         raise NotImplementedError
 
-    def delta(self, choice: Choice, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
         """Return what is new of a choice, under its name."""
         raise NotImplementedError
 
-    def about_prompt(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
         """Return what is said once, beside the choices, of the prompt that they share."""
         return {}
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, pieces: Sequence[Delta]) -> bytes:
         choices = self._completion.choices
         body = {
             **self._head,
@@ -104,7 +104,7 @@ class CompletionAnswer:
         # The error, at which clients raise, and the usual end.
         return event(error.body) + DONE
 
-    def _chunk(self, choice: Choice, piece: Piece, *, is_first: bool = False) -> bytes:
+    def _chunk(self, choice: Choice, piece: Delta, *, is_first: bool = False) -> bytes:
         asked, rest = self._asked, dict[str, Any]()
         if asked.has_usage:
             rest["usage"] = self._running_usage(choice, piece) if asked.has_running_usage else None
@@ -118,7 +118,7 @@ class CompletionAnswer:
         asked, choices = self._asked, self._completion.choices
         return usage_body(choices, asked.num_choices, has_baton=asked.has_baton_usage)
 
-    def _running_usage(self, choice: Choice, piece: Piece) -> UsageBody:
+    def _running_usage(self, choice: Choice, piece: Delta) -> UsageBody:
         # A piece is a token: more may have been taken that come in the next events.
         is_last = piece.finish_reason is not None
         self._shown[choice] = choice.num_tokens if is_last else self._shown[choice] + 1
@@ -127,7 +127,7 @@ class CompletionAnswer:
     def _document(self, choices: Sequence[dict[str, Any]], **rest: Any) -> bytes:
         return event(_encode({**self._head, "choices": choices, **rest}))
 
-    def _entry(self, choice: Choice, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def _entry(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
         asked = self._asked
         entry = {"index": choice.index, **self.delta(choice, piece, is_first=is_first)}
         entry["logprobs"] = self.logprobs(asked.names, piece.scores) if asked.has_logprobs else None
@@ -145,11 +145,11 @@ class CompletionAnswer:
     def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:
         # A chunk is rendered whose text is one NUL, which no other field has, and cut there.
         mark = b'"\\u0000"'
-        before, after = self._chunk(choice, Piece("\0")).rsplit(mark, 1)
+        before, after = self._chunk(choice, Delta("\0")).rsplit(mark, 1)
         return before, after
 
 
-def ending(choice: Choice, piece: Piece) -> dict[str, Any]:
+def ending(choice: Choice, piece: Delta) -> dict[str, Any]:
     """Return why a choice ended, and its token ids if they are asked for."""
     why = {"finish_reason": piece.finish_reason, "stop_reason": choice.stop_reason}
     return why | {"token_ids": list(piece.token_ids)} if choice.asked.has_ids else why

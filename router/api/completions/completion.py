@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct, structs
 
-from router.api.completions.deltas import Piece, ScoredToken, joined, plain, scored_prompt
+from router.api.completions.deltas import Delta, ScoredToken, joined, plain, scored_prompt
 from router.api.completions.response import Answer, Head
 from router.api.requests.structures import Wanted
 from router.core.request import Request, RequestEnd
@@ -103,7 +103,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> Tokenizer:
-        """Who knows what tokens are called in log-probabilities."""
+        """Gives tokens their text in log-probabilities."""
         return NO_TEXT if self.has_ids_as_names else self.tokenizer
 
     @property
@@ -227,7 +227,7 @@ class Choice:
 
     # The writer.
 
-    def take(self, max_tokens: int = sys.maxsize) -> list[Piece]:
+    def take(self, max_tokens: int = sys.maxsize) -> list[Delta]:
         """Return the pieces of the next `max_tokens`; the last one of all has the finish reason.
         When this ends the choice by a stop string, the caller must cancel `handle`.
         """
@@ -272,7 +272,7 @@ class Choice:
         """No token comes any more.  What ends in a circle would wait for the garbage collector."""
         del self.on_token, self.wake, self._own_wake
 
-    def _take(self, token_ids: list[int]) -> list[Piece]:
+    def _take(self, token_ids: list[int]) -> list[Delta]:
         """The pieces of tokens that have more to show than text, or are looked at for stops."""
         if self._prompt_logprobs is not None:
             packed, self._prompt_logprobs = self._prompt_logprobs, None
@@ -281,7 +281,7 @@ class Choice:
             self._prompt_scores = scores if self.asked.has_prompt_logprobs else ()
         num_tokens = len(token_ids)
         logprobs, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
-        asked, pieces = self.asked, list[Piece]()
+        asked, pieces = self.asked, list[Delta]()
         for position, token_id in enumerate(token_ids):
             text = self._text_of(token_id)
             if asked.has_logprobs:
@@ -290,11 +290,11 @@ class Choice:
             pieces.append(self._piece(text, [token_id] if asked.has_ids else ()))
             self.num_reasoning_tokens += self._is_reasoning
             if self._stops is not None and self._stops.is_stopped:
-                self._finish(pieces, Piece(""), "stop", self._stops.stop)
+                self._finish(pieces, Delta(""), "stop", self._stops.stop)
                 break
         return pieces
 
-    def _end(self, pieces: list[Piece], usage: Usage) -> None:
+    def _end(self, pieces: list[Delta], usage: Usage) -> None:
         """The workers have ended it."""
         asked, text, stop_token = self.asked, self._rest(), usage.stop_token_id
         if self._stops is not None and self._stops.is_stopped:
@@ -339,11 +339,11 @@ class Choice:
             return text
         return self._until_stop(self._stops, text) + self._stops.flush()
 
-    def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Piece:
+    def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
         scores, self._scores = self._scores, []
         parts = None if self._reader is None else self._noted(self._reader.feed(text))
         prompt_scores, self._prompt_scores = self._prompt_scores, ()
-        return Piece(text, token_ids, scores, None, parts, prompt_scores)
+        return Delta(text, token_ids, scores, None, parts, prompt_scores)
 
     def _noted(self, parts: list[Part]) -> list[Part]:
         if parts:
@@ -357,13 +357,13 @@ class Choice:
         return self.asked.tokenizer.detokenizer(self.prompt, self.asked.shown)
 
     def _finish(
-        self, pieces: list[Piece], last: Piece, reason: str, stop_reason: str | int | None = None
+        self, pieces: list[Delta], last: Delta, reason: str, stop_reason: str | int | None = None
     ) -> None:
         # The end goes out with the last token where possible: clients take each event for a token.
         ending = [*pieces[-1:], last]
         del pieces[-1:]
         if self._reader is not None:
-            ending.append(Piece("", parts=self._noted(self._reader.flush())))
+            ending.append(Delta("", parts=self._noted(self._reader.flush())))
         are_finished = 0 < self._num_parts[CallStart] == self._num_parts[CallEnd]
         self.finish_reason = "tool_calls" if are_finished and reason == STOP else reason
         self.stop_reason = stop_reason
@@ -379,7 +379,7 @@ class Core(Protocol):
 
 
 class Writer(Protocol):
-    """Who writes the answer."""
+    """The writer of the response."""
 
     def wake(self) -> None:
         """There is something to take."""
@@ -415,7 +415,7 @@ class Completion:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the log says of it."""
+        """The completion's fields of the log line."""
         ends = [choice.end for choice in self.choices if choice.end is not None]
         return {"choices": len(self.choices), **facts(ends)}
 
@@ -437,7 +437,7 @@ class Completion:
             self.let_go()
             raise
 
-    def take(self) -> list[tuple[Choice, list[Piece]]]:
+    def take(self) -> list[tuple[Choice, list[Delta]]]:
         """Return what the choices that moved since the last call have to show.
         Where more than MAX_AT_ONCE tokens wait, it takes that many and wakes the writer again.
         """

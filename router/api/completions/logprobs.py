@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from router.api.completions.completion import Choice
-from router.api.completions.deltas import Piece, ScoredToken
+from router.api.completions.deltas import Delta, ScoredToken
 from router.text.tokenizer import Tokenizer
 
 # JSON has no infinity.
@@ -67,7 +67,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
     }
 
 
-def prompt_logprobs(choice: Choice, piece: Piece) -> dict[str, Any]:
+def prompt_logprobs(choice: Choice, piece: Delta) -> dict[str, Any]:
     """Return `prompt_logprobs`, as vLLM has them: an entry for each token, null if not asked for.
 
     It has the token itself first, then the likeliest ones; `rank` is null where it is not known.
@@ -106,7 +106,7 @@ def encoded(render: Render, choice: Choice, scores: Sequence[ScoredToken]) -> di
     return body
 
 
-def size_of_scores(pieces: Iterable[Piece]) -> int:
+def size_of_scores(pieces: Iterable[Delta]) -> int:
     """About how many bytes the log-probabilities of an answer will have."""
     scored = [
         score.logprobs

@@ -16,7 +16,7 @@ import msgspec
 from pydantic_core import from_json
 
 from router.api.completions.completion import Completion
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.events import event
 from router.api.completions.response import Head
 from router.api.completions.usage import usage_body
@@ -69,7 +69,7 @@ class MessageAnswer:
         self._eager = eager
         self._blocks: BlockEvents | None = None
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, pieces: Sequence[Delta]) -> bytes:
         (piece,) = pieces
         content = blocks_of(_parts(piece))
         return _encode(self._message(content) | self._ending(piece) | {"usage": self._usage()})
@@ -108,7 +108,7 @@ class MessageAnswer:
             "content": content,
         }
 
-    def _ending(self, piece: Piece) -> dict[str, str | None]:
+    def _ending(self, piece: Delta) -> dict[str, str | None]:
         (choice,) = self._completion.choices
         if piece.finish_reason == "stop" and isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
@@ -234,7 +234,7 @@ def empty_block(part: Part) -> dict[str, Any]:
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _parts(piece: Piece) -> Sequence[Part]:
+def _parts(piece: Delta) -> Sequence[Part]:
     return (Content(piece.text),) if piece.parts is None else piece.parts
 
 

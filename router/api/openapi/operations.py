@@ -1,4 +1,4 @@
-"""What can be asked of the API: every operation, with its body, its answer and its statuses."""
+"""The operations of the API, each with its body, its response and its statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all requests for an answer have in common: fields, ranges, and the options they become.
+"""Fields that all request bodies share, their ranges, and the options they become.
 
 A field that clients know and we have not is in `router.api.requests.unsupported_fields`.  `null`
 always means the default.  A number may come as text, as JSON libraries of some languages write it:
@@ -72,7 +72,7 @@ class StreamOptions(Struct):
 
 
 class Sampled(Struct, kw_only=True):
-    """What both kinds of completion share."""
+    """Fields that both kinds of completion share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -156,7 +156,7 @@ class Sampled(Struct, kw_only=True):
 
     @property
     def wanted(self) -> Wanted | None:
-        """What the answer's text has to be.
+        """The structure that the answer's text must match.
 
         Raises:
             HttpError: 400; two fields ask for two structures, or one for what is not there.
@@ -228,7 +228,7 @@ class Sampled(Struct, kw_only=True):
 
 
 class Body(Protocol):
-    """What `parse` reads."""
+    """The type that `parse` reads."""
 
     @property
     def model(self) -> str | None:

@@ -80,7 +80,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What is said so far, in the messages of a chat, and what may come next."""
+    """A conversation so far, in messages of a chat, and constraints on its next message."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool] = ()

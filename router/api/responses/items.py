@@ -84,7 +84,7 @@ class Item(Struct):
 
     @property
     def reasoning(self) -> str:
-        """What a reasoning item says: in full, or else its summary."""
+        """The text of a reasoning item: in full, or else its summary."""
         return _text(self.content) or _text(self.summary)
 
     @property

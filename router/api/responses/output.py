@@ -39,7 +39,7 @@ class OpenItem:
         return "".join(self.texts)
 
     def fields(self, content: list[Any]) -> dict[str, Any]:
-        """What the item has beside its type, id and status."""
+        """The fields of the item beside its type, id and status."""
         raise NotImplementedError
 
     def part(self) -> dict[str, Any] | None:
@@ -47,7 +47,7 @@ class OpenItem:
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """What the event says that ends the text."""
+        """The fields of the event that ends the text."""
         return {"text": self.text}
 
     def document(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
