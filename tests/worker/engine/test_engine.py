@@ -1,16 +1,12 @@
 """The engine on the hash executor: its text equals the oracle's, its blocks are conserved."""
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.kv import part, whole
+from tests.kv import whole
 from tests.oracle import oracle
 from tests.worker.engine.hashed import (
     GREEDY,
@@ -27,20 +23,15 @@ from wire.options import Options, Structure
 from wire.prefix import prefix_hashes
 from wire.process.structured_output import StructureError
 from worker.engine.engine import Engine
-from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
+from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
 from worker.executor.hash import LAYOUT, create_mixed
 from worker.executor.structured_output import Structured
 
 
-def expected(prompt: list[int], num_tokens: int, options: Options = GREEDY) -> list[int]:
-    return list(_expected(tuple(prompt), num_tokens, options))
-
-
-@lru_cache(maxsize=4096)
-def _expected(prompt: tuple[int, ...], num_tokens: int, options: Options) -> tuple[int, ...]:
-    return tuple(oracle(prompt, num_tokens, options, VOCAB_SIZE, max_model_len=MAX_MODEL_LEN))
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    return oracle(prompt, num_tokens, GREEDY, VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
 
 
 def test_a_prompt_is_continued_as_the_oracle_says() -> None:
@@ -407,205 +398,6 @@ def test_a_deadline_is_work_for_a_stalled_engine() -> None:
     assert engine.has_work() and engine.idle_s() == 0.0
     assert of_kind(run(engine), Failed)[0].request_id == 2
     assert engine.idle_s() is None
-
-
-# Everything at once: two engines with different blocks, a router's part played by the test.
-
-OPTIONS = st.sampled_from(
-    [
-        Options(),
-        Options(ignore_eos=True),
-        Options(temperature=1.0, seed=11, choice=1),
-        Options(stop_token_ids=tuple(range(0, VOCAB_SIZE, 7)), min_tokens=2),
-        Options(ignore_eos=True, priority=3),
-        Options(ignore_eos=True, priority=-3, logprobs=2),
-    ]
-)
-# Few first tokens, so that prefixes are shared.
-PROMPTS = st.builds(
-    lambda head, length, tail: [head] * length + tail,
-    st.sampled_from([3, 4]),
-    st.integers(1, 18),
-    st.lists(st.integers(3, 5), max_size=4),
-)
-
-
-@dataclass
-class Client:
-    """One request as its client sees it, and as the roles remember it."""
-
-    prompt: list[int]
-    options: Options
-    max_new_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    end: str | None = None
-    # The transfer, when there is one.
-    source_table: tuple[int, ...] = ()
-    target_table: tuple[int, ...] | None = None
-    num_computed: int = 0
-    num_held: int = 0
-    is_asked: bool = False
-    is_claimed: bool = False
-    is_decoding: bool = False
-
-
-class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, steps, KV in pieces and cancels in any order, in pools that are far too small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prefill = engine_of(num_blocks=7, block_size=4, max_ubatch_tokens=7)
-        self.decode = engine_of(
-            num_blocks=10, block_size=3, max_ubatch_tokens=5, max_sbatch_sequences=3
-        )
-        self.clients: dict[int, Client] = {}
-        self.transfers: list[int] = []
-
-    def _join(self, prompt: list[int], options: Options, max_new_tokens: int) -> int:
-        request_id = len(self.clients)
-        self.clients[request_id] = Client(prompt, options, max_new_tokens)
-        return request_id
-
-    @rule(on_decode=st.booleans(), prompt=PROMPTS, options=OPTIONS, limit=st.integers(1, 12))
-    def arrive_alone(
-        self, on_decode: bool, prompt: list[int], options: Options, limit: int
-    ) -> None:
-        engine = self.decode if on_decode else self.prefill
-        engine.add(Sequence(self._join(prompt, options, limit), prompt, options, limit))
-
-    @rule(prompt=PROMPTS, options=OPTIONS, limit=st.integers(2, 12))
-    def arrive(self, prompt: list[int], options: Options, limit: int) -> None:
-        request_id = self._join(prompt, options, limit)
-        self.prefill.add(Sequence(request_id, prompt, options, limit, transfer=True))
-        self.transfers.append(request_id)
-
-    @rule()
-    def step_prefill(self) -> None:
-        for output in self.prefill.step():
-            self._hear(output)
-
-    @rule()
-    def step_decode(self) -> None:
-        for output in self.decode.step():
-            self._hear(output)
-
-    @precondition(lambda self: self.transfers)
-    @rule(which=st.integers(0, 50), num_tokens=st.integers(1, 9))
-    def carry(self, which: int, num_tokens: int) -> None:
-        """Move the KV of a few tokens, if there are any to be moved."""
-        request_id = self.transfers[which % len(self.transfers)]
-        client = self.clients[request_id]
-        if client.source_table and not client.is_asked:
-            client.is_asked = True
-            self.decode.reserve(request_id, client.prompt)
-        if client.is_asked and client.tokens:
-            client.is_claimed = True
-            self.decode.claim(request_id)
-        if client.target_table is None:
-            return
-        num_tokens = min(num_tokens, client.num_computed - client.num_held)
-        if num_tokens > 0:
-            for layer in range(LAYOUT.kv_groups[0].num_layers):
-                rectangle = part(LAYOUT, layer, 1, client.num_held, num_tokens)
-                segment = self.prefill.cache.pack(client.source_table, rectangle)
-                self.decode.cache.unpack(client.target_table, rectangle, segment)
-            client.num_held += num_tokens
-        if client.num_held >= len(client.prompt) and client.tokens:
-            self.transfers.remove(request_id)
-            self.prefill.release(request_id)
-            client.is_decoding = True
-            self.decode.begin_decode(
-                request_id,
-                client.prompt + client.tokens,
-                client.options,
-                client.max_new_tokens - 1,
-            )
-
-    @precondition(lambda self: self.clients)
-    @rule(which=st.integers(0, 50))
-    def cancel(self, which: int) -> None:
-        request_id = which % len(self.clients)
-        if self.clients[request_id].end is None:
-            self._end(request_id, "cancelled")
-
-    def _end(self, request_id: int, reason: str) -> None:
-        assert self.clients[request_id].end is None, "a second end"
-        self.clients[request_id].end = reason
-        if request_id in self.transfers:
-            self.transfers.remove(request_id)
-        self.prefill.cancel(request_id)
-        self.decode.cancel(request_id)
-
-    def _hear(self, output: Output) -> None:
-        client = self.clients[output.request_id]
-        if client.end is not None:  # said before the cancel was known
-            assert isinstance(output, Failed) and client.end == "cancelled"
-            return
-        match output:
-            case Started():
-                client.source_table = output.block_table
-                client.num_computed = output.cached_tokens
-            case Computed():
-                assert output.num_tokens > client.num_computed
-                client.num_computed = output.num_tokens
-            case Reserved():
-                client.target_table = output.block_table
-                client.num_held = output.cached_tokens
-            case Displaced():  # it is offered again
-                if not client.is_claimed:
-                    self.decode.cancel(output.request_id)
-                    client.is_asked, client.target_table, client.num_held = False, None, 0
-            case Failed():
-                self._check_failure(client, output)
-                self._end(output.request_id, "failed")
-            case Token():
-                assert output.index == len(client.tokens) - client.is_decoding
-                if output.finish_reason != "stop":
-                    client.tokens.append(output.token_id)
-                if output.finish_reason is not None:
-                    self._end(output.request_id, output.finish_reason)
-
-    def _check_failure(self, client: Client, failed: Failed) -> None:
-        num_tokens = len(client.prompt) + len(client.tokens) + 1
-        assert failed.code is ErrorCode.OUT_OF_BLOCKS
-        assert any(
-            engine.pool.blocks_for(num_tokens) > engine.pool.num_blocks
-            for engine in (self.prefill, self.decode)
-        )
-
-    @invariant()
-    def blocks_are_conserved(self) -> None:
-        for engine in (self.prefill, self.decode):
-            engine.check()
-            engine.pool.audit()
-
-    @invariant()
-    def texts_are_the_oracle_s(self) -> None:
-        for client in self.clients.values():
-            full = expected(client.prompt, client.max_new_tokens, client.options)
-            assert client.tokens == full[: len(client.tokens)]
-            if client.end in ("stop", "length"):
-                assert client.tokens == full
-                assert (client.end == "length") == (len(full) == client.max_new_tokens)
-
-    def teardown(self) -> None:
-        for _ in range(2000):
-            if all(client.end for client in self.clients.values()):
-                break
-            self.step_prefill()
-            self.step_decode()
-            for request_id in list(self.transfers):
-                self.carry(self.transfers.index(request_id), 5)
-        self.blocks_are_conserved()
-        self.texts_are_the_oracle_s()
-        assert all(client.end for client in self.clients.values()), "a request without an end"
-        for engine in (self.prefill, self.decode):
-            engine.step()
-            assert not engine.has_work() and engine.load().used == 0
-
-
-EngineMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, database=None)
-TestEverythingAtOnce = EngineMachine.TestCase
 
 
 def test_capabilities_of_the_executor_limit_the_engine() -> None:

@@ -119,18 +119,6 @@ def test_accepted_drafts_save_steps_and_are_counted() -> None:
     assert counters.accepted_tokens + counters.steps == 25, "a step is a token and its drafts"
 
 
-def test_rejected_drafts_never_enter_the_prefix_cache() -> None:
-    engine = fortunate()
-    engine.add(Sequence(1, [3, 4], GREEDY, 25))
-    run(engine)
-    whole = (3, 4, *full_text((3, 4), 25, GREEDY))
-    engine.load()
-    for length in range(5, 27):
-        engine.add(Sequence(length, whole[:length], GREEDY, 3))
-        outputs = run(engine)
-        assert tuple(text(outputs, length)) == full_text(whole[:length], 3, GREEDY)
-
-
 def test_drafts_wait_for_everyone_else() -> None:
     """Prompts have the budget before them; what is left is for drafts."""
     engine = fortunate(max_ubatch_tokens=6)
@@ -142,14 +130,6 @@ def test_drafts_wait_for_everyone_else() -> None:
     assert engine.stats().counters.drafted_tokens == 0
     engine.step()
     assert engine.stats().counters.drafted_tokens == 1
-
-
-def test_drafts_never_preempt_and_hold_no_block_after_the_step() -> None:
-    engine = Engine(hash_executor(), num_blocks=3, block_size=2, speculate=Fortune(9))
-    engine.add(Sequence(1, [3, 4], GREEDY, 4))
-    outputs = run(engine)
-    assert tuple(text(outputs, 1)) == full_text((3, 4), 4, GREEDY)
-    assert engine.stats().counters.preemptions == 0
 
 
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
