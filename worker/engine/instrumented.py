@@ -57,7 +57,7 @@ class Metrics:
     """Totals since the executor was made.
 
     Attributes:
-        prefill: Steps that read prompts, alone or beside generation.
+        prefill: Steps that read prompts, with or without generation.
         decode: Steps that only generate.
         tokens_per_second: Sampled tokens over the time of all steps.
         mean_batch_sequences: Sequences of a step.

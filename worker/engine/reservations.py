@@ -112,7 +112,7 @@ class Unclaimed:
     """The amounts that unclaimed transfers hold of a `total`: blocks here, bytes in
     `worker.transfer`.
 
-    A peer that holds its part gets no more, and nobody does when all together hold theirs.  The
+    A peer that holds its part gets no more, and no peer does when all together hold theirs.  The
     transfer that exceeds a part is still admitted, because it may be the only one.
     """
 

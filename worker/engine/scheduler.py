@@ -388,7 +388,7 @@ class Scheduler:
 
     def _is_better_later(self, sequence: Sequence, plan: Plan) -> bool:
         """Return whether this step computes a block that the sequence can share in the next."""
-        # Without dynamic batching the next step admits nobody.
+        # Without dynamic batching the next step admits no sequence.
         if not self.config.dynamic_batching or self.swap.num_tokens(sequence.request_id):
             return False
         return not plan.filled.isdisjoint(sequence.missing(self.pool))

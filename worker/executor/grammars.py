@@ -1,4 +1,4 @@
-"""Grammars for structured output: compiled in threads, token masks computed beside the forward.
+"""Grammars for structured output: compiled in threads, token masks computed during the forward.
 
 `start` is called before a forward pass and `take` after it, so masks cost no time unless the
 forward pass, which releases the GIL, is faster.  Tenants share the compiling threads fairly.

@@ -53,7 +53,7 @@ class Generation:
         num_tokens = receiver.num_tokens
         is_short = len(self.token_ids) <= num_tokens
         if is_short or self.token_ids[:num_tokens] != receiver.token_ids:
-            raise RemoteProtocolError("the KV offered is not that of the tokens asked for")
+            raise RemoteProtocolError("the KV offered is not that of the requested tokens")
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the deadline passed before the KV came; later the engine checks it."""
@@ -251,7 +251,7 @@ class DecodeRole:
 
 
 def displaced() -> WireError:
-    message = "it holds more than its peer's share, and others that are asked for wait"
+    message = "it holds more than its peer's share, and claimed transfers wait"
     return WireError(ErrorCode.OVERLOADED, message)
 
 
