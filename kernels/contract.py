@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
 
 class Singles(NamedTuple):
-    """Runs of one token none of which goes on from another: rows, slots, and which are new."""
+    """Runs of one token that do not continue each other: rows, slots, and which are new."""
 
     rows: torch.Tensor
     before: torch.Tensor

@@ -1,4 +1,4 @@
-"""The operators in plain torch, on any device: what the other backends are tested against.
+"""The operators in plain torch on any device, against which the other backends are tested.
 
 Strategy of attention: sequences of similar length are gathered out of their blocks, whole blocks at
 a time, into one padded tensor.  Slots past a sequence's end may hold NaN, so they are zeroed in the
@@ -441,7 +441,7 @@ def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
 
 
 def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
-    """Zero what is under the likeliest tokens that make up the share, for rows with one."""
+    """Zero the weights outside the likeliest tokens that reach top_p, in rows with top_p."""
     rows = [row for row, share in enumerate(shares) if share < 1.0]
     if not rows:
         return

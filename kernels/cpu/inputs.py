@@ -73,7 +73,7 @@ class StepInputs:
         )
 
     def load(self, num_tokens: int, num_rows: int) -> Operation:
-        """Return the operation that comes before those which need the numbers."""
+        """Return the operation that loads the inputs, to run before those that read them."""
         num_rotations, half = self._frequencies.shape
         arguments = _Arguments(
             num_tokens=num_tokens,

@@ -46,7 +46,7 @@ class AttentionArguments(NamedTuple):
 def run_of_rows(
     a: AttentionArguments, table: int, head: int, position: int, end: int
 ) -> tuple[int, int]:
-    """Return where a position's key lies, and how many lie in a row; `head` counts values too.
+    """Return a key's row and the number of consecutive rows; `head` counts values too.
 
     Those a little later are asked for: blocks lie anywhere, so no processor foresees the next.
     """

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation, and what the assistant says next."""
+"""POST /v1/chat/completions: a conversation, and the assistant's next message."""
 
 from __future__ import annotations
 

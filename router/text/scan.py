@@ -1,4 +1,4 @@
-"""An answer read character by character, with what may still become a tool call held back.
+"""Scans an answer by character, holding back text that may become a tool call.
 
 What reads it is a generator over a `Scan`: `scan.char` is the character it stands at ("" is the
 end of the text), and a `yield` moves on to the next.  So it is written like a parser of the whole

@@ -129,11 +129,11 @@ class SlowReader:
 
 
 def _nothing() -> None:
-    """Nobody is told."""
+    """Do nothing: the default of `on_cut`."""
 
 
 def has_left(transport: asyncio.Transport) -> bool:
-    """Whether the client has ended its side, whatever it sent before that nobody has read."""
+    """Whether the client has closed its sending side, even if unread bytes precede that."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
     return bool(poll.poll(0))

@@ -57,7 +57,7 @@ class Limits:
 
 
 class Handler(Protocol):
-    """One client's messages.  `on_closed` comes once and last; its error is None at a plain end."""
+    """Handles one client's messages.  `on_closed` comes once and last, with None on EOF."""
 
     @property
     def is_busy(self) -> bool:
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         self.close(error)
 
     def close(self, error: Exception | None = None) -> None:
-        """Send what waits, then hang up; the handler hears `on_closed` now."""
+        """Send pending bytes, then close the connection; `on_closed` is called now."""
         if self.is_closing:
             return
         self._write()
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
         self._take_messages()
 
     def _take_messages(self) -> None:
-        """Take the messages that came, `MAX_AT_ONCE` at most before others have their turn."""
+        """Handle received messages, at most `MAX_AT_ONCE` before other connections are served."""
         num_taken = 0
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:

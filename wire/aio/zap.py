@@ -97,7 +97,7 @@ class Authenticator:
         return [version, request_id, b"200", b"OK", public.encode(), b""]
 
     def _note(self, address: bytes, reason: str) -> None:
-        """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
+        """Log a refusal, at most one a second: refused peers must not fill the disk."""
         self.num_refused += 1
         now = self._clock()
         if now >= self._quiet_until:

@@ -58,7 +58,7 @@ class Keys:
         self._list = WatchedFile(self._path, _read_parties, "the list of keys stays as it was")
 
     def party(self, public: str) -> str | None:
-        """Whose key this is, None for an unknown one."""
+        """The party of a key; None for an unknown key."""
         return self._list.content.get(public)
 
     def public_of(self, name: str) -> str:

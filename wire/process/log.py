@@ -1,4 +1,4 @@
-"""Logs: JSON lines on stderr, coloured ones on a terminal; nobody ever waits for them.
+"""Logs: JSON lines on stderr, coloured ones on a terminal; logging never blocks.
 
 structlog and the standard library's loggers (uvicorn, huggingface_hub) end in one bounded queue
 that a thread writes out.  When the reader of stderr stalls, lines are dropped and counted; the

@@ -194,7 +194,7 @@ class KVSender(Transfer):
                 self._end_by = now + HANDOVER_LEASES * self.lease_s
 
     def next_segment(self, ahead_bytes: int = 0) -> Rectangle | None:
-        """Claim the next rectangle that is computed and within the credit, if there is one.
+        """Claim the next rectangle that is computed and within the credit, if any.
 
         Args:
             ahead_bytes: How far beyond the credit to go, for reading what is sent only when

@@ -1,4 +1,4 @@
-"""The answer to a completion, of a text or a chat: one body, or a chunk for every token.
+"""Responses to text and chat completions: one body, or a chunk for each token.
 
 Everything around a token's text is rendered once per choice, so the usual chunk costs one JSON
 string and three appends.  Pure.
@@ -64,7 +64,7 @@ class CompletionAnswer:
         raise NotImplementedError
 
     def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
-        """Return what is said once, beside the choices, of the prompt that they share."""
+        """Return the fields about the prompt, which appear once beside the choices."""
         return {}
 
     def whole(self, pieces: Sequence[Delta]) -> bytes:

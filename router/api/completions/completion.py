@@ -1,4 +1,4 @@
-"""A completion: what one HTTP request asks for, and the choices that answer it.
+"""A completion: the core requests of one HTTP request, and the choices that answer it.
 
 A `Choice` is the sink of one request to the core.  Its `on_…` methods only take note and wake the
 writer once for however many tokens arrive together; `take` then does the work: text, stop strings,
@@ -47,7 +47,7 @@ NewAnswer = Callable[["Completion", Head], Answer]
 
 
 class CompletionRequest(Struct, frozen=True, kw_only=True):
-    """One HTTP request, understood: what to ask the core, and what to show of its answers.
+    """A parsed HTTP request: its core requests, and how to show their answers.
 
     `requests` are for `num_choices` choices of each prompt, in that order, each with the text to
     echo before it.
@@ -185,7 +185,7 @@ class Choice:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is one token, the first, and more are to come."""
+        """Whether only the first token has arrived and more will follow."""
         return not self.num_tokens and self.lag == 1 and self._awaits_end
 
     @property
@@ -269,7 +269,7 @@ class Choice:
         self.wake(self)
 
     def let_go(self) -> None:
-        """No token comes any more.  What ends in a circle would wait for the garbage collector."""
+        """Drop references after the last token, so that no cycle is left to the collector."""
         del self.on_token, self.wake, self._own_wake
 
     def _take(self, token_ids: list[int]) -> list[Delta]:
@@ -385,7 +385,7 @@ class Writer(Protocol):
         """There is something to take."""
 
     def write(self) -> None:
-        """There is something to take that somebody waits for: it is taken and sent at once."""
+        """Write pending events at once."""
 
     def overrun(self) -> None:
         """A choice has more untaken tokens than anyone should let pile up."""

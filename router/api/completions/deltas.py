@@ -1,4 +1,4 @@
-"""Pieces of an answer: what a token, or several, add to it."""
+"""Deltas: the text and tokens that one or several generated tokens add to a response."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Delta(NamedTuple):
 
     @property
     def content(self) -> str | None:
-        """The text that is content; None where there is something else beside it."""
+        """The text if the delta is only content, else None."""
         if self.parts is None:
             return self.text
         if all(isinstance(part, Content) for part in self.parts):
@@ -71,7 +71,7 @@ def plain(text: str) -> Delta:
 
 
 def joined(pieces: Iterable[Delta]) -> Delta:
-    """Return the pieces of one choice as a single one."""
+    """Merge deltas of one choice into one."""
     texts: list[str] = []
     token_ids: list[int] = []
     scores: list[ScoredToken] = []

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as completions and as chats have them."""
+"""Log-probabilities of tokens, in the forms of completions and of chats."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def usage_body(
 
 
 def running_usage(choice: Choice, num_tokens: int) -> UsageBody:
-    """Return what one choice has cost when `num_tokens` of it are shown."""
+    """Return the usage of one choice after `num_tokens` of it."""
     return _usage(len(choice.prompt), num_tokens, choice.cached_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The answer to /v1/messages: a message whole, or the events that it grows by.
+"""Responses of /v1/messages: a whole message, or its stream of events.
 
 A message is a list of blocks, each of one kind; a part of another kind than the last begins a new
 one.  Pure, but for the ids of calls, which must differ from all others in a conversation.
@@ -163,7 +163,7 @@ class BlockEvents:
         return begun + self._say(text)
 
     def close(self) -> bytes:
-        """Return the end of the open block, if there is one."""
+        """Return the end event of the open block, if any."""
         if not self._kind:
             return b""
         last = b""
@@ -207,7 +207,7 @@ def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return what the JSON text of a call says: of one that is cut short the values that are whole.
+    """Parse the JSON arguments of a call; if they are cut short, keep the complete values.
 
     A number at the very end counts as whole, as nothing shows that digits are missing.  It is the
     parser with which Anthropic's client reads a stream that ends there.  Text that is no object

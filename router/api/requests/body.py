@@ -190,7 +190,7 @@ class Sampled(Struct, kw_only=True):
         return tuple([(int(key), bias) for key, bias in biases.items()])
 
     def options(self, *, seed: int, max_tokens: int, defaults: Defaults = NEUTRAL) -> Options:
-        """Return what the workers are told; `seed` is used when the client gave none."""
+        """Return the options for workers; `seed` is used when the client gave none."""
         sampling = {
             name: getattr(defaults, name) if (value := getattr(self, name)) is None else value
             for name in SAMPLING
@@ -232,7 +232,7 @@ class Body(Protocol):
 
     @property
     def model(self) -> str | None:
-        """The model that is asked for; None for the one there is."""
+        """The requested model; None for the served one."""
 
     def check(self) -> None:
         """Refuse, with an HttpError, what no single field's range can say."""
@@ -279,7 +279,7 @@ def misfit(error: msgspec.ValidationError, kind: type, place: str = "") -> HttpE
 
 
 def _words(kind: inspect.Type, path: Sequence[str]) -> list[str]:
-    """Return what the value at `path` of a `kind` may be, if it is one of a few words."""
+    """Return the words allowed at `path` of a `kind`, if its type is an enumeration."""
     inner: Sequence[inspect.Type] = ()
     match kind:
         case inspect.UnionType(types):

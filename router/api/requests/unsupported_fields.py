@@ -23,7 +23,7 @@ class Refused(NamedTuple):
 
 
 class Fields:
-    """The fields of one endpoint that its body does not have, with what is said of each."""
+    """The fields that an endpoint's body lacks, with the message for each."""
 
     def __init__(self, refused: Mapping[str, Refused], without_effect: Mapping[str, str]) -> None:
         self.refused = refused

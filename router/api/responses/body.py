@@ -1,4 +1,4 @@
-"""POST /v1/responses: the fields of its body, and the conversation they ask to go on with.
+"""POST /v1/responses: the fields of its body, and the conversation that it continues.
 
 What this API has beside sampling is here; sampling is as for the other endpoints, with the further
 fields that they take.

@@ -1,4 +1,4 @@
-"""POST /v1/responses: from a body, and what it goes on from, to a request of the core."""
+"""POST /v1/responses: from a body and a kept response to a core request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to POST /v1/responses: a response, or the events in which it comes to be."""
+"""Responses of POST /v1/responses: a whole response, or its stream of events."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def literal(text: str) -> str:
 
 
 def schema(parameters: Mapping[str, Any], **options: object) -> str:
-    """Anything that is valid by `parameters`; what those say to llguidance itself is not heard."""
+    """JSON that is valid by `parameters`; options for llguidance in them are ignored."""
     return "%json " + json.dumps({**parameters, "x-guidance": {**_LAYOUT, **options}})
 
 
