@@ -243,6 +243,7 @@ def test_reservations_wait_in_line_without_a_spinning_engine() -> None:
     [
         (Sequence(1, []), ErrorCode.INVALID_REQUEST),
         (Sequence(1, [VOCAB_SIZE]), ErrorCode.INVALID_REQUEST),
+        (Sequence(1, [-1]), ErrorCode.INVALID_REQUEST),
         (Sequence(1, [5] * MAX_MODEL_LEN), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
         (Sequence(1, [5] * 33), ErrorCode.OUT_OF_BLOCKS),
     ],

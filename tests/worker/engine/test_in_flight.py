@@ -103,6 +103,7 @@ def test_every_request_ends_once_with_its_text(name: str) -> None:
         sums["steps"] += counters.steps
         sums["preemptions"] += counters.preemptions
         sums["swaps"] += counters.swaps_in
+        assert counters.swaps_in <= counters.swaps_out <= counters.preemptions
     # Else the property would hold of nothing.
     assert (sums["behind"] > 0.2 * sums["steps"]) is not LAYOUTS[name].has_state
     if name == "all":

@@ -56,6 +56,7 @@ def test_the_view_says_what_each_slot_does() -> None:
         Slot(2, 12, SlotState.GENERATING, 10, 9, 4, 2.0),
     )
     assert (slots.utilization, slots.tokens_per_second) == (0.5, 2.0)
+    assert Slots.of([running(2, 9, 4)], 4, now=1.0).tokens_per_second == 0.0
 
 
 def test_a_sequence_that_stops_meanwhile_is_not_in_the_snapshot() -> None:

@@ -178,6 +178,7 @@ def test_a_measurement_weighs_the_time_that_it_took() -> None:
         costs.observe_prefill(1, 0.010)
         costs.observe_copy(1000, 0.00001)
         costs.observe_copy(10**8, 0.1)
+        costs.observe_copy(600, 0.0)  # the clock did not move
     assert costs.prefill_tokens_per_s > 6700
     assert costs.copy_bytes_per_s == pytest.approx(1e9, rel=0.001)
 

@@ -152,6 +152,7 @@ class GatedExecutor(HashExecutor):
 def test_an_admission_is_heard_while_its_batch_is_computed() -> None:
     executor = GatedExecutor()
     owner = Owner(executor)
+    assert not owner.thread.is_busy
     owner.thread.start()
     owner.add(1, [5] * 6, 1, transfer=True)
     assert executor.entered.wait(TIMEOUT_S)

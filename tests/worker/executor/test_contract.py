@@ -1,7 +1,5 @@
 """What every executor's KV cache must do, shown on the one that needs no model."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +11,7 @@ from tests.kv import part, whole
 from wire.layout import KVGroup, StateGroup
 from wire.transfer import Rectangle, plan
 from worker.compute.contract import KVCache
-from worker.executor.contract import Executor, MemoryRequirements
+from worker.executor.contract import Attention, Executor, MemoryRequirements
 from worker.executor.hash import LAYOUT, MIXED
 from worker.executor.registry import create
 
@@ -157,29 +155,6 @@ def test_a_rectangle_outside_the_layout_is_refused(rectangle: Rectangle) -> None
         cache.pack([0, 1, 2, 3], rectangle)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_two_threads_may_copy_at_a_time(block_size: int) -> None:
-    """Each out of and into blocks of its own, as the transfer thread and the engine's do."""
-    cache = cache_of(40, block_size)
-    everything = whole(cache.layout, 0, 18)
-    num_blocks = -(-18 // block_size)
-    size = everything.num_bytes(cache.layout)
-    start = threading.Barrier(2)
-
-    def copy(first: int) -> bool:
-        table = range(first, first + num_blocks)
-        segments = [random_bytes(size, first + number) for number in range(20)]
-        start.wait(20)
-        for segment in segments:
-            cache.unpack(table, everything, segment)
-            if cache.pack(table, everything) != segment:
-                return False
-        return True
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(copy, (0, 20))) == [True, True]
-
-
 @pytest.mark.parametrize(
     ("rectangle", "num_bytes"),
     [
@@ -195,6 +170,16 @@ def test_two_threads_may_copy_at_a_time(block_size: int) -> None:
 def test_a_segment_that_does_not_fit_is_refused(rectangle: Rectangle, num_bytes: int) -> None:
     with pytest.raises(ValueError, match="Rectangle"):
         cache_of(4, 4).unpack([0, 1], rectangle, bytes(num_bytes))
+
+
+def test_the_numbers_of_heads_decide_the_kind_of_attention() -> None:
+    kinds = [Attention.of(8, 8), Attention.of(8, 2), Attention.of(8, 1), Attention.of(1, 1)]
+    grouped = [Attention.MULTI_HEAD, Attention.GROUPED_QUERY, Attention.MULTI_QUERY]
+    assert kinds == [*grouped, Attention.MULTI_HEAD]
+
+
+def test_memory_is_the_sum_of_weights_activations_and_cache() -> None:
+    assert MemoryRequirements(1000, 10, 3).total(20, 5, 8) == 1000 + 200 + 120
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**4), st.integers(1, 10**6), st.integers(1, 64))

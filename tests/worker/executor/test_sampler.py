@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,6 @@ from worker.executor.token_counts import Occurrences
 
 NO_EOS: frozenset[int] = frozenset()
 VOCAB = 48
-
-
-@pytest.fixture(autouse=True, params=["compiled", "torch"], scope="module")
-def _way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Sample as on the CPU, and as on any other device."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(kernels, "backend_of", lambda _: reference)
-        yield
 
 
 def asked(position: int = 7, prompt_len: int = 3, **options: Any) -> Sampling:
@@ -150,16 +140,6 @@ def test_filters_and_draws_equal_plain_python(
     assert ids(logits, samplings) == want
 
 
-@pytest.mark.parametrize("top_p", [0.2, 0.95, 0.9999])
-def test_top_p_of_a_large_vocabulary(top_p: float) -> None:
-    # Peaked rows end among the candidates, flat ones need the whole vocabulary sorted.
-    for scale in (0.1, 4.0):
-        logits = logits_of(3, vocab=reference.LARGE_VOCABULARY + 1, scale=scale)
-        samplings = [asked(temperature=1.0, top_p=top_p, seed=i) for i in range(3)]
-        want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
-        assert ids(logits, samplings) == want
-
-
 def test_only_flat_rows_have_their_whole_vocabulary_sorted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,11 +248,6 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         best = want[row].topk(number)
         assert [token_id for token_id, _ in logprobs.top] == best.indices.tolist()
         assert [value for _, value in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-
-
-def test_a_broken_row_keeps_to_the_vocabulary() -> None:
-    logits = torch.full((1, 4), math.nan)
-    assert 0 <= ids(logits, [asked(temperature=1.0, top_p=0.5, top_k=2)])[0] < 4
 
 
 def test_no_rows_no_tokens() -> None:
