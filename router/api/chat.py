@@ -187,7 +187,7 @@ class ChatAnswer(CompletionAnswer):
         return {"delta": delta}
 
     def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
-        scores = {} if choice.asked.is_streamed else prompt_logprobs(choice, piece)
+        scores = {} if choice.request.is_streamed else prompt_logprobs(choice, piece)
         return prompt_ids(choice) | scores
 
     logprobs = staticmethod(chat_logprobs)

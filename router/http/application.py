@@ -274,9 +274,9 @@ class Application:
         self, exchange: HttpExchange, completion: Completion, writer: ResponseWriter
     ) -> None:
         head = Head(exchange.request_id, int(time.time()), self._model.name)
-        answer = completion.asked.answer(completion, head)
+        answer = completion.request.answer(completion, head)
         exchange.failure = answer.failure
-        if completion.asked.is_streamed:
+        if completion.request.is_streamed:
             await writer.stream(completion, answer)
             return
         pieces = await writer.collect(completion)

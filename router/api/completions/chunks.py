@@ -38,15 +38,15 @@ class CompletionAnswer:
 
     def __init__(self, completion: Completion, head: Head) -> None:
         self._completion = completion
-        self._asked = asked = completion.asked
+        self._request = request = completion.request
         self._head = {
-            "id": f"{self.id_prefix}-{asked.request_id or head.request_id}",
-            "object": self.chunk_kind if asked.is_streamed else self.kind,
+            "id": f"{self.id_prefix}-{request.request_id or head.request_id}",
+            "object": self.chunk_kind if request.is_streamed else self.kind,
             "created": head.created,
             "model": head.model,
         }
-        self._fingerprint = {"system_fingerprint": asked.fingerprint}
-        self._is_rich = asked.has_logprobs or asked.has_ids or asked.has_running_usage
+        self._fingerprint = {"system_fingerprint": request.fingerprint}
+        self._is_rich = request.has_logprobs or request.has_ids or request.has_running_usage
         # Tokens that are in events already, where every event counts them.
         self._shown: Counter[Choice] = Counter()
         self._begun: set[Choice] = set()
@@ -96,7 +96,7 @@ class CompletionAnswer:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        if not self._asked.has_usage:
+        if not self._request.has_usage:
             return DONE
         return self._document([], usage=self._usage(), **self._fingerprint) + DONE
 
@@ -105,9 +105,11 @@ class CompletionAnswer:
         return event(error.body) + DONE
 
     def _chunk(self, choice: Choice, piece: Delta, *, is_first: bool = False) -> bytes:
-        asked, rest = self._asked, dict[str, Any]()
-        if asked.has_usage:
-            rest["usage"] = self._running_usage(choice, piece) if asked.has_running_usage else None
+        request, rest = self._request, dict[str, Any]()
+        if request.has_usage:
+            rest["usage"] = (
+                self._running_usage(choice, piece) if request.has_running_usage else None
+            )
         if is_first:
             rest |= self.about_prompt(choice, piece)
         if piece.finish_reason is not None:
@@ -115,8 +117,8 @@ class CompletionAnswer:
         return self._document([self._entry(choice, piece, is_first=is_first)], **rest)
 
     def _usage(self) -> UsageBody:
-        asked, choices = self._asked, self._completion.choices
-        return usage_body(choices, asked.num_choices, has_baton=asked.has_baton_usage)
+        request, choices = self._request, self._completion.choices
+        return usage_body(choices, request.num_choices, has_baton=request.has_baton_usage)
 
     def _running_usage(self, choice: Choice, piece: Delta) -> UsageBody:
         # A piece is a token: more may have been taken that come in the next events.
@@ -128,10 +130,12 @@ class CompletionAnswer:
         return event(_encode({**self._head, "choices": choices, **rest}))
 
     def _entry(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
-        asked = self._asked
+        request = self._request
         entry = {"index": choice.index, **self.delta(choice, piece, is_first=is_first)}
-        entry["logprobs"] = self.logprobs(asked.names, piece.scores) if asked.has_logprobs else None
-        if piece.finish_reason is not None or asked.has_ids:
+        entry["logprobs"] = (
+            self.logprobs(request.names, piece.scores) if request.has_logprobs else None
+        )
+        if piece.finish_reason is not None or request.has_ids:
             return entry | ending(choice, piece)
         return entry | {"finish_reason": None}
 
@@ -150,11 +154,11 @@ class CompletionAnswer:
 
 
 def ending(choice: Choice, piece: Delta) -> dict[str, Any]:
-    """Return why a choice ended, and its token ids if they are asked for."""
+    """Return why a choice ended, and its token ids if they are requested."""
     why = {"finish_reason": piece.finish_reason, "stop_reason": choice.stop_reason}
-    return why | {"token_ids": list(piece.token_ids)} if choice.asked.has_ids else why
+    return why | {"token_ids": list(piece.token_ids)} if choice.request.has_ids else why
 
 
 def prompt_ids(choice: Choice) -> dict[str, Any]:
-    """Return the token ids of the prompt of a choice, if they are asked for."""
-    return {"prompt_token_ids": list(choice.prompt)} if choice.asked.has_ids else {}
+    """Return the token ids of the prompt of a choice, if they are requested."""
+    return {"prompt_token_ids": list(choice.prompt)} if choice.request.has_ids else {}

@@ -38,7 +38,7 @@ class ResponseAnswer:
     def __init__(self, completion: Completion, head: Head, *, fixed: FixedFields) -> None:
         self._completion = completion
         self._fixed = fixed
-        options = completion.asked.requests[0][0].options
+        options = completion.request.requests[0][0].options
         self._head: Final[dict[str, Any]] = {
             "id": response_id(fixed.key),
             "object": "response",
@@ -48,7 +48,7 @@ class ResponseAnswer:
             "top_p": options.top_p,
             **fixed.echo,
         }
-        self._output = Output(fixed.key, is_streamed=completion.asked.is_streamed)
+        self._output = Output(fixed.key, is_streamed=completion.request.is_streamed)
         self._is_begun = False
         self._status = "in_progress"
         self._is_over_limit = False

@@ -42,7 +42,7 @@ def choice(**asked: Any) -> Choice:
 
 
 def entry(subject: Choice, piece: Delta) -> dict[str, Any]:
-    completion = Completion(Core(), subject.asked, Writer())
+    completion = Completion(Core(), subject.request, Writer())
     return ChatAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
 
 
@@ -163,7 +163,7 @@ def test_tools_are_refused_for_a_model_whose_calls_nobody_can_read(
 
 
 def test_scores_of_the_prompt_are_null_where_nobody_asks() -> None:
-    completion = Completion(Core(), choice().asked, Writer())
+    completion = Completion(Core(), choice().request, Writer())
     answer = ChatAnswer(completion, Head("1", 7, "m"))
     assert answer.about_prompt(choice(is_streamed=False), Delta("")) == {"prompt_logprobs": None}
     assert answer.about_prompt(choice(), Delta("")) == {}

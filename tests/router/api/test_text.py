@@ -35,7 +35,7 @@ def choice(**asked: Any) -> Choice:
 
 
 def entry(subject: Choice, piece: Delta) -> dict[str, Any]:
-    completion = Completion(Core(), subject.asked, Writer())
+    completion = Completion(Core(), subject.request, Writer())
     return TextAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
 
 

@@ -249,7 +249,7 @@ def respond(model: ServedModel, /, **fields: Any) -> object:
     """The parsed body of /v1/responses, and the fields that its response repeats."""
     asked = endpoint.read(KeptResponses(), model, raw(**{"input": "hi"} | fields), ASKER)
     assert isinstance(asked.answer, partial)
-    echo = {name: bytes(said) for name, said in asked.answer.keywords["told"].echo.items()}
+    echo = {name: bytes(said) for name, said in asked.answer.keywords["fixed"].echo.items()}
     return settled(structs.replace(asked, answer=ChatAnswer)), echo
 
 
