@@ -229,7 +229,7 @@ def test_structures_that_fail_while_their_masks_are_made_outside_of_steps_end_to
     executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_slow(grammars: Grammars, limit_s: float) -> None:
-        for it in grammars._held:  # noqa: SLF001
+        for it in grammars._current:  # noqa: SLF001
             it.is_slow = True
 
     monkeypatch.setattr(Grammars, "_find_slow", find_slow)

@@ -21,8 +21,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved, Started
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
-from worker.engine.unpacking import unpack
-from worker.engine.windows import table_of
+from worker.engine.windows import table_of, unpack
 from worker.executor.contract import blocks_of_window
 from worker.executor.torch import TorchExecutor
 

@@ -25,7 +25,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
-from worker.engine.unpacking import unpack
+from worker.engine.windows import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, MIXED, HashExecutor, kv_words, state_after
 

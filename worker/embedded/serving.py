@@ -28,14 +28,13 @@ from wire.payloads import Load
 from worker.embedded.arguments import checked_ids, checked_options
 from worker.embedded.requests import Callback, Ledger, Result, TokenOutput
 from worker.engine.engine import Engine
-from worker.engine.instrumented import ExecutorStatus, measured
+from worker.engine.instrumented import ExecutorStatus, Metrics, measured
 from worker.engine.outputs import Failed, Output, Token
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine.settings import EngineSettings
 from worker.engine.stats import Slots
 from worker.engine.thread import EngineThread
 from worker.executor.contract import Executor
-from worker.executor.metrics import Metrics
 
 DEFAULT_MEMORY_BYTES: Final = 1 << 30
 

@@ -1,17 +1,14 @@
-"""Who owns which KV block, and which blocks hold a prefix worth keeping.  Pure bookkeeping.
+"""The block pool: reference counts and the prefix cache of KV blocks.  Pure bookkeeping.
 
-Every block is in exactly one place: free, used (some sequence refers to it), or cached (nobody
-does, but its full block of tokens may be asked for again; the least recently used goes first).
+Every block is free, used (sequences refer to it), or cached (none does, but the prefix cache can
+find it; the least recently used is evicted first).
 
-The prefix cache is a trie in one dict: (serial number of the parent, tokens of the block) leads to
-the block.  Serial numbers are never reused and tokens are compared, not hashes, so no collision can
-lead to the KV of other tokens.  Each prefix has its hash of `wire.prefix` too: by these hashes the
-journal tells routers what the cache holds.
+The prefix cache is a trie in one dict: (serial number of the parent, tokens of the block) maps to
+the block.  Serial numbers are never reused, and tokens are compared, so no hash collision can lead
+to the KV of other tokens.  Routers learn the cached prefixes by their hashes of `wire.prefix`.
 
-Layers with a window, and states, make some blocks worth less than others: the former have KV only
-where it has not gone yet (`worker.engine.windows`), and a state is there only where one was kept
-(`worker.engine.states`).  So a known chain is shared as far as whoever shares it finds all
-that it will look at.
+A cached block may lack KV of layers with a window (`worker.engine.windows`) or a state at its end
+(`worker.engine.states`).  A chain is shared only up to a block where nothing needed is missing.
 """
 
 from __future__ import annotations
@@ -38,17 +35,12 @@ class Prefix(NamedTuple):
 
 ROOT: Final = Prefix(0, 0)
 
-# Where a block is in the trie: the serial number of its parent, and its tokens.
+# A key of the trie: the serial number of the parent, and the tokens of the block.
 Place = tuple[int, bytes]
 
 
 class Node(NamedTuple):
-    """A block in the trie.
-
-    Attributes:
-        num_lacking: How many of its first tokens have no KV in some layers with a window, even
-            if there is any beside the block.
-    """
+    """A block in the trie; layers with a window lack KV of its first `num_lacking` tokens."""
 
     block: int
     prefix: Prefix
@@ -56,10 +48,9 @@ class Node(NamedTuple):
 
 
 class Journal:
-    """Prefix hashes stored and evicted since the last reading; not those that were both.
+    """Prefix hashes stored or evicted since the last `read`, except those that were both.
 
-    Bounded by the pool: at most one entry for each block stored, and one for each hash told before.
-    The engine's thread writes, any thread reads.
+    Bounded by the number of blocks.  The engine's thread writes, any thread reads.
     """
 
     def __init__(self) -> None:
@@ -78,34 +69,29 @@ class Journal:
                 self._evicted[prefix_hash] = None
 
     def __len__(self) -> int:
-        """How many hashes are left to tell."""
         return len(self._stored) + len(self._evicted)
 
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (stored, evicted), `MAX_HASHES` of each at most, oldest first; forget them."""
+        """Remove and return (stored, evicted), at most `MAX_HASHES` of each, oldest first."""
         with self._lock:
             return _drain(self._stored), _drain(self._evicted)
 
     def restart(self, hashes: Iterable[int]) -> None:
-        """Tell all these hashes to a reader that knows nothing."""
+        """Report these hashes as stored, to a reader that knows nothing."""
         with self._lock:
             self._stored = dict.fromkeys(hashes)
             self._evicted = {}
 
 
 def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
-    told = tuple(islice(hashes, MAX_HASHES))
-    for prefix_hash in told:
+    drained = tuple(islice(hashes, MAX_HASHES))
+    for prefix_hash in drained:
         del hashes[prefix_hash]
-    return told
+    return drained
 
 
 class BlockPool:
-    """The blocks of one worker: reference counts, free list, prefix cache.
-
-    `windows` are those that layers of the model have, and `states` those of layers that keep one
-    of the sequence; None if there are no such layers.
-    """
+    """The blocks of one worker; `windows` and `states` are None if no layer has them."""
 
     def __init__(
         self,
@@ -130,8 +116,8 @@ class BlockPool:
         self._cached: dict[int, None] = {}
         self._trie: dict[Place, Node] = {}
         self._keys: dict[int, Place] = {}  # by block
-        # How many blocks in the trie have a prefix hash.  Two, when one was computed again behind a
-        # parent that was evicted meanwhile: the hash is evicted when both are.
+        # How many nodes have a prefix hash: two, if it was recomputed after an eviction of its
+        # parent.  The hash counts as evicted when both are.
         self._holders = Counter[int]()
         self._serials = count(1)
 
@@ -144,32 +130,30 @@ class BlockPool:
         return len(self._cached)
 
     def is_used(self, block: int) -> bool:
-        """Whether a sequence refers to it."""
         return self._refs[block] > 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits the pool when it is alone."""
+        """Return whether a sequence of so many tokens fits the empty pool."""
         return self.blocks_for(num_tokens) <= self.num_blocks
 
     def match_prefix(
         self, keys: Sequence[bytes], next_token: int | None = None
     ) -> tuple[list[int], Prefix]:
-        """Find the longest known chain of these blocks of tokens that can be shared.
+        """Find the longest cached chain of these blocks that can be shared.
 
         Args:
-            next_token: The first token that will be computed, when all between comes from another
-                worker; None when it is the one behind the chain.
+            next_token: The first token to compute, if KV between is received; None if it directly
+                follows the chain.
 
         Returns:
-            The blocks that hold it, to be passed to `allocate` at once, and its prefix.
+            The blocks of the chain, to be passed to `allocate` at once, and its prefix.
         """
         blocks: list[int] = []
         shared, prefix, here = 0, ROOT, ROOT
-        whole_from = 0  # from here on layers with a window have all tokens of the chain
+        whole_from = 0  # layers with a window have all tokens of the chain from here on
         if self.enable_prefix_cache:
             for end, key in enumerate(keys, start=1):
                 node = self._trie.get((here.serial, key))
@@ -184,7 +168,7 @@ class BlockPool:
         return blocks[:shared], prefix
 
     def _has_all(self, node: Node, whole_from: int, end: int, next_token: int | None) -> bool:
-        """Whether nothing that `next_token` looks at is missing in a chain of `end` tokens."""
+        """Return whether a chain of `end` tokens has all that `next_token` attends to."""
         next_token = end if next_token is None else next_token
         if self.states is not None and next_token == end and not self.states.is_kept(node.block):
             return False
@@ -192,13 +176,13 @@ class BlockPool:
         return whole_from <= first_seen
 
     def _num_lacking(self, block: int, num_lacking: int) -> int:
-        """Return how many first tokens of a block layers with a window lack, all or so many."""
+        """Return how many first tokens of a block layers with a window lack."""
         if self.windows is None or self.windows.is_there(block):
             return num_lacking
         return self.block_size
 
     def can_allocate(self, num_blocks: int, prefix_blocks: Sequence[int] = ()) -> bool:
-        """Whether `num_blocks` fresh blocks can be had besides sharing `prefix_blocks`."""
+        """Return whether `num_blocks` are available besides sharing `prefix_blocks`."""
         available = len(self._free) + len(self._cached)
         if available < num_blocks or not prefix_blocks:
             return available >= num_blocks
@@ -206,7 +190,7 @@ class BlockPool:
         return available - sum(block in cached for block in prefix_blocks) >= num_blocks
 
     def allocate(self, num_blocks: int, prefix_blocks: Sequence[int] = ()) -> list[int]:
-        """Share `prefix_blocks`, take `num_blocks` fresh ones; return both, in this order."""
+        """Return the shared `prefix_blocks` and `num_blocks` fresh ones, in this order."""
         assert self.can_allocate(num_blocks, prefix_blocks)
         for block in prefix_blocks:
             self.num_used += self._refs[block] == 0
@@ -221,11 +205,8 @@ class BlockPool:
         return [*prefix_blocks, *fresh]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a chain.
-
-        From the tail: the end of a chain is then evicted before its beginning, without which it
-        could not be found.
-        """
+        """Drop one reference to each block of a chain, from its tail: so the tail, which cannot be
+        found without its head, is evicted first."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             assert self._refs[block] >= 0, f"block {block} was freed twice"
@@ -237,7 +218,7 @@ class BlockPool:
                     self._release(block)
 
     def leave(self, blocks: Iterable[int]) -> None:
-        """Enter that the window of a sequence reaches these blocks no more."""
+        """Record that the window of a sequence no longer reaches these blocks."""
         if self.windows is not None:
             for block in blocks:
                 self.windows.leave(block, is_known=block in self._keys)
@@ -251,10 +232,10 @@ class BlockPool:
         num_lacking: int = 0,
         has_state: bool = False,
     ) -> Prefix:
-        """Make a full, computed block findable behind `parent`; return its prefix.
+        """Add a full, computed block to the prefix cache after `parent`; return its prefix.
 
-        When another block holds the same tokens behind it already, that one stays findable, unless
-        this one has more of them: fewer lack KV (see `Node`), or it alone has a state at its end.
+        If another block has the same place, it stays there unless this one lacks less KV or it
+        alone has a state at its end.
         """
         if not self.enable_prefix_cache:
             self._drop_state(block)
@@ -286,7 +267,7 @@ class BlockPool:
             self.states.keep(node.block)
 
     def _hide(self, block: int) -> None:
-        """Take a block out of the trie; another takes its place there."""
+        """Remove a block from the trie; another takes its place."""
         del self._keys[block]
         self._drop(block)
         if block in self._cached:
@@ -294,12 +275,11 @@ class BlockPool:
             self._free.append(block)
 
     def _release(self, block: int) -> None:
-        """Have a block hold nothing."""
         self._drop(block)
         self._free.append(block)
 
     def _drop(self, block: int) -> None:
-        """Drop what lies with a block that nobody can find."""
+        """Drop the state and window KV of a block that the cache has lost."""
         self._drop_state(block)
         if self.windows is not None:
             self.windows.drop(block)
@@ -309,7 +289,7 @@ class BlockPool:
             self.states.drop(block)
 
     def republish(self) -> None:
-        """Journal every known prefix anew, for a reader that has lost what it was told."""
+        """Re-announce all cached prefixes, for a router that reconnected."""
         self.journal.restart(node.prefix.hash for node in self._trie.values())
 
     def _evict(self) -> None:
@@ -323,10 +303,7 @@ class BlockPool:
         self._release(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert free + used + cached == total and that `tables` explain every reference.
-
-        Takes time in proportion to the tables: little enough for whenever a worker goes idle.
-        """
+        """Assert free + used + cached == total, and that `tables` explain every reference."""
         free, used, cached, total = self.num_free, self.num_used, self.num_cached, self.num_blocks
         assert free + used + cached == total, (
             f"{free} free + {used} used + {cached} cached != {total}"
@@ -343,7 +320,7 @@ class BlockPool:
             self.states.check()
 
     def audit(self) -> None:
-        """Assert what `check` takes for granted; for tests, as it goes through the whole pool."""
+        """Assert what `check` takes for granted; slow, for tests."""
         places = [*self._free, *self._cached]
         assert len(set(places)) == len(places), "a block is in two places"
         assert set(places) == {it for it in range(self.num_blocks) if not self.is_used(it)}

@@ -1,4 +1,4 @@
-"""Sequences by the time at which they must have ended; the caller brings the time."""
+"""Sequences by deadline; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Final
 
 from worker.engine.sequence import Sequence
 
-# The heap is cleaned when it is so much longer than twice the live sequences.
+# Stale entries are removed when the heap is longer than twice the live sequences and this.
 _SLACK: Final = 64
 
 
 class Deadlines:
-    """A heap of deadlines, and a table of the sequences that still have one.
-
-    A sequence that ends early leaves the table at once, but the heap only at its deadline or with
-    the next cleaning.
-    """
+    """A heap of deadlines; entries of sequences that have ended are dropped lazily."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
@@ -41,13 +37,13 @@ class Deadlines:
 
     @property
     def next_s(self) -> float | None:
-        """When the next one is due; None if none is."""
+        """The earliest deadline; None if there is none."""
         while self._heap and not self._is_current(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def take_overdue(self, now: float) -> list[Sequence]:
-        """Return those that are due, earliest first, and watch them no more."""
+        """Remove and return the sequences past their deadline, earliest first."""
         overdue: list[Sequence] = []
         while (next_s := self.next_s) is not None and next_s <= now:
             overdue.append(self._sequences.pop(heappop(self._heap)[1]))

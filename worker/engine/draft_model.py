@@ -1,14 +1,12 @@
-"""A small model that drafts for a large one; any executor, with a paged KV cache of its own.
+"""A draft model: any executor, with its own paged KV cache.
 
-Each sequence has a shadow here: the same tokens, other blocks.  A round computes what is new since
-the last one, then one token after the other, all sequences side by side.  What the target did not
-accept is cut off the shadow before the next round.  A shadow draws as its sequence does, with the
-same keys (seed, choice, position) and the same penalties and structure of the same text: where the
-models agree, they draw the same token.
+Each sequence has a shadow with the same tokens and other blocks.  A round computes the new tokens,
+then draws one draft after another for all sequences.  A shadow samples with the keys, penalties and
+structure of its sequence: where the models agree, they draw the same token.
 
-All sequences wait for a round, so it has as many batches as drafts, none over `max_ubatch_tokens`.
-A long prompt is therefore read over many rounds.  Until its shadow has caught up a sequence gets no
-drafts, nor when the blocks run out, nor when the small model cannot compute it.
+A round has at most as many batches as drafts, none over `max_ubatch_tokens`; a long prompt is read
+over many rounds.  A sequence gets no drafts until its shadow has caught up, while blocks are
+lacking, or after the draft model has failed on it.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class ModelDrafter:
         executor.allocate(num_blocks, block_size)
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
-        """See `Drafter`."""
         drafting: list[tuple[Sequence, int]] = []
         for sequence, limit in zip(sequences, limits, strict=True):
             if sequence.request_id in self._given_up:
@@ -60,7 +57,7 @@ class ModelDrafter:
             shadow = self._follow(sequence)
             if limit > 0 and self._make_room(shadow, limit):
                 drafting.append((shadow, limit))
-        # Those with the fewest tokens to compute go first; a long prompt gets what they leave.
+        # The fewest tokens first; a long prompt gets the rest of the batch.
         drafting.sort(key=lambda it: it[0].num_uncomputed_tokens)
         while drafting:
             drawn = self._advance([shadow for shadow, _ in drafting])
@@ -73,16 +70,14 @@ class ModelDrafter:
         return [[] if shadow is None else list(shadow.drafts) for shadow in shadows]
 
     def forget(self, request_id: int) -> None:
-        """See `Drafter`."""
         self._given_up.discard(request_id)
         self._free(request_id)
 
     def check(self) -> None:
-        """Assert that every block is accounted for."""
         self.pool.check(shadow.block_table for shadow in self._shadows.values())
 
     def _give_up(self, failure: SequenceFailed, shadows: list[Sequence]) -> None:
-        """Draft no more for the sequence that failed; the others go on with the next round."""
+        """Stop drafting for the sequence that failed."""
         if not 0 <= failure.index < len(shadows):
             raise failure
         request_id = shadows[failure.index].request_id
@@ -97,11 +92,11 @@ class ModelDrafter:
             shadow.give_back(self.pool)
 
     def _follow(self, sequence: Sequence) -> Sequence:
-        """Return the shadow with the sequence's tokens; where they differ, KV is computed again."""
+        """Return the sequence's shadow, brought up to its tokens."""
         shadow = self._shadows.get(sequence.request_id)
         if shadow is None:
             shadow = self._shadows[sequence.request_id] = _shadow_of(sequence)
-        # A sequence only grows, so what was followed the last time is the same now.
+        # A sequence only grows, so its earlier tokens are unchanged.
         followed = shadow.num_tokens - len(shadow.drafts)
         known = followed + _num_common(shadow.drafts, sequence.token_ids[followed:])
         if shadow.occurrences is not None:
@@ -125,9 +120,9 @@ class ModelDrafter:
         return True
 
     def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:
-        """Compute one batch of tokens; draw the next token of each shadow that is complete then.
+        """Compute one batch; return the next token of each shadow that is then complete.
 
-        If one shadow cannot be computed, nothing counts as computed and no token is drawn.
+        If one shadow fails, no token is drawn.
         """
         budget, chunks = self._max_ubatch_tokens, list[Chunk]()
         for shadow in shadows:
@@ -149,12 +144,11 @@ class ModelDrafter:
 
 
 def _shadow_of(sequence: Sequence) -> Sequence:
-    """Return a sequence that draws as this one does, with nothing computed."""
+    """Return a sequence that samples alike, with nothing computed."""
     options = msgspec.structs.replace(
         sequence.options,
-        # Penalties and min_tokens count what was generated, so it must not pass for prompt.
+        # Penalties and min_tokens count generated tokens.
         generated_tokens=sequence.num_output_tokens,
-        # Nobody reads the logprobs of drafts.
         logprobs=None,
         prompt_logprobs=None,
     )

@@ -1,12 +1,12 @@
 """The engine of one worker: `step` is draft, schedule, batch, forward, sample, commit.
 
-Synchronous: all calls come from one thread (`worker.engine.thread`).  It serves both roles: `add`
-takes a prompt to be read here, `reserve` and `begin_decode` a prompt that another worker has read.
-With an executor that is a `Drawer` the next step begins before the last one is sampled and
-committed (`worker.engine.in_flight`).
-When an executor raises `SequenceFailed`, or a request cannot be served, that sequence alone ends,
-with the output `Failed`.  Any other exception of the executor leaves `step`: nobody knows then what
-state the device is in, so the process has to end.
+All calls come from one thread (`worker.engine.thread`).  `add` takes a prompt to read here,
+`reserve` and `begin_decode` a prompt that another worker has read.  With an executor that is a
+`Drawer` the next step starts before the last one is committed (`worker.engine.in_flight`).
+
+`SequenceFailed` of an executor, or a request that cannot be served, ends that sequence alone, with
+the output `Failed`.  Any other exception leaves `step`: the state of the device is unknown, so the
+process has to end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worker.engine.settings import EngineSettings
 from worker.engine.speculation import Speculation
 from worker.engine.states import states_of
 from worker.engine.stats import Counters, Slots, Stats, load_of
-from worker.engine.step import commit, compute, tell
+from worker.engine.step import commit, compute, report
 from worker.engine.swap import SwapSpace
 from worker.engine.windows import windows_of
 from worker.executor.batch import Batch, BatchType
@@ -43,16 +43,16 @@ from worker.executor.contract import (
     Structurer,
 )
 
-# An engine with nothing else to do looks after so long whether a call has come.
+# How long an idle engine waits for a grammar before it looks for calls again.
 _COMPILER_LOOK_S: Final = 0.002
 
 
 class Engine:
-    """Sequences in, outputs out; owns the block pool and drives the executor.
+    """Owns the block pool and drives the executor.
 
-    `cache` is the executor's, for packing and unpacking the blocks named in outputs.  `announce`,
-    when set, is called in `step` with `Started`, `Reserved` and `Failed` before the batch is
-    computed, so that a transfer can begin meanwhile.
+    `cache` is the executor's, to pack and unpack the blocks named in outputs.  If `announce` is
+    set, `step` calls it with `Started`, `Reserved` and `Failed` before it computes the batch, so
+    that transfers start early.
     """
 
     def __init__(
@@ -69,13 +69,12 @@ class Engine:
         """Allocate the KV cache; `settings` are those of `worker.engine.settings.EngineSettings`.
 
         Args:
-            num_states: For how many states there is room, of layers that keep one; None: for as
-                many as `MemoryRequirements` says.
-            num_window_blocks: How many blocks layers with a window have; None likewise.
+            num_states: Slots for states; None for what `MemoryRequirements` says.
+            num_window_blocks: Blocks of layers with a window; None likewise.
 
         Raises:
             TypeError: There is no such setting.
-            ValueError: One is out of its range.
+            ValueError: A setting is out of its range.
         """
         self.config = EngineSettings(**settings).within(executor.capabilities)
         self.info = executor.info
@@ -108,19 +107,16 @@ class Engine:
         self._outputs: list[Output] = []
         self._compiling: list[Sequence] = []  # their grammars or masks are not ready
         self._drawer: Drawer | None = None
-        # Drafts are of tokens that are known, and a step writes states over those before.
+        # Drafts need known tokens, and a step overwrites the states before it.
         if isinstance(executor, Drawer) and not self.config.speculate and self.pool.states is None:
             self._drawer = executor
         self._flight: Flight | None = None
         self._is_stalled = False
 
-    # What a role asks for.  The answers, refusals included, are outputs of `step`.
+    # Requests of a role.  Results, refusals included, are outputs of `step`.
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a prompt to be read; what comes after is generated here unless it is a `transfer`.
-
-        An id that is known already is ignored.
-        """
+        """Queue a prompt; ignore a known id."""
         sequence.bind(self.info)
         self._accept(sequence, sequence.problem(self.info, self.pool))
 
@@ -132,19 +128,19 @@ class Engine:
         *,
         is_claimed: bool = False,
     ) -> None:
-        """Queue for blocks into which the KV of these tokens will be unpacked."""
+        """Queue for blocks to unpack the KV of these tokens into."""
         sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
         sequence.is_claimed = is_claimed
         self._accept(sequence, sequence.problem(self.info, self.pool, 1))
 
     def claim(self, request_id: int) -> None:
-        """A router has asked for the KV of a reservation; an unknown id is ignored."""
+        """Mark a reservation as requested by a router; ignore an unknown id."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
             self.scheduler.reserving.claim(sequence)
 
     def let_others_pass(self, request_id: int) -> None:
-        """Reservations that begin alike wait for this one's KV no longer; ignore an unknown id."""
+        """Stop other reservations from waiting to share its prefix; ignore an unknown id."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
             self.scheduler.reserving.let_others_pass(sequence)
@@ -155,15 +151,15 @@ class Engine:
         token_ids: Many[int],
         options: Options,
         max_new_tokens: int | None = None,
-        asked_s: float | None = None,
+        requested_s: float | None = None,
     ) -> None:
-        """Generate from a reservation whose KV is complete; others may share it from here on.
+        """Generate from a reservation whose KV is complete, and let others share its KV.
 
-        `token_ids` are the reserved tokens and at least one more, the token drawn after them.  The
-        deadline counts from `asked_s` on the engine's clock, by default from now.
+        `token_ids` are the reserved tokens and at least one more, drawn after them.  The deadline
+        counts from `requested_s` on the engine's clock, by default from now.
 
         Raises:
-            LocalProtocolError: The sequence is known, but is not a reservation that was granted.
+            LocalProtocolError: The sequence is known, but is not a granted reservation.
         """
         self._is_stalled = False
         sequence = self._sequences.get(request_id)
@@ -180,12 +176,12 @@ class Engine:
             self._fail(request_id, *problem)
             return
         sequence.started_s = self._clock()
-        sequence.set_deadline(sequence.started_s if asked_s is None else asked_s)
+        sequence.set_deadline(sequence.started_s if requested_s is None else requested_s)
         sequence.bind(self.info)
         self.scheduler.run(sequence)
 
     def release(self, request_id: int) -> None:
-        """The transfer has ended: free the blocks, or when the first token is there, then."""
+        """Free the blocks after a transfer, or as soon as the first token is drawn."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is None:
             return
@@ -194,10 +190,7 @@ class Engine:
             self._finish(sequence)
 
     def halt(self, request_id: int) -> None:
-        """Compute no more of a sequence, whose blocks a socket still has: they stay until `cancel`.
-
-        An unknown id is ignored.
-        """
+        """Stop computing a sequence, but keep its blocks for a socket until `cancel`."""
         self._is_stalled = False
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.status is Status.RUNNING:
@@ -205,17 +198,17 @@ class Engine:
             self.scheduler.hold(sequence)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a sequence in any state and free what it holds; an unknown id is ignored."""
+        """Drop a sequence in any state and free its blocks; ignore an unknown id."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
-            # A sequence whose KV is being transferred was counted as finished.
+            # A sequence in transfer was counted as finished.
             self.counters.cancelled += sequence.status is not Status.HANDING_OVER
             self._finish(sequence)
 
     # The step.
 
     def step(self) -> list[Output]:
-        """Compute one batch of all sequences that can go on; return what is to be said of them."""
+        """Compute one batch; return the outputs."""
         was_in_flight = self._flight is not None
         if was_in_flight and not self._can_plan_ahead():
             self.counters.forward_s += self._land()
@@ -229,7 +222,7 @@ class Engine:
         if self.pool.states is not None:
             self.pool.states.prepare(plan.arriving, plan.num_written)
         self.swap.carry_in(plan.swapped_in)
-        self._tell(plan)
+        self._report(plan)
         if plan.chunks:
             executor_s = self._compute(plan)
             self.counters.measure(draft_s - start_s, executor_s, self._clock() - draft_s)
@@ -241,7 +234,7 @@ class Engine:
         return self._take_outputs()
 
     def has_work(self) -> bool:
-        """Whether `step` could do anything before the engine is asked for something new."""
+        """Return whether `step` could do anything before another call."""
         if self._outputs or self.scheduler.running or self._compiling or self._flight is not None:
             return True
         if not self._is_stalled and (self.scheduler.waiting or self.scheduler.reserving):
@@ -249,23 +242,23 @@ class Engine:
         return self.idle_s() == 0.0
 
     def idle_s(self) -> float | None:
-        """Seconds until there is work even if nobody asks for any: a deadline; None for never."""
+        """Return the seconds until the next deadline; None if there is none."""
         next_s = self.scheduler.deadlines.next_s
         return None if next_s is None else max(0.0, next_s - self._clock())
 
-    def _tell(self, plan: Plan) -> None:
+    def _report(self, plan: Plan) -> None:
         self.counters.count(plan)
         for sequence in plan.started:
             sequence.started_s = self._clock()
         for sequence in plan.failed + plan.overdue:
             if sequence.status is Status.FINISHED:
                 self._forget(sequence)
-        self._outputs += tell(plan, self.pool)
+        self._outputs += report(plan, self.pool)
         if self.announce is not None and self._outputs:
             self.announce(self._take_outputs())
 
     def _compute(self, plan: Plan) -> float:
-        """Compute a plan, or start it; return the seconds spent in calls of the executor."""
+        """Compute or start a plan; return the seconds spent in the executor."""
         chunks = plan.chunks
         batch, drawer = self._lay_out(plan.kind, chunks)
         executor_s = 0.0
@@ -286,14 +279,14 @@ class Engine:
             self._commit(chunks, outcome)
         else:
             self._flight = Flight(chunks, batch.samplings, outcome)
-            if plan.prefill:  # the next plan may share or send the blocks that it fills
+            if plan.prefill:  # the next plan may share or send its blocks
                 executor_s += self._land()
         if plan.is_mostly_prefill(self.config.max_ubatch_tokens):
             self.swap.costs.observe_prefill(plan.num_prefill_tokens, executor_s)
         return executor_s
 
     def _lay_out(self, kind: BatchType, chunks: list[Chunk]) -> tuple[Batch, Drawer | None]:
-        """Return the batch of a step, and the drawer if the device can draw all its tokens."""
+        """Build the batch; return it with the drawer if the device can draw all its tokens."""
         if self.pool.windows is not None:
             for chunk in chunks:
                 chunk.sequence.look_ahead(chunk.num_rows, self.pool)
@@ -301,7 +294,7 @@ class Engine:
         return batch, drawer if drawer is not None and drawer.can_draw(batch) else None
 
     def _land(self) -> float:
-        """Commit the step in flight, if there is one; return the seconds that the host waited."""
+        """Commit the step in flight, if any; return the seconds that the host waited."""
         if self._flight is None:
             return 0.0
         start_s = self._clock()
@@ -311,9 +304,9 @@ class Engine:
         return end_s - start_s
 
     def _can_plan_ahead(self) -> bool:
-        """Whether the next plan can be made before the step in flight is read.
+        """Return whether to plan before the step in flight is read.
 
-        Not if a deadline has passed, or if a sequence may be preempted: such a plan would differ.
+        Not if a deadline has passed or a sequence may be preempted: the plan would differ.
         """
         return self.scheduler.has_block_for_each() and self.idle_s() != 0.0
 
@@ -331,14 +324,14 @@ class Engine:
                 self._compiling.append(sequence)
 
     def _give_up(self, chunks: list[Chunk], failure: SequenceFailed) -> None:
-        """End the one that failed; nothing was committed, so the next step computes the others.
+        """End the failed sequence, and others whose structures failed in the same step.
 
-        Those whose structures failed in the same step end with it, so that no more steps are lost.
+        Nothing was committed: the next step computes the rest.
         """
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             if sequence.status is not Status.RUNNING:
-                continue  # it ended with the step before
+                continue  # it ended in the step before
             sequence.undo(self.pool)
             if index == failure.index:
                 self._fail(sequence.request_id, failure.code, failure.message)
@@ -348,12 +341,12 @@ class Engine:
                 self._end(sequence)
 
     def _look_at_grammars(self) -> None:
-        """End sequences whose grammar cannot be compiled or followed; let ready ones go on."""
+        """Resume sequences whose grammar or mask is ready; end those whose grammar failed."""
         waiting, self._compiling = self._compiling, []
         for sequence in waiting:
             if sequence.status is Status.FINISHED or sequence.structured is None:
                 continue
-            # Only what has been looked at here is scheduled: threads end at any moment.
+            # Only this call changes it, because threads end at any moment.
             sequence.is_ready = sequence.structured.is_ready
             if not sequence.is_ready:
                 self._compiling.append(sequence)
@@ -362,7 +355,7 @@ class Engine:
                 self._fail(sequence.request_id, ErrorCode.INVALID_REQUEST, problem)
 
     def _hold(self, sequence: Sequence) -> Problem | None:
-        """Hold the sequence to its structure, if it has one; say why that cannot be."""
+        """Start to compile the sequence's structure, if any; return why that is impossible."""
         structure = sequence.options.structure
         if structure is None:
             return None
@@ -413,16 +406,15 @@ class Engine:
         self.counters.failed += 1
         self._outputs.append(Failed(request_id, code, message))
 
-    # The figures that others read.
+    # Figures.
 
     @property
     def request_ids(self) -> Set[int]:
-        """Requests that have a sequence here, in any state."""
         return self._sequences.keys()
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks: running, reserved, or being transferred."""
+        """The number of sequences with blocks: running, reserved, or in transfer."""
         return len(self._sequences) - self.num_waiting
 
     @property
@@ -431,15 +423,12 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Batches computed so far; moves as long as there is progress."""
         return self.counters.steps
 
     def slots(self) -> Slots:
-        """Return which sequence runs where (seed 002)."""
         return Slots.of(self.scheduler.running, self.scheduler.max_running, self._clock())
 
     def stats(self) -> Stats:
-        """Return all totals and gauges (seed 004)."""
         return Stats.of(self.scheduler, self.counters)
 
     def load(self) -> Load:
@@ -447,7 +436,7 @@ class Engine:
         return load_of(self.pool, self.counters)
 
     def check(self) -> None:
-        """Assert that every block is accounted for; call it when idle, or after any step."""
+        """Assert that every block is accounted for.  Valid between steps."""
         sequences = self._sequences.values()
         self.pool.check(sequence.block_table for sequence in sequences)
         if self.pool.windows is not None:

@@ -1,10 +1,8 @@
-"""A step in flight: a device computes it while the host commits the one before and plans the next.
+"""A step in flight: the device computes it while the host commits the previous step.
 
-After step n has begun, the host plans step n + 1 as if each sequence of n went on, starts it, too,
-and only then reads the tokens of n.  A sequence that turns out to have ended has a row in
-n + 1 for nothing: its token is dropped, and its KV lies behind all that is read.  Its blocks are
-free for others at once, who write to them later: a device computes steps in order, and a copy
-begins after the steps that were started before it.
+The host plans and starts step n + 1 as if each sequence of step n continued, then reads the tokens
+of n.  If a sequence turns out to have ended, its token of n + 1 is dropped.  Its blocks may be
+reused at once, because the device runs steps and copies in the order of their start.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ from worker.executor.contract import Drawn, SampledToken
 
 
 class Flight:
-    """A step whose tokens were not read yet; its sequences have moved on as if it had ended.
+    """A step whose tokens are not read yet; its sequences are advanced as if it had ended.
 
-    Until `land`, -1 - r stands for the token of row r at the end of a sequence.
+    Until `land`, -1 - r at the end of a sequence stands for the token of row r.
     """
 
     def __init__(self, chunks: Many[Chunk], samplings: Many[Sampling], drawn: Drawn) -> None:
-        """Let the sequences of a step move on."""
         rows = {sampling.request_id: row for row, sampling in enumerate(samplings)}
         self._parts = [(chunk, rows.get(chunk.sequence.request_id)) for chunk in chunks]
         self._drawn = drawn
@@ -37,9 +34,9 @@ class Flight:
                 sequence.is_ready = len(sequence.token_ids) < sequence.max_len
 
     def land(self) -> tuple[list[Chunk], list[SampledToken]]:
-        """Wait for the step; return its chunks and the tokens drawn, to be committed.
+        """Wait for the step and rewind its sequences; return chunks and tokens to commit.
 
-        Sequences are as they were before the step.  Those that have ended since are left out.
+        Sequences that have ended since are left out.
         """
         drawn = self._drawn.tokens()
         chunks: list[Chunk] = []

@@ -1,24 +1,17 @@
-"""What seed 003 has around an executor: status, metrics, a warmup, and steps made by hand.
-
-`MeasuredExecutor` stands between an engine and its executor.  It counts as a step `forward` and, if
-anything is sampled, the `sample` after it; a step that fails with `SequenceFailed` is logged and
-not counted.  The engine calls from its thread; `status` and `metrics` may be called from any.
-
-`Direct` drives an executor without an engine: seed 003's prefill, decode and release_cache, for the
-warmup, for trying a plug-in in a console and for tests of executors.
-"""
+"""Status, metrics and a warmup around any executor; `Direct` drives one by hand (seed 003)."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -42,13 +35,65 @@ from worker.executor.contract import (
     SequenceFailed,
     Structurer,
 )
-from worker.executor.metrics import Metrics, Stopwatch
 
 log = structlog.get_logger("worker")
 
+# Percentiles are of so many latest steps: enough for a p95, quickly sorted.
+WINDOW: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds of one kind of step; the percentiles are of the latest `WINDOW`."""
+
+    num_steps: int
+    mean_s: float
+    p50_s: float
+    p95_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Totals since the executor was made.
+
+    Attributes:
+        prefill: Steps that read prompts, with or without generation.
+        decode: Steps that only generate.
+        tokens_per_second: Sampled tokens over the time of all steps.
+        mean_batch_sequences: Sequences of a step.
+    """
+
+    prefill: Latency
+    decode: Latency
+    tokens_per_second: float
+    mean_batch_sequences: float
+
+    @property
+    def num_steps(self) -> int:
+        return self.prefill.num_steps + self.decode.num_steps
+
+
+class Stopwatch:
+    """Times of one kind of step; one thread writes, any thread reads."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.total_s = 0.0
+        self._latest = deque[float](maxlen=WINDOW)
+
+    def add(self, seconds: float) -> None:
+        self._latest.append(seconds)
+        self.total_s += seconds
+        self.num_steps += 1
+
+    def latency(self) -> Latency:
+        latest = sorted(self._latest.copy())
+        mean_s = self.total_s / self.num_steps if self.num_steps else 0.0
+        return Latency(self.num_steps, mean_s, _percentile(latest, 50), _percentile(latest, 95))
+
 
 class State(StrEnum):
-    """Where an executor is in its life."""
+    """The life cycle of an executor."""
 
     INITIALIZING = "initializing"  # until `allocate`
     READY = "ready"
@@ -59,7 +104,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes of the model, of its KV cache, and the most that this process ever had in memory."""
+    """Bytes of the weights, of the KV cache, and of this process at its peak."""
 
     parameter_bytes: int
     kv_cache_bytes: int
@@ -68,9 +113,9 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """An executor at one moment; `last_step_s` is when its last step ended, None before any.
+    """A snapshot of an executor; `last_step_s` is when its last step ended, None before any.
 
-    It is in `num_shards` x `num_stages` processes, and so is its memory but for the peak.
+    Weights and KV cache are divided among `num_shards` x `num_stages` processes.
     """
 
     state: State
@@ -82,7 +127,11 @@ class ExecutorStatus:
 
 
 class MeasuredExecutor:
-    """An executor with status and metrics; implements `worker.executor.contract.Executor`."""
+    """Wraps an executor to count and time its steps; implements `Executor` itself.
+
+    A step is `forward` and, if anything is sampled, the `sample` after it.  A step that fails with
+    `SequenceFailed` is logged and not counted.  Any thread may call `status` and `metrics`.
+    """
 
     def __init__(self, executor: Executor, *, clock: Callable[[], float] = time.perf_counter):
         self.info = executor.info
@@ -98,9 +147,9 @@ class MeasuredExecutor:
         self._prefill, self._decode = Stopwatch(), Stopwatch()
         self._num_sampled = 0
         self._num_sequences = 0
-        self._is_overdraw_told = False
+        self._is_bad_token_logged = False
         self._faults = RepeatedLine(log.warning, "a sequence cannot be computed", clock)
-        # What it can do besides, it still can.
+        # Optional capabilities pass through.
         if isinstance(executor, Scorer):
             self.score = executor.score
         if isinstance(executor, Structurer):
@@ -118,10 +167,10 @@ class MeasuredExecutor:
         return self._cache
 
     def warmup(self) -> None:
-        """Read a prompt and generate a token, so that no request waits for what is done only once.
+        """Read a prompt and generate a token, so that no request waits for compilation.
 
-        A broken plug-in fails here, before the first request.  It writes to blocks, so its time is
-        between `allocate` and the first sequence.  It is not counted.
+        A broken plug-in fails here.  The warmup writes to blocks, so it has to run before the first
+        sequence.  Its steps are not counted.
         """
         assert self._cache is not None, "allocate comes first"
         room = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
@@ -155,19 +204,15 @@ class MeasuredExecutor:
     def _sampled(
         self, batch: Batch, started_s: float, method: str, call: Callable[..., Any], *args: Any
     ) -> list[SampledToken]:
-        """Return a step's tokens, which `call` returns: with them the step has ended."""
+        """Return the tokens that `call` draws, and count the step."""
         tokens: list[SampledToken] = self._watched(method, batch, call, *args)
         self._finish(batch, started_s)
-        if (
-            not self._is_overdraw_told
-            and max([it.token_id for it in tokens]) >= self.info.vocab_size
-        ):
-            self._is_overdraw_told = True
-            log.error(
-                "the executor drew a token that is not below its vocab_size",
-                token=max(it.token_id for it in tokens),
-                vocab_size=self.info.vocab_size,
-            )
+        if not self._is_bad_token_logged:
+            highest, vocab_size = max([it.token_id for it in tokens]), self.info.vocab_size
+            if highest >= vocab_size:
+                self._is_bad_token_logged = True
+                event = "the executor drew a token that is not below its vocab_size"
+                log.error(event, token=highest, vocab_size=vocab_size)
         return tokens
 
     def shutdown(self) -> None:
@@ -176,22 +221,19 @@ class MeasuredExecutor:
         self._state = State.SHUTDOWN
 
     def status(self) -> ExecutorStatus:
-        cache = self._cache
-        parameter_bytes = self.capabilities.memory.parameter_bytes
+        cache, memory = self._cache, self.capabilities.memory
         kv_cache_bytes = 0
         if cache is not None:
-            token_bytes = self.capabilities.memory.kv_bytes_per_token
-            kv_cache_bytes = cache.num_blocks * cache.block_size * token_bytes
+            block_bytes = cache.num_blocks * memory.kv_bytes_per_token
             if cache.layout.windows:
-                token_bytes = self.capabilities.memory.window_bytes_per_token
-                kv_cache_bytes += cache.window_blocks.num_blocks * cache.block_size * token_bytes
+                block_bytes += cache.window_blocks.num_blocks * memory.window_bytes_per_token
+            kv_cache_bytes = block_bytes * cache.block_size
             if cache.layout.has_state:
                 kv_cache_bytes += cache.state_slots.num_slots * cache.layout.state_bytes
-        memory = MemoryUsage(parameter_bytes, kv_cache_bytes, _peak_bytes())
         return ExecutorStatus(
             self._state,
             self._batch_sequences,
-            memory,
+            MemoryUsage(memory.parameter_bytes, kv_cache_bytes, _peak_bytes()),
             self._last_step_s,
             self.capabilities.num_shards,
             self.capabilities.num_stages,
@@ -208,7 +250,7 @@ class MeasuredExecutor:
         )
 
     def _watched(self, method: str, batch: Batch, call: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the executor."""
+        """Call a method of the executor, and note in `status` how it failed if it did."""
         try:
             return call(*args)
         except SequenceFailed as failure:  # only that sequence is affected
@@ -224,7 +266,7 @@ class MeasuredExecutor:
             raise
 
     def _finish(self, batch: Batch, started_s: float) -> None:
-        # A step that was started while the last one ran has computed only since that one ended.
+        # A step started behind another one has computed only since that one ended.
         started_s = max(started_s, self._last_step_s or started_s)
         self._last_step_s = self._clock()
         stopwatch = self._decode if batch.kind is BatchType.DECODE else self._prefill
@@ -240,9 +282,9 @@ class _MeasuredDrawn(NamedTuple):
 
 
 class Direct:
-    """Reads prompts and generates, each call one step.  `cache` is what `allocate` returned.
+    """Reads prompts and generates, one step a call: for the warmup, a console, and tests.
 
-    It hands out blocks of its own, so an engine must not use the same cache meanwhile.
+    `cache` is what `allocate` returned.  No engine may use it at the same time.
     """
 
     def __init__(self, executor: Executor, cache: KVCache) -> None:
@@ -256,7 +298,7 @@ class Direct:
         )
 
     def prefill(self, token_ids: Many[int], options: Options | None = None) -> Sequence:
-        """Read a prompt; return the sequence, its first token appended to its `token_ids`."""
+        """Read a prompt; return its sequence, with the first token appended."""
         (sequence,) = self.batch_prefill([token_ids], options)
         return sequence
 
@@ -273,20 +315,16 @@ class Direct:
         return sequences
 
     def decode(self, sequence: Sequence) -> SampledToken:
-        """Compute the KV of the sequence's last token; draw, append and return the next one."""
+        """Draw, append and return the next token of a sequence."""
         (token,) = self.batch_decode([sequence])
         return token
 
     def batch_decode(self, sequences: Many[Sequence]) -> list[SampledToken]:
-        """Generate one token of each sequence in one step.
-
-        Raises:
-            ValueError: There are not enough blocks.
-        """
+        """Generate one token of each sequence in one step; see `batch_prefill`."""
         return self._step(BatchType.DECODE, sequences)
 
     def release_cache(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back; it cannot go on."""
+        """Free the blocks of a sequence, which has then ended."""
         sequence.give_back(self._pool)
         if self._pool.states is not None:
             self._pool.states.prepare((), 0)
@@ -321,8 +359,13 @@ class Direct:
 
 
 def measured(executor: Executor) -> MeasuredExecutor:
-    """Return the executor with measurements around it; one that has them is returned as it is."""
+    """Wrap an executor in a `MeasuredExecutor`, unless it is one."""
     return executor if isinstance(executor, MeasuredExecutor) else MeasuredExecutor(executor)
+
+
+def _percentile(ordered: list[float], percent: int) -> float:
+    """Return the least value that `percent` of them do not exceed, 0 if there are none."""
+    return ordered[-(-len(ordered) * percent // 100) - 1] if ordered else 0.0
 
 
 def _peak_bytes() -> int:

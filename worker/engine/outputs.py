@@ -1,4 +1,4 @@
-"""What the engine says about sequences: the outputs of a step; types only."""
+"""The outputs of a step; types only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first blocks are allocated; the KV of `cached_tokens` leading tokens is there already."""
+    """The first blocks are allocated; the first `cached_tokens` tokens have their KV already."""
 
     request_id: int
     block_table: tuple[int, ...]
@@ -24,7 +24,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """KV of the first `num_tokens` tokens exists, those found in the prefix cache included."""
+    """KV of the first `num_tokens` tokens exists, cached ones included."""
 
     request_id: int
     num_tokens: int
@@ -33,9 +33,9 @@ class Computed:
 class Token(msgspec.Struct, frozen=True, gc=False):  # the cheapest type: a step makes hundreds
     """A sampled token; `index` counts from 0 the tokens sampled on this worker.
 
-    With `finish_reason` "stop" it is an EOS or stop token: it ends the sequence and is not part of
-    the text.  With "length" it is the last token of the text.  `prompt_logprobs` comes
-    with the first token, if asked for, packed as in `wire.logprobs`.
+    With `finish_reason` "stop" it is an EOS or stop token and not part of the text; with "length"
+    it is the last token of the text.  The first token carries the requested `prompt_logprobs`,
+    packed as in `wire.logprobs`.
     """
 
     request_id: int
@@ -48,7 +48,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):  # the cheapest type: a step
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Blocks are there for all tokens; `cached_tokens` leading ones have their KV already."""
+    """Blocks are allocated for all tokens; the first `cached_tokens` have their KV already."""
 
     request_id: int
     block_table: tuple[int, ...]
@@ -57,26 +57,25 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Displaced:
-    """A reservation has to end, unless it is claimed meanwhile: a claimed one needs its blocks."""
+    """A reservation must end, unless a router claims it first: a claimed one needs its blocks."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sequence ended without success and holds nothing any more."""
+    """The sequence ended with an error; its blocks are free."""
 
     request_id: int
     code: ErrorCode
     message: str
 
     def for_peers(self) -> WireError:
-        """Return the error for the network; without a model's message, which may quote prompts."""
+        """Return the error for the network, without a model's message, which may quote prompts."""
+        message = self.message
         if self.code is ErrorCode.MODEL_FAILED:
-            return WireError(
-                self.code, "the model failed on this request; the worker's log has why"
-            )
-        return WireError(self.code, self.message)
+            message = "the model failed on this request; the worker's log has why"
+        return WireError(self.code, message)
 
 
 Output = Started | Computed | Token | Reserved | Displaced | Failed

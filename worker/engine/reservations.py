@@ -1,15 +1,13 @@
-"""Reservations: sequences whose KV another worker computes.  They wait for blocks, then for the KV.
+"""Reservations: sequences whose KV another worker computes.  They wait for blocks, then for KV.
 
-They get blocks in order, with one exception.  While KV arrives that a sequence begins with, as with
-n choices of one prompt, the sequence lets others pass, and shares those blocks when the KV is here:
-so neither bytes nor blocks are spent twice.  This costs it no time, for the other sequence is no
-longer, came first, and its KV comes from the same peer.
+They get blocks in order of arrival, except that a sequence whose prefix is arriving from the same
+peer (n choices of one prompt) waits until it can share those blocks.
 
-A reservation is claimed when a router has asked for it.  Until then the KV may be anything that a
-peer chose to send: no other sequence shares it, claimed ones get blocks first, and unclaimed ones
-hold a part of the pool at most, by peer and in all (SPEC 6.2).  One that exceeds its peer's part is
-let in all the same, and has to end when a claimed sequence waits.  Once that has happened, no such
-one is let in any more before it is claimed: so nobody is displaced again and again.
+A reservation is claimed when a router has requested it.  Until then the KV may be anything a peer
+chose to send: it is not shared, claimed reservations get blocks first, and unclaimed ones may hold
+only a part of the pool, by peer and in total (SPEC 6.2).  One that exceeds its peer's part is
+admitted, but displaced when a claimed sequence waits.  After the first displacement, none that
+exceeds a part is admitted before it is claimed.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ PART_OF_ALL: Final = 2
 
 
 class Reservations:
-    """The sequences that wait for blocks, in order, and those whose KV arrives."""
+    """The sequences that wait for blocks, in order, and those whose KV is arriving."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -37,14 +35,13 @@ class Reservations:
         self._has_displaced = False  # ever
 
     def __len__(self) -> int:
-        """How many wait for blocks."""
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
     def head(self) -> Sequence | None:
-        """Return who is next to get blocks, if anybody is."""
+        """Return the next sequence to get blocks, if any."""
         claimed = (s for s in self._waiting if s.is_claimed and not self._is_on_its_way(s))
         if (sequence := next(claimed, None)) is not None:
             return sequence
@@ -52,7 +49,7 @@ class Reservations:
         return next((s for s in unclaimed if not self._is_on_its_way(s)), None)
 
     def grant(self, sequence: Sequence) -> None:
-        """Enter that the sequence got its blocks, so its KV may arrive."""
+        """Record that the sequence got its blocks."""
         self._waiting.remove(sequence)
         self._arriving[sequence.request_id] = sequence
         if not sequence.is_claimed:
@@ -60,27 +57,27 @@ class Reservations:
             self.unclaimed.hold(sequence.request_id, sequence.offered_by, amount)
 
     def claim(self, sequence: Sequence) -> None:
-        """Enter that a router has asked for it."""
+        """Record that a router has requested it."""
         sequence.is_claimed = True
         self.unclaimed.release(sequence.request_id)
 
     def displace(self) -> list[int]:
-        """Return the requests that have to end, once: a claimed sequence waits for their blocks."""
+        """Return, once, the requests that must end: a claimed sequence needs their blocks."""
         displaced = self.unclaimed.displace()
         self._has_displaced = self._has_displaced or bool(displaced)
         return displaced
 
     def let_others_pass(self, sequence: Sequence) -> None:
-        """Have no sequence wait to share it: its KV is here, but no router has asked for it."""
+        """Stop others from waiting to share its KV, which is here but unclaimed."""
         self._arriving.pop(sequence.request_id, None)
 
     def begin(self, sequence: Sequence) -> None:
-        """Let others share its KV: all of it is here, and a router has asked for it."""
+        """Let others share its KV, which is complete and claimed."""
         self.remove(sequence)
         sequence.register(self.pool)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended or began to generate."""
+        """Forget a sequence that ended or started to generate."""
         self.unclaimed.release(sequence.request_id)
         if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -90,11 +87,8 @@ class Reservations:
         return self.unclaimed.may_hold(sequence.offered_by, amount)
 
     def _amount(self, sequence: Sequence) -> int:
-        """Return how many blocks it needs, or the same part of the pool as it needs of what else
-        sequences hold, if that is more: blocks of layers with a window, and states.
-
-        Blocks that it shares count too: while it holds them nobody gets them, whoever ends.
-        """
+        """Return the blocks it needs, shared ones included; or its part of window blocks or states
+        in blocks of the pool, if that is more."""
         pool, num_tokens = self.pool, sequence.num_tokens
         num_blocks = amount = pool.blocks_for(num_tokens + 1)
         if (windows := pool.windows) is not None:
@@ -105,7 +99,7 @@ class Reservations:
         return amount
 
     def _is_on_its_way(self, sequence: Sequence) -> bool:
-        """Whether KV arrives from the same peer for tokens that the sequence begins with."""
+        """Return whether KV of a prefix of the sequence is arriving from the same peer."""
         if not self.pool.enable_prefix_cache:
             return False
         return any(
@@ -115,11 +109,11 @@ class Reservations:
 
 
 class Unclaimed:
-    """How much of a `total` unclaimed transfers hold: blocks here, bytes in `worker.transfer`.
+    """The amounts that unclaimed transfers hold of a `total`: blocks here, bytes in
+    `worker.transfer`.
 
-    A peer whose transfers hold its part gets no more, and no peer does when all together hold
-    theirs.  The transfer that exceeds a part is still let in, for it may be the only one.  A router
-    asks as soon as a prompt is read, so an honest peer holds few.
+    A peer that holds its part gets no more, and no peer does when all together hold theirs.  The
+    transfer that exceeds a part is still admitted, because it may be the only one.
     """
 
     def __init__(self, total: int) -> None:
@@ -132,7 +126,7 @@ class Unclaimed:
         return self.held_by.total()
 
     def may_hold(self, peer: Hashable, amount: int = 0) -> bool:
-        """Whether one more transfer of `peer` may hold something: anything, or this amount."""
+        """Return whether `peer` may hold one more transfer, of any size or of this amount."""
         is_over = PEER_PART * (self.held_by[peer] + amount) >= self._total
         return not is_over and PART_OF_ALL * (self.num_held + amount) < self._total
 
@@ -141,7 +135,7 @@ class Unclaimed:
         self.held_by[peer] += amount
 
     def release(self, request_id: int) -> None:
-        """Enter that it was claimed or has ended; nothing happens the second time."""
+        """Record that it was claimed or has ended; idempotent."""
         if (held := self._held.pop(request_id, None)) is not None:
             peer, amount = held
             self.held_by[peer] -= amount
@@ -149,7 +143,7 @@ class Unclaimed:
                 del self.held_by[peer]
 
     def displace(self) -> list[int]:
-        """Forget the youngest transfers of each peer that holds more than its part; return them."""
+        """Remove and return the youngest transfers of peers that exceed their part."""
         displaced = []
         for request_id, (peer, _) in reversed(list(self._held.items())):
             if PEER_PART * self.held_by[peer] > self._total:
@@ -160,6 +154,6 @@ class Unclaimed:
 
 def _begins_with(token_ids: list[int], other: Sequence) -> bool:
     count = other.num_tokens
-    # The last token first: it nearly always tells, and the whole comparison is long.
+    # The last token first: it nearly always decides, and the whole comparison is slow.
     is_likely = count <= len(token_ids) and token_ids[count - 1] == other.token_ids[-1]
     return is_likely and token_ids[:count] == other.token_ids

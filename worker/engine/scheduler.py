@@ -1,28 +1,21 @@
-"""What the next step computes: a pure policy over sequences and blocks; its decision is a `Plan`.
+"""The scheduling policy: plans the next step from sequences and blocks.  Pure.
 
-Each running sequence generates one token first; chunks of prompts take what is left of the step's
-token budget, those of running sequences before those of new ones; drafts take the rest.  When a
-running sequence needs a block and none is free, the sequence that is last in order is preempted:
-its KV is swapped out (`worker.engine.swap` says when) or computed again later.  Only sequences that
-can be recomputed here are preempted: no reservation into which KV arrives, and no sequence whose KV
-is being sent to another worker.
+Each running sequence generates one token; prompt chunks take what is left of the token budget,
+those of running sequences first; drafts take the rest.  When a running sequence needs a block and
+none is free, the last sequence in order is preempted: its KV is swapped out (`worker.engine.swap`)
+or recomputed.  Reservations, and sequences whose KV is being sent, are never preempted.
 
-A prompt that begins like one that this step reads waits for the next step and shares its blocks
-then.  So n choices of one prompt, or many requests with one system prompt, compute it once.
+A prompt with the same prefix as one in this step waits for the next step and shares its blocks.
+So n choices of one prompt compute it once.
 
-Tenants share the tokens of each step that are left for prompts (`worker.engine.fair_shares`); the
-order below holds among the sequences of one tenant.  So the prompts of one client never wait for
-all those of another, whatever their priorities are.
+Tenants share the prompt tokens of a step (`worker.engine.fair_shares`).  Within a tenant, a
+sequence of priority p is ordered as if it had arrived p * ageing_s seconds earlier: so the order of
+two sequences never changes, and none starves.  Reservations are ordered as if their priority were
+above all others, but behind sequences preempted before they arrived.
 
-The order: a sequence of priority p stands where it would if it had come p * ageing_s seconds
-earlier.  So the order of two sequences never changes, and none starves: one that waits is passed
-only by those that come within ageing_s times the difference of their priorities.  Reservations
-stand as if their priority were above all others, but behind sequences that were preempted before
-they came.
-
-It cannot deadlock.  The first running sequence in order can take the blocks of all that may be
-preempted.  The others end by themselves or with the lease of their transfer.  A sequence that would
-not fit the empty pool fails.
+There is no deadlock: the first running sequence can take the blocks of all that may be preempted,
+the others end by themselves or with the lease of their transfer, and a sequence that would not fit
+the empty pool fails.
 """
 
 from __future__ import annotations
@@ -34,17 +27,18 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import Final
 
-from worker.engine.batch import BatchConfig, Chunk
+from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool, Place
 from worker.engine.deadlines import Deadlines
 from worker.engine.fair_shares import Shares
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
+from worker.engine.settings import EngineSettings
 from worker.engine.states import Place as StatePlace
 from worker.engine.swap import Swap, SwapSpace
 from worker.executor.batch import BatchType
 
-# In a step of so many tokens the fixed cost of a step is small beside the cost of its tokens.
+# In steps this large the cost of tokens dominates the fixed cost of a step.
 LARGE_STEP_TOKENS: Final = 512
 # Over the largest of `wire.options.Options.priority`, which is 100.
 RESERVATION_PRIORITY: Final = 101
@@ -52,21 +46,18 @@ RESERVATION_PRIORITY: Final = 101
 
 @dataclass(slots=True)
 class Plan:
-    """One step: what it computes, and which sequences changed state while it was planned.
+    """One step: the chunks to compute, and the sequences whose state changed during planning.
 
     Attributes:
-        decode: Of each sequence that generates, the token sampled last, and drafts after it.
-        prefill: Chunks of prompts, or of what is computed again after a preemption.
-        preempted: Lost their blocks and wait.
-        swapped_out: KV of preempted sequences that is to be saved in host memory.
-        swapped_in: Saved KV that is to be copied into its sequence's new blocks.
+        decode: The last token of each generating sequence, and drafts after it.
+        prefill: Chunks of prompts, or of KV that is recomputed after a preemption.
+        swapped_out: KV of preempted sequences to save in host memory.
+        swapped_in: Saved KV to copy into its sequence's new blocks.
         started: Run for the first time.
-        reserved: Reservations that got their blocks.
         failed: Do not fit the pool, even alone; their blocks are free.
-        displaced: Unclaimed reservations that a sequence waits for; their transfers have to end.
-        filled: The first block that each chunk of `prefill` makes full; who needs it waits.
-        overdue: Passed their deadline.  Their blocks are free, except of one whose KV may be on
-            its way to another worker: it keeps them until that has ended.
+        displaced: Unclaimed reservations whose blocks another sequence needs.
+        filled: The first block that each chunk of `prefill` fills; sequences that need it wait.
+        overdue: Passed their deadline; their blocks are free unless a transfer still reads them.
     """
 
     decode: list[Chunk] = field(default_factory=list)
@@ -100,25 +91,25 @@ class Plan:
         return sum(chunk.num_tokens for chunk in self.prefill)
 
     def is_mostly_prefill(self, max_ubatch_tokens: int) -> bool:
-        """Whether prompts fill at least half of the step, and half of a large step."""
+        """Return whether prompts fill at least half of the step, and half of a large step."""
         large = min(max_ubatch_tokens, LARGE_STEP_TOKENS)
         return bool(self.prefill) and 2 * self.num_prefill_tokens >= max(self.num_tokens, large)
 
     @property
     def arriving(self) -> list[StatePlace]:
-        """Where the states will lie that come from elsewhere."""
+        """The places of states that are received or swapped in."""
         sent = [it for it in self.reserved if it.num_cached_tokens < it.num_tokens]
         places: list[StatePlace] = [(it.block_table, it.num_tokens) for it in sent]
         return places + [(it.blocks, it.token_start + it.num_tokens) for it in self.swapped_in]
 
     @property
     def num_written(self) -> int:
-        """How many states the step may write: at the end of each chunk, and of a block in it."""
+        """The most states the step may write: at the end of each chunk, and of a block in it."""
         return sum(1 + (chunk.num_tokens > 1) for chunk in self.chunks)
 
     @property
     def is_progress(self) -> bool:
-        """Whether anything changed; if not, another plan would be as empty until a call comes."""
+        """False if the next plan would be as empty, unless a call comes."""
         admitted = self.started or self.reserved or self.swapped_in
         ended = self.failed or self.overdue
         return bool(self.decode or self.prefill or self.preempted or admitted or ended)
@@ -130,7 +121,7 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        config: BatchConfig,
+        config: EngineSettings,
         swap: SwapSpace,
         enough_tokens: int | None = None,
     ) -> None:
@@ -149,7 +140,7 @@ class Scheduler:
         self._last_kind = BatchType.PREFILL
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Take a new sequence, or a reservation; both must be able to fit."""
+        """Queue a new sequence or reservation, which must fit the empty pool."""
         if sequence.status is Status.RESERVING:
             self.reserving.add(sequence)
         else:
@@ -157,7 +148,7 @@ class Scheduler:
         self.deadlines.add(sequence)
 
     def run(self, sequence: Sequence) -> None:
-        """Let a sequence that has its blocks take part in the next steps."""
+        """Run a sequence that has its blocks."""
         if sequence.status is Status.RESERVED:
             self.reserving.begin(sequence)
             self.deadlines.add(sequence)
@@ -166,13 +157,13 @@ class Scheduler:
         insort(self.running, sequence, key=self._order)
 
     def hold(self, sequence: Sequence) -> None:
-        """Stop computing a sequence but keep its blocks, until `finish`."""
+        """Stop computing a sequence but keep its blocks until `finish`."""
         self._stop(sequence)
         sequence.move_to(Status.HANDING_OVER)
-        self.deadlines.remove(sequence)  # from here on the lease of the transfer counts
+        self.deadlines.remove(sequence)  # from here on the transfer's lease limits it
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence in whatever state it is and give back its blocks."""
+        """End a sequence in any state and free its blocks."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status in (Status.RESERVING, Status.RESERVED):
@@ -185,7 +176,7 @@ class Scheduler:
         self._give_back(sequence)
 
     def schedule(self, now: float = 0.0) -> Plan:
-        """Decide the next step; blocks are allocated for everything in the plan."""
+        """Plan the next step, and allocate its blocks."""
         plan = Plan()
         for sequence in self.deadlines.take_overdue(now):
             self._end_overdue(sequence, plan)
@@ -211,7 +202,7 @@ class Scheduler:
         return plan
 
     def has_block_for_each(self) -> bool:
-        """Whether each running sequence can get the blocks that it lacks: none has to give way."""
+        """Return whether the next step needs no preemption."""
         pool = self.pool
         wanted = [pool.blocks_for(len(it.token_ids)) - len(it.block_table) for it in self.running]
         lacking = [number for number in wanted if number > 0]
@@ -221,21 +212,19 @@ class Scheduler:
     def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
         plan.overdue.append(sequence)
         if sequence.status is Status.RUNNING and sequence.transfer and not sequence.is_released:
-            self.hold(sequence)  # its blocks may be read at this moment; `finish` frees them
+            self.hold(sequence)  # a transfer may be reading its blocks; `finish` frees them
         else:
             self.finish(sequence)
 
     def _secure_blocks(self, plan: Plan) -> list[Sequence]:
-        """Return, in order, the running sequences that take part; each has all blocks it needs."""
+        """Return, in order, the running sequences that take part, after allocating their blocks."""
         stepped: list[Sequence] = []
         block_size = self.pool.block_size
         for sequence in self.running.copy():
             if len(stepped) == self.max_running:
                 break
-            if sequence.status is not Status.RUNNING:
-                continue  # preempted for one before it in this loop
-            if not sequence.is_ready:
-                continue
+            if sequence.status is not Status.RUNNING or not sequence.is_ready:
+                continue  # preempted in this loop, or waiting for its mask
             room = len(sequence.block_table) * block_size
             if len(sequence.token_ids) <= room or self._grow(sequence, plan):
                 stepped.append(sequence)
@@ -247,7 +236,7 @@ class Scheduler:
         return not (reading or self.waiting)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
-        """Get the blocks that its tokens need; return whether the sequence still runs."""
+        """Allocate blocks for its tokens; return False if it was preempted or failed."""
         num_blocks = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
         if not self.pool.can_ever_fit(sequence.num_tokens):
             self.finish(sequence)
@@ -281,22 +270,19 @@ class Scheduler:
         sequence.slot = None
 
     def _shares(self, reading: list[Sequence], budget: int) -> Shares:
-        """Divide the step's tokens among the tenants whose prompts are being read or wait."""
+        """Divide the budget among the tenants whose prompts are being read or wait."""
         needs = Counter[int]()
         for sequence in chain(reading, self.waiting):
             needs[sequence.options.tenant] += sequence.num_uncomputed_tokens
         return Shares(needs, budget)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan, shares: Shares) -> int:
-        """Plan as much of the sequence as the budget has, and its tenant's share of it.
-
-        Returns how many tokens that is.
-        """
+        """Plan a chunk within the budget and the tenant's share; return its number of tokens."""
         tenant = sequence.options.tenant
         num_tokens = min(sequence.num_uncomputed_tokens, budget, shares.left(tenant))
         if num_tokens:
             if sequence.is_decoding and self.config.prefer_pure_decode:
-                return 0  # it generates, in the turn of those that do
+                return 0  # it generates, in a decode step
             chunks = plan.decode if sequence.is_decoding else plan.prefill
             chunks.append(Chunk(sequence, num_tokens))
             plan.filled.update(sequence.filled(num_tokens, self.pool))
@@ -304,10 +290,7 @@ class Scheduler:
         return num_tokens
 
     def _spread(self, reading: list[Sequence], plan: Plan, budget: int) -> None:
-        """Read more of prompts that a share cut short by the tokens that other tenants did not use.
-
-        Their prompts are in the prefix cache, get no blocks, or wait until another sequence ends.
-        """
+        """Extend chunks by tokens that other tenants could not use after all."""
         planned = {chunk.sequence for chunk in plan.prefill}
         left_out = [Chunk(sequence, 0) for sequence in reading if sequence not in planned]
         for index, chunk in enumerate(plan.prefill + left_out):
@@ -320,7 +303,7 @@ class Scheduler:
             budget -= num_tokens - chunk.num_tokens
 
     def _add_drafts(self, plan: Plan) -> None:
-        """Add drafts to the plan as far as tokens and blocks are left; they displace nothing."""
+        """Add drafts as far as tokens and blocks are left."""
         if not any(chunk.sequence.drafts for chunk in plan.decode):
             return
         budget = self.config.max_ubatch_tokens - plan.num_tokens
@@ -332,10 +315,7 @@ class Scheduler:
                 budget -= num_drafts
 
     def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
-        """Get blocks for the KV of drafts; return how many drafts have room.
-
-        Cached blocks are taken too: accepted drafts would need them in the next step anyway.
-        """
+        """Allocate blocks for drafts; return how many drafts have room."""
         table, pool = sequence.block_table, self.pool
         room = len(table) * pool.block_size - len(sequence.token_ids)
         if room >= num_drafts:
@@ -347,27 +327,15 @@ class Scheduler:
         return num_drafts
 
     def _admit(self, plan: Plan, budget: int, shares: Shares) -> int:
-        """Start sequences that wait, in order; return how many tokens of them are planned."""
+        """Start waiting sequences in order; return how many of their tokens are planned."""
         may_start = self.config.dynamic_batching or not self.running
         later: list[int] = []  # blocks of each sequence that will start in the next step
         num_passed = 0  # sequences whose tenants have used their shares
         given = budget
         while (sequence := self._head(len(later) + num_passed)) is not None:
             if sequence.status is Status.RESERVING:
-                # One token more than there are: the first step must not preempt.
-                num_tokens = sequence.num_tokens
-                room = (num_tokens + 1, num_tokens, later)
-                if not self._allocate(sequence, *room, next_token=num_tokens):
-                    if sequence.is_claimed:
-                        plan.displaced = self.reserving.displace()
+                if not self._reserve(sequence, plan, later):
                     break
-                if self.pool.windows is not None:
-                    sequence.whole_from = self.pool.windows.whole_from(num_tokens)
-                    sequence.look(num_tokens, num_tokens + 1, self.pool)
-                sequence.go_on_from(num_tokens, self.pool)
-                self.reserving.grant(sequence)
-                sequence.move_to(Status.RESERVED)
-                plan.reserved.append(sequence)
                 continue
             if not sequence.is_ready:  # others need not wait for its grammar
                 later.append(0)
@@ -392,26 +360,41 @@ class Scheduler:
             budget -= self._plan_chunk(sequence, budget, plan, shares)
         return given - budget
 
+    def _reserve(self, sequence: Sequence, plan: Plan, later: list[int]) -> bool:
+        """Allocate the blocks of a reservation; return whether it got them."""
+        num_tokens = sequence.num_tokens
+        # One token more than there are: the first step must not preempt.
+        room = (num_tokens + 1, num_tokens, later)
+        if not self._allocate(sequence, *room, next_token=num_tokens):
+            if sequence.is_claimed:
+                plan.displaced = self.reserving.displace()
+            return False
+        if self.pool.windows is not None:
+            sequence.whole_from = self.pool.windows.whole_from(num_tokens)
+            sequence.look(num_tokens, num_tokens + 1, self.pool)
+        sequence.go_on_from(num_tokens, self.pool)
+        self.reserving.grant(sequence)
+        sequence.move_to(Status.RESERVED)
+        plan.reserved.append(sequence)
+        return True
+
     def _has_read_enough(self, tenant: int, plan: Plan, shares: Shares) -> bool:
-        """Whether no further prompt of the tenant begins in this step."""
+        """Return whether no further prompt of the tenant starts in this step."""
         if shares.left(tenant) == 0:
             return True
-        # Its prompts that have begun answer sooner without another one, and that one no later.
+        # Another prompt would delay those under way and finish no sooner itself.
         is_enough = plan.num_prefill_tokens >= self._enough_tokens
         return self.config.dynamic_batching and is_enough and shares.has_spent(tenant)
 
     def _is_better_later(self, sequence: Sequence, plan: Plan) -> bool:
-        """Whether this step fills the first block that the sequence lacks in the prefix cache.
-
-        One step later it can share that block; a place and blocks are kept for it until then.
-        """
-        # Without dynamic batching the next step admits nobody.
+        """Return whether this step computes a block that the sequence can share in the next."""
+        # Without dynamic batching the next step admits no sequence.
         if not self.config.dynamic_batching or self.swap.num_tokens(sequence.request_id):
             return False
         return not plan.filled.isdisjoint(sequence.missing(self.pool))
 
     def _head(self, num_later: int) -> Sequence | None:
-        """Who is next to get blocks; those behind it wait even if they would fit."""
+        """Return the next sequence to get blocks; those behind it wait even if they would fit."""
         waiting = self.waiting[num_later] if len(self.waiting) > num_later else None
         reserving = self.reserving.head()
         if reserving is None or waiting is None:
@@ -422,7 +405,7 @@ class Scheduler:
         return waiting if was_first or self._order(waiting) < (ahead, 0) else reserving
 
     def _order(self, sequence: Sequence) -> tuple[float, int]:
-        """Who goes first; the last is preempted first."""
+        """Return the sort key of a sequence; the last in order is preempted first."""
         priority = sequence.options.priority
         return sequence.arrival_s - self.config.ageing_s * priority, sequence.arrival
 
@@ -435,9 +418,11 @@ class Scheduler:
         *,
         next_token: int | None = None,
     ) -> bool:
-        """Get blocks, cached ones for up to `max_cached_tokens`; leave to others what `later` says.
+        """Allocate blocks, sharing up to `max_cached_tokens`; return whether there were enough.
 
-        For `next_token` see `BlockPool.match_prefix`.
+        Args:
+            later: Blocks to leave for each sequence that starts in the next step.
+            next_token: See `BlockPool.match_prefix`.
         """
         states = self.pool.states
         if states is not None and not states.has_room:
@@ -462,7 +447,7 @@ class Scheduler:
         return True
 
     def _swap_in(self, sequence: Sequence, plan: Plan) -> None:
-        """Plan to copy back the swapped KV that is not in the prefix cache any more."""
+        """Plan to copy back the swapped KV that the prefix cache has lost."""
         start, end = sequence.num_computed_tokens, self.swap.num_tokens(sequence.request_id)
         if end > start:
             blocks = tuple(sequence.block_table)
@@ -484,7 +469,7 @@ class Scheduler:
 
 
 class SlotNumbers:
-    """Hands out the lowest number not in use, so that a display keeps one line per sequence."""
+    """Allocates the lowest number not in use, so that a display keeps one line per sequence."""
 
     def __init__(self) -> None:
         self._free: list[int] = []

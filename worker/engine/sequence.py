@@ -1,8 +1,4 @@
-"""A sequence: one request as the worker that computes it sees it, and the table of its states.
-
-A sequence knows its tokens, how many of them have KV, which blocks hold it, which of those are in
-the prefix cache, and whether a model and a pool can serve it at all.  It schedules nothing.
-"""
+"""A sequence: the tokens of one request, their KV blocks, and its status."""
 
 from __future__ import annotations
 
@@ -19,16 +15,16 @@ from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
 from worker.engine.blocks import ROOT, BlockPool, Place, Prefix
 from worker.engine.outputs import FinishReason
+from worker.executor.batch import PromptScores
 from worker.executor.contract import ModelInfo
-from worker.executor.prompt_logprobs import PromptScores
 from worker.executor.structured_output import Structured
 from worker.executor.token_counts import Occurrences
 
-# Without a limit of its own a sequence ends at the model's context length.
+# A sequence without a limit ends at the model's context length.
 UNLIMITED: Final = 2**31 - 1
-# The most tokens that may be guessed at a time (`worker.engine.speculation`).
+# The most drafts of a sequence in one step (`worker.engine.speculation`).
 MAX_DRAFTS: Final = 64
-# Why a request is refused: its code, and a message that the client reads.
+# Why a request is refused: the code, and the message for the client.
 Problem = tuple[ErrorCode, str]
 
 
@@ -38,14 +34,14 @@ def _packer(block_size: int) -> Callable[..., bytes]:
 
 
 class Status(StrEnum):
-    """Where a sequence is on this worker."""
+    """The life cycle of a sequence on this worker."""
 
-    WAITING = "waiting"  # holds no blocks; new, or preempted
-    RUNNING = "running"  # holds blocks; its prompt is read or its tokens are generated
-    HANDING_OVER = "handing_over"  # prefill role: all computed, blocks held until the release
+    WAITING = "waiting"  # no blocks; new, or preempted
+    RUNNING = "running"  # has blocks; is prefilled or generates
+    HANDING_OVER = "handing_over"  # prefill role: computed, blocks kept until the release
     RESERVING = "reserving"  # decode role: waits for blocks
-    RESERVED = "reserved"  # decode role: holds blocks into which KV arrives
-    FINISHED = "finished"  # holds nothing and is forgotten
+    RESERVED = "reserved"  # decode role: has blocks into which KV arrives
+    FINISHED = "finished"
 
 
 TRANSITIONS: Final[dict[Status, frozenset[Status]]] = {
@@ -59,11 +55,11 @@ TRANSITIONS: Final[dict[Status, frozenset[Status]]] = {
 
 
 class Sequence:
-    """The tokens of one request, and how far this worker is with them.
+    """The tokens of one request and this worker's progress with them.
 
-    `max_new_tokens` is how many tokens this worker is to generate.  With `transfer` it is the whole
-    limit of the request, though only the first token is generated here: then the blocks are held
-    until their KV has been sent.
+    `max_new_tokens` limits the tokens generated here.  With `transfer` it is the request's whole
+    limit, though only the first token is generated here; the blocks are then kept until their KV
+    has been sent.
     """
 
     __slots__ = (
@@ -115,70 +111,68 @@ class Sequence:
         offered_by: str = "",
         status: Status = Status.WAITING,
     ) -> None:
-        # What the request asks for.
+        # The request.
         self.request_id = request_id
         self.token_ids = list(token_ids)
         # Tokens that an earlier attempt generated count as output for limits and penalties.
         self.prompt_len = len(self.token_ids) - (options.generated_tokens if options else 0)
         self.num_given_tokens = len(self.token_ids)
         self.transfer = transfer
-        self.offered_by = offered_by  # who sends the KV of a reservation
+        self.offered_by = offered_by  # the prefill worker that sends the KV of a reservation
         self.stop_ids: frozenset[int] = frozenset()
         self.scores: PromptScores | None = None
         self.ask(options or Options(), max_new_tokens)
         if self.options.prompt_logprobs is not None:
             self.scores = PromptScores(self.prompt_len, self.options.prompt_logprobs)
-        # Its progress, kept from its arrival to its end.
+        # Progress, kept until the end.
         self.status = status
         self.arrival = 0
         self.arrival_s = 0.0
         self.deadline_s: float | None = None
         self.started_s: float | None = None
-        self.is_claimed = False  # of a reservation: a router has asked for it
+        self.is_claimed = False  # a router has requested this reservation
         self.is_released = False
         self.num_preemptions = 0
         self.block_keys: list[bytes] = []
         self.draft_window = MAX_DRAFTS
-        self.drafts: tuple[int, ...] = ()  # guesses of what follows, until a token is appended
-        # What it holds while it has blocks; a preemption takes it away.
+        self.drafts: tuple[int, ...] = ()  # guesses of the next tokens, until one is appended
+        # Blocks, and what comes with them; lost on preemption.
         self.block_table = array("i")  # the physical blocks, in order
         self.slot: int | None = None
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_registered_blocks = 0
         self.prefix: Prefix = ROOT
-        self.state_block: int | None = None  # with which the state lies that it goes on from
-        # From this token on there is KV of all layers; before it, of those without a window.
-        self.whole_from = 0
-        # Which blocks of the table it reaches in layers with a window.
+        self.state_block: int | None = None  # the block whose state the next step reads
+        self.whole_from = 0  # layers with a window have no KV before this token
+        # The range of the table that it reaches in layers with a window.
         self.window_start = self.window_end = 0
 
     def arrive(self, arrival: int, now: float) -> None:
-        """Note when it came, and as which; the deadline counts from now."""
+        """Set the place in the order of arrival, and the deadline."""
         self.arrival, self.arrival_s = arrival, now
         self.set_deadline(now)
 
     def set_deadline(self, now: float) -> None:
-        """Count the options' deadline from `now`, when there is one."""
         if self.options.deadline_ms is not None:
             self.deadline_s = now + self.options.deadline_ms / 1000
 
     def ask(self, options: Options, max_new_tokens: int | None) -> None:
-        """Set what is to be generated, by default what is left of the option's limit."""
+        """Set the options and the limit, by default the rest of the options' limit."""
         self.options = options
         self.occurrences: Occurrences | None = None
         if options.has_penalties:
             self.occurrences = Occurrences(self.token_ids, self.prompt_len)
-        self.structured: Structured | None = None  # the engine asks its executor for it
-        self.is_ready = True  # not while the engine waits for its grammar, or its next mask
+        self.structured: Structured | None = None  # set by the engine
+        self.is_ready = True  # False while its grammar or next mask is computed
         if max_new_tokens is None and options.max_tokens is not None:
             max_new_tokens = options.max_tokens - self.num_output_tokens
         self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
         self.max_len = self.num_given_tokens + self.max_new_tokens
 
     def bind(self, info: ModelInfo) -> None:
-        """Have the model's EOS tokens and context end it, besides what its options say."""
-        # The structure of an answer says where EOS may be drawn at all.
+        """Apply the model's EOS tokens and context length."""
+        # A structure decides where EOS may be drawn.
         is_endless = self.options.ignore_eos and self.options.structure is None
         eos = frozenset[int]() if is_endless else info.eos_token_ids
         self.stop_ids = eos.union(self.options.stop_token_ids)
@@ -187,9 +181,9 @@ class Sequence:
     def resume(
         self, token_ids: list[int], options: Options, max_new_tokens: int | None
     ) -> Problem | None:
-        """Continue a reservation: `token_ids` are the reserved ones, whose KV is here, and more.
+        """Continue a reservation with its own tokens and at least one more.
 
-        If they are not, nothing changes and the problem is returned.
+        If `token_ids` are not that, return the problem and change nothing.
         """
         reserved = self.num_tokens
         if len(token_ids) <= reserved or token_ids[:reserved] != self.token_ids:
@@ -220,12 +214,12 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens without KV: the rest of the prompt, or the one that was sampled last."""
+        """Tokens without KV: the rest of the prompt, or the last sampled token."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens of the request, those of another worker included."""
+        """Generated tokens of the request, other workers' included."""
         return len(self.token_ids) - self.prompt_len
 
     @property
@@ -234,7 +228,7 @@ class Sequence:
         return len(self.token_ids) - self.num_given_tokens
 
     def max_drafts(self) -> int:
-        """How many drafts could be of use: after the last of them one more token is drawn."""
+        """Return the most useful drafts: one more token is drawn after the last of them."""
         if self.structured is not None and self.structured.is_slow:
             return 0  # each draft would need a mask in the step
         num_drafts = self.max_len - len(self.token_ids) - 1
@@ -243,10 +237,7 @@ class Sequence:
         return num_drafts if num_drafts > 0 else 0
 
     def adapt(self, num_drafts: int, num_accepted: int) -> None:
-        """Allow twice as many drafts if all were accepted, else one more than were.
-
-        A wrong draft is computed for nothing, and so is every draft after it.
-        """
+        """Allow twice as many drafts if all were accepted, else one more than were."""
         if num_accepted == num_drafts:
             self.draft_window = min(2 * self.draft_window, MAX_DRAFTS)
         else:
@@ -254,29 +245,28 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the token sampled last lacks its KV; never so of a transfer."""
+        """True if only the last sampled token lacks its KV; never of a transfer."""
         computed = self.num_computed_tokens
         is_read = computed >= self.prompt_len and not self.transfer
         return is_read and computed + 1 == len(self.token_ids)
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many leading tokens need not be computed if their KV is in the prefix cache.
+        """The most leading tokens to take from the prefix cache.
 
-        The last token is computed in any case: the next one is drawn from its logits.  So are
-        tokens whose logits give the logprobs of the prompt.
+        The last token is always computed, for its logits, and so are prompt tokens to be scored.
         """
         if self.scores is None:
             return len(self.token_ids) - 1
         return min(self.scores.num_scored, len(self.token_ids) - 1)
 
     def take_prompt_logprobs(self) -> bytes | None:
-        """Return the prompt's logprobs, once, if they were asked for."""
+        """Return the requested prompt logprobs, once."""
         scores, self.scores = self.scores, None
         return None if scores is None else scores.packed()
 
     def keys(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Return the tokens of the first `num_blocks` full blocks, u32 little-endian each."""
+        """Return the tokens of each of the first full blocks, as u32 little-endian."""
         known = len(self.block_keys)
         if known < num_blocks:
             pack = _packer(block_size)
@@ -287,19 +277,19 @@ class Sequence:
         return self.block_keys[:num_blocks]
 
     def may_take(self, num_blocks: int, pool: BlockPool, later: Many[int] = ()) -> bool:
-        """Whether its windows may reach so many blocks more; see `Windows.may_promise`."""
+        """Return whether its windows may grow by `num_blocks`; see `Windows.may_promise`."""
         held = len(self.block_table)
         return pool.windows is None or pool.windows.may_promise(held, held + num_blocks, later)
 
     def take(self, num_blocks: int, pool: BlockPool, cached: Iterable[int] = ()) -> None:
-        """Share `cached` blocks, and take so many fresh ones."""
+        """Allocate `num_blocks` fresh blocks after the `cached` ones."""
         held = len(self.block_table)
         self.block_table.extend(pool.allocate(num_blocks, [*cached]))
         if pool.windows is not None:
             pool.windows.promise(held, len(self.block_table))
 
     def give_back(self, pool: BlockPool, num_kept: int = 0) -> None:
-        """Give back all blocks but the first ones."""
+        """Free all blocks but the first `num_kept`."""
         held = len(self.block_table)
         if pool.windows is not None:
             self._reach(min(self.window_start, num_kept), min(self.window_end, num_kept), pool)
@@ -309,25 +299,24 @@ class Sequence:
 
     @property
     def reached(self) -> Many[int]:
-        """The blocks that it reaches in layers with a window."""
         return self.block_table[self.window_start : self.window_end]
 
     def look_ahead(self, num_tokens: int, pool: BlockPool) -> None:
-        """Reach what the next so many tokens see in layers with a window, and they themselves."""
+        """Move the window to cover the next tokens and all they attend to."""
         start = self.num_computed_tokens
         self.look(start, start + num_tokens, pool)
 
     def look(self, next_token: int, num_tokens: int, pool: BlockPool) -> None:
-        """Reach what `next_token` sees in layers with a window, and on to `num_tokens`."""
+        """Move the window to cover all that `next_token` attends to, up to `num_tokens`."""
         if pool.windows is not None:
             first = pool.windows.first_seen(next_token) // pool.block_size
             self._reach(first, pool.blocks_for(num_tokens), pool)
 
     def _reach(self, start: int, end: int, pool: BlockPool) -> None:
-        """Reach the blocks [start, end) of the table, and no others; a window never goes back."""
+        """Reach the blocks [start, end) of the table only; windows move forward only."""
         assert pool.windows is not None
         if (start, end) == (self.window_start, self.window_end):
-            return  # in nearly every step of a sequence that generates
+            return  # the usual case in decode steps
         before = range(self.window_start, min(start, self.window_end))
         behind = range(max(end, self.window_start), self.window_end)
         pool.leave(self.block_table[index] for it in (before, behind) for index in it)
@@ -336,12 +325,9 @@ class Sequence:
         self.window_start, self.window_end = start, end
 
     def register(self, pool: BlockPool) -> None:
-        """Put the blocks that became full of computed tokens into the prefix cache.
-
-        It goes on from the state behind the last token then.
-        """
+        """Put full blocks into the prefix cache, and hold the state after the last token."""
         before = self.state_block
-        self._hold_state(self.num_computed_tokens, pool)  # before it may be dropped
+        self._hold_state(self.num_computed_tokens, pool)  # before the state could be dropped
         self._register_full(pool)
         if pool.states is not None:
             pool.states.release(before)
@@ -360,7 +346,7 @@ class Sequence:
             has_state = False
             if states is not None and (has_state := states.slots.has(block, end)):
                 states.slots.forget(block, but=end)
-                if start > self.prompt_len:  # of what was generated the last state is enough
+                if start > self.prompt_len:  # one state of the generated tokens is enough
                     states.drop(self.block_table[index - 1])
             self.prefix = pool.register(
                 *(self.prefix, keys[index], block),
@@ -370,7 +356,7 @@ class Sequence:
         self.num_registered_blocks = num_full
 
     def go_on_from(self, position: int, pool: BlockPool) -> None:
-        """Hold the state after so many tokens, where layers keep one, instead of an earlier one."""
+        """Hold the state after `position` tokens instead of an earlier one."""
         before = self.state_block
         self._hold_state(position, pool)
         if pool.states is not None:
@@ -383,7 +369,7 @@ class Sequence:
             pool.states.hold(self.state_block)
 
     def undo(self, pool: BlockPool) -> None:
-        """Forget what a step that came to nothing has left; what was there before still is."""
+        """Drop what a failed step has left."""
         self.look_ahead(0, pool)
         if pool.states is not None:
             first = -(-self.num_computed_tokens // pool.block_size)
@@ -393,10 +379,7 @@ class Sequence:
                 pool.states.slots.forget(self.state_block, but=self.num_computed_tokens)
 
     def filled(self, num_tokens: int, pool: BlockPool) -> list[Place]:
-        """Return the first block that is full when `num_tokens` more are computed; [] if none is.
-
-        It is named by its place in the prefix cache, where it will be.
-        """
+        """Return the future cache place of the first block that `num_tokens` more fill, if any."""
         index = self.num_registered_blocks
         is_full = self.num_computed_tokens + num_tokens >= (index + 1) * pool.block_size
         if not is_full or not pool.enable_prefix_cache:
@@ -404,16 +387,13 @@ class Sequence:
         return [(self.prefix.serial, self.keys(index + 1, pool.block_size)[index])]
 
     def missing(self, pool: BlockPool) -> list[Place]:
-        """Return the first full block that is not in the prefix cache yet; [] if all are."""
+        """Return the place of the first full block that the prefix cache lacks, if any."""
         keys = self.keys(self.max_cached_tokens // pool.block_size, pool.block_size)
         cached, prefix = pool.match_prefix(keys)
         return [(prefix.serial, key) for key in keys[len(cached) : len(cached) + 1]]
 
     def problem(self, info: ModelInfo, pool: BlockPool, extra_tokens: int = 0) -> Problem | None:
-        """Say why the model cannot serve it, or the pool even if empty, with so many tokens more.
-
-        None if they can.
-        """
+        """Return why the model, or the empty pool, cannot serve it; None if they can."""
         if not self.token_ids:
             return ErrorCode.INVALID_REQUEST, "the prompt is empty"
         if self.prompt_len < 1:
@@ -429,7 +409,7 @@ class Sequence:
         problem = prompt_logprobs_problem(self.prompt_len, self.options.prompt_logprobs)
         if problem is not None:
             return ErrorCode.INVALID_REQUEST, problem
-        # The last token is not read: a prompt as long as the context may have one after it.
+        # The last token needs no KV: a prompt as long as the context may have one after it.
         if self.num_tokens + min(self.max_new_tokens - 1, 1) > info.max_model_len:
             message = f"{self.num_tokens} tokens fill the model's context of {info.max_model_len}"
             return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message
@@ -438,30 +418,27 @@ class Sequence:
         return None
 
     def out_of_blocks(self, pool: BlockPool) -> Problem:
-        """Say that it does not fit the pool, not even alone."""
         room = f"{pool.num_blocks} blocks of {pool.block_size} tokens"
         message = f"{self.num_tokens} tokens do not fit this worker's {room}"
         return ErrorCode.OUT_OF_BLOCKS, message
 
     def finish_reason(self) -> FinishReason | None:
-        """Say why the token at the end is the last, if it is."""
+        """Return why the last token ends the sequence; None if it does not."""
         token_ids = self.token_ids
         if token_ids[-1] in self.stop_ids:
-            # A structure may be over before min_tokens.
+            # A structure may end before min_tokens.
             is_over = self.structured is not None
             if is_over or self.num_output_tokens > self.options.min_tokens:
                 return "stop"
         return "length" if len(token_ids) >= self.max_len else None
 
     def tokens_per_second(self, now: float) -> float:
-        """Return the rate since the sequence started, 0 before (seed 002)."""
         if self.started_s is None or now <= self.started_s:
             return 0.0
         return self.num_new_tokens / (now - self.started_s)
 
 
 def overdue(options: Options) -> Problem:
-    """Say that the deadline of the options has passed."""
-    # What the client asked for, less what had passed when the request came here.
+    # The client's deadline, less the time that had passed when the request came here.
     message = f"not finished within the {options.deadline_ms} ms that its deadline_ms left"
     return ErrorCode.DEADLINE_EXCEEDED, message

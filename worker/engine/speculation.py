@@ -1,21 +1,16 @@
 """Speculative decoding: draft the next tokens cheaply, verify all drafts in one forward.
 
-In the letters of the paper (Leviathan et al. 2023): x_1 ... x_K are drafts, drawn from p; q_i is
-the target's distribution after x_1 ... x_i; y_i, for i from 0 to K, is drawn from q_i.  The rule is
+In the notation of Leviathan et al. 2023: drafts x_1 ... x_K are drawn from p, and y_i from the
+target's distribution q_i after x_1 ... x_i.  The rule is
 
     accept x_i with probability min(1, q(x_i) / p(x_i)), else draw from norm(max(0, q - p))
 
-and here p is a point at x_i, whoever drafted it.  Then the probability is q(x_i), and the other
-distribution is q without x_i.  Drawing y ~ q and comparing does both at once: y = x_i has
-probability q(x_i), and a y that differs is distributed as q without x_i.  So the sampler's own draw
-is the verification, and as its generator is keyed by (seed, choice, position), what comes out is
-not just distributed like the plain text: it is the plain text, greedy or not, here or on another
-worker.
+Here p is a point mass at x_i.  So the rule is: draw y ~ q and accept x_i if y = x_i.  The sampler's
+own draw is the verification, and because its generator is keyed by (seed, choice, position), the
+result is the text without speculation, token for token.
 
-A sequence whose drafts are rejected gets fewer, one whose drafts are all accepted twice as many.
-
-The KV of a rejected draft lies behind the sequence's computed tokens: the next step overwrites it,
-nothing reads it, no block with it is registered.
+The KV of a rejected draft lies after the computed tokens: nothing reads it, and the next step
+overwrites it.
 """
 
 from __future__ import annotations
@@ -28,26 +23,22 @@ from worker.executor.contract import ModelInfo, SampledToken
 
 
 class Drafter(Protocol):
-    """Drafts how sequences go on.  Wrong drafts cost time, never correctness.
+    """Drafts the next tokens of sequences.  Wrong drafts cost time, never correctness.
 
-    `vocab_size` is that of the tokens it may draft; None if it only repeats tokens of the text.
+    `vocab_size` limits the tokens it may draft; None if it only repeats tokens of the text.
     """
 
     vocab_size: int | None
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
-        """Return at most `limits[i]` likely next tokens of each sequence, none if in doubt."""
+        """Return at most `limits[i]` likely next tokens of each sequence."""
 
     def forget(self, request_id: int) -> None:
-        """Drop what is kept for a sequence; it has ended, or never was known."""
+        """Drop the data of a sequence that has ended; ignore an unknown id."""
 
 
 class NgramDrafter:
-    """Prompt lookup: drafts what followed the last time that the text's last tokens occurred.
-
-    Each sequence has an index from n-grams to the position after an occurrence, the latest that
-    was no mere repetition.  It grows with the text: a draft takes time for the new tokens only.
-    """
+    """Prompt lookup: drafts what followed the last occurrence of the text's last tokens."""
 
     vocab_size: int | None = None
 
@@ -56,7 +47,6 @@ class NgramDrafter:
         self._indexes: dict[int, _NgramIndex] = {}
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
-        """See `Drafter`."""
         most = self.num_drafts
         return [
             self._index(sequence).find(sequence.token_ids, limit if limit < most else most)
@@ -64,7 +54,6 @@ class NgramDrafter:
         ]
 
     def forget(self, request_id: int) -> None:
-        """See `Drafter`."""
         self._indexes.pop(request_id, None)
 
     def _index(self, sequence: Sequence) -> _NgramIndex:
@@ -75,10 +64,9 @@ class NgramDrafter:
 
 
 class _NgramIndex:
-    """Where each pair and each triple of a growing text occurred, and where it goes on.
+    """The position after each pair and triple of a growing text.
 
-    As long as the text repeats what followed an occurrence, nothing is looked up, and nothing is
-    indexed: those n-grams are known.
+    While the text repeats an earlier passage, nothing is looked up or indexed.
     """
 
     __slots__ = ("_after", "_num_seen", "_start")
@@ -86,7 +74,7 @@ class _NgramIndex:
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
         self._num_seen = 2
-        self._start = 0  # where the token is that the next one may repeat; 0 for none
+        self._start = 0  # the position of the next repeated token; 0 for none
 
     def find(self, token_ids: list[int], limit: int) -> list[int]:
         """Return what followed an earlier occurrence of the longest known ending."""
@@ -104,25 +92,20 @@ class _NgramIndex:
         after, end = self._after, self._num_seen
         x = token_ids[end - 3] if end > 2 else -1  # no token: this triple is never looked up
         y = token_ids[end - 2]
-        # Index what something follows: the n-grams that end before the last token.
+        # Index the n-grams that end before the last token.
         for z in token_ids[end - 1 : -1]:
             after[x, y, z] = after[y, z] = end
             x, y, end = y, z, end + 1
         z = token_ids[-1]
-        # A triple is seldom there by chance; a pair is the last resort.
+        # A triple seldom recurs by chance; a pair is the last resort.
         start = after.get((x, y, z)) or after.get((y, z), 0)
-        if start:  # while the text repeats what follows nothing is indexed, so this triple is now
+        if start:  # nothing is indexed while the text repeats, so index this triple now
             after.setdefault((x, y, z), end)
         return start
 
 
 def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
-    """Return the tokens of the target that count: each y up to the first that is not its x.
-
-    Args:
-        x: K drafts.
-        y: K + 1 tokens of the target; y[i] follows the drafts before x[i].
-    """
+    """Return the target's tokens y up to the first that differs from its draft x, inclusive."""
     for num_accepted, draft in enumerate(x):
         if y[num_accepted].token_id != draft:
             return y[: num_accepted + 1]
@@ -130,7 +113,7 @@ def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
 
 
 class Speculation:
-    """The engine's side: asks the drafter for drafts, if there is one."""
+    """Gets drafts for the engine's sequences from a drafter, if there is one."""
 
     def __init__(self, setting: str | Drafter | None, info: ModelInfo) -> None:
         self._drafter = create(setting)
@@ -141,7 +124,7 @@ class Speculation:
             )
 
     def draft(self, running: Many[Sequence]) -> None:
-        """Have the next tokens of all sequences that generate drafted."""
+        """Draft the next tokens of all generating sequences."""
         if self._drafter is None:
             return
         decoding = [s for s in running if s.is_decoding and not s.drafts and s.is_ready]
@@ -153,16 +136,15 @@ class Speculation:
             sequence.drafts = tuple(drafted[:limit])
 
     def forget(self, request_id: int) -> None:
-        """Have the drafter drop what it keeps for a sequence that has ended."""
         if self._drafter is not None:
             self._drafter.forget(request_id)
 
 
 def create(setting: str | Drafter | None) -> Drafter | None:
-    """Make the drafter a setting names: "" or None for none, "ngram:K" for K drafts.
+    """Make the drafter of a setting: "" or None for none, "ngram:K" for K drafts.
 
     Raises:
-        ValueError: It names nothing, or too many drafts.
+        ValueError: The setting names no drafter, or too many drafts.
     """
     if setting is None or setting == "":
         return None
@@ -175,11 +157,7 @@ def create(setting: str | Drafter | None) -> Drafter | None:
 
 
 def checked(num_drafts: int) -> int:
-    """Return how many drafts a sequence is to get at a time.
-
-    Raises:
-        ValueError: It is not between 1 and `MAX_DRAFTS`.
-    """
+    """Return `num_drafts`; raise ValueError unless it is between 1 and `MAX_DRAFTS`."""
     if not 1 <= num_drafts <= MAX_DRAFTS:
         raise ValueError(f"num_drafts is {num_drafts}, not between 1 and {MAX_DRAFTS}")
     return num_drafts

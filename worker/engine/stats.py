@@ -1,8 +1,4 @@
-"""Figures of an engine: what it has done, what it holds, which sequence runs in which slot.
-
-Seed 004's SchedulerStats and KvCacheManagerStats in one, and the slots of seed 002.  Nothing is
-decided by these figures.
-"""
+"""Counters, gauges and slots of an engine, for metrics (seeds 002 and 004)."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence
 
-# Bounds of the histogram: the first are for the hash executor, the last for a slow machine.
+# Buckets of the step histogram: the first are for the hash executor, the last for a slow machine.
 STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 
 
@@ -26,15 +22,14 @@ class Counters:
     """Totals since the engine was made; only the engine writes.
 
     Attributes:
-        prefill_tokens: Computed in chunks, those computed again after a preemption included.
-        decode_tokens: Sampled tokens, drafts that were accepted included.
-        cached_tokens: Found in the prefix cache instead of being computed or received.
+        prefill_tokens: Computed in chunks, recomputed ones included.
+        decode_tokens: Sampled tokens, accepted drafts included.
+        cached_tokens: Found in the prefix cache instead of computed or received.
         finished: Sequences whose last token was sampled; with a transfer the first is the last.
         failed: Ended with an error, `overdue` ones included.
-        drafted_tokens: Drafts that were verified; `accepted_tokens` of them were right.
-        step_counts: Steps by duration: one number per bound of `STEP_S`, one for longer ones.
-        forward_s: Time in the executor, `draft_s` in the drafter; `overhead_s` is the rest of the
-            steps.
+        drafted_tokens: Verified drafts; `accepted_tokens` of them were right.
+        step_counts: Steps by duration: one count per bound of `STEP_S`, one for longer ones.
+        forward_s: Time in the executor; `draft_s` in the drafter; `overhead_s` the rest.
     """
 
     steps: int = 0
@@ -63,13 +58,7 @@ class Counters:
         self.forward_s += forward_s
         self.overhead_s += step_s - forward_s
 
-    def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Add up the drafts of one sequence."""
-        self.drafted_tokens += num_drafts
-        self.accepted_tokens += num_accepted
-
     def count(self, plan: Plan) -> None:
-        """Add up what a plan says."""
         self.steps += bool(plan.chunks)
         self.prefill_tokens += plan.num_prefill_tokens
         self.preemptions += len(plan.preempted)
@@ -84,13 +73,12 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """An engine at one moment: its counters, its queues, its memory."""
+    """A snapshot of an engine: its counters, its queues, its memory."""
 
     counters: Counters
     num_waiting: int
     num_reserving: int
     num_running: int
-    max_running: int
     num_swapped: int
     blocks_total: int
     blocks_free: int
@@ -101,38 +89,36 @@ class Stats:
     window_blocks_used: int
     window_blocks_cached: int
     swap_bytes: int
-    max_swap_bytes: int
-    copy_bytes_per_s: float
-    prefill_tokens_per_s: float
 
     @classmethod
     def of(cls, scheduler: Scheduler, counters: Counters) -> Stats:
-        pool, swap = scheduler.pool, scheduler.swap
+        pool, windows = scheduler.pool, scheduler.pool.windows
         return cls(
             counters=Counters(**asdict(counters)),
             num_waiting=len(scheduler.waiting),
             num_reserving=len(scheduler.reserving),
             num_running=len(scheduler.running),
-            max_running=scheduler.max_running,
-            num_swapped=len(swap),
-            **_blocks(pool),
-            swap_bytes=swap.num_bytes,
-            max_swap_bytes=swap.max_bytes,
-            copy_bytes_per_s=swap.costs.copy_bytes_per_s,
-            prefill_tokens_per_s=swap.costs.prefill_tokens_per_s,
+            num_swapped=len(scheduler.swap),
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            window_blocks_total=windows.blocks.num_blocks if windows else 0,
+            window_blocks_free=windows.num_free if windows else 0,
+            window_blocks_used=windows.num_used if windows else 0,
+            window_blocks_cached=windows.num_cached if windows else 0,
+            swap_bytes=scheduler.swap.num_bytes,
         )
 
 
 class SlotState(StrEnum):
-    """What the engine does for the sequence in a slot."""
-
-    PROCESSING = "processing"  # its prompt is read
+    PROCESSING = "processing"  # the prompt is read
     GENERATING = "generating"
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One running sequence."""
+    """A running sequence."""
 
     number: int
     request_id: int
@@ -145,11 +131,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """All slots at one moment: `active` by number, `total` that may be in use at once.
-
-    A sequence keeps its slot as long as it runs.  The view may be taken from any thread; one that
-    stops at that very moment is in it or not.
-    """
+    """A snapshot of the slots, from any thread: `active` by number, `total` that may be in use."""
 
     active: tuple[Slot, ...]
     total: int
@@ -157,30 +139,33 @@ class Slots:
     @classmethod
     def of(cls, running: Iterable[Sequence], total: int, now: float) -> Slots:
         numbered = [(sequence.slot, sequence) for sequence in tuple(running)]
-        slots = [_slot(n, sequence, now) for n, sequence in numbered if n is not None]
+        slots = [
+            Slot(
+                number=number,
+                request_id=it.request_id,
+                state=SlotState.GENERATING if it.is_decoding else SlotState.PROCESSING,
+                num_tokens=it.num_tokens,
+                num_computed_tokens=it.num_computed_tokens,
+                num_new_tokens=it.num_new_tokens,
+                tokens_per_second=it.tokens_per_second(now),
+            )
+            for number, it in numbered
+            if number is not None
+        ]
         return cls(tuple(sorted(slots, key=lambda slot: slot.number)), total)
 
     @property
-    def generating(self) -> tuple[Slot, ...]:
-        return tuple(slot for slot in self.active if slot.state is SlotState.GENERATING)
-
-    @property
-    def num_idle(self) -> int:
-        return max(0, self.total - len(self.active))
-
-    @property
     def utilization(self) -> float:
-        """Slots in use as a share of all, 0 to 1: reservations may begin beyond the total."""
+        """The share of slots in use, at most 1: reservations may exceed the total."""
         return min(1.0, len(self.active) / self.total)
 
     @property
     def tokens_per_second(self) -> float:
-        """The sum of the rates of all running sequences."""
         return sum(slot.tokens_per_second for slot in self.active)
 
 
 def load_of(pool: BlockPool, counters: Counters) -> Load:
-    """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
+    """Return the figures of a heartbeat, with prefix hashes since the last call; thread-safe."""
     stored, evicted = pool.journal.read()
     free, cached = pool.num_free, pool.num_cached
     return Load(
@@ -191,30 +176,4 @@ def load_of(pool: BlockPool, counters: Counters) -> Load:
         preemptions=counters.preemptions,
         stored=stored,
         evicted=evicted,
-    )
-
-
-def _blocks(pool: BlockPool) -> dict[str, int]:
-    windows = pool.windows
-    return {
-        "blocks_total": pool.num_blocks,
-        "blocks_free": pool.num_free,
-        "blocks_used": pool.num_used,
-        "blocks_cached": pool.num_cached,
-        "window_blocks_total": windows.blocks.num_blocks if windows else 0,
-        "window_blocks_free": windows.num_free if windows else 0,
-        "window_blocks_used": windows.num_used if windows else 0,
-        "window_blocks_cached": windows.num_cached if windows else 0,
-    }
-
-
-def _slot(number: int, sequence: Sequence, now: float) -> Slot:
-    return Slot(
-        number=number,
-        request_id=sequence.request_id,
-        state=SlotState.GENERATING if sequence.is_decoding else SlotState.PROCESSING,
-        num_tokens=sequence.num_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
-        num_new_tokens=sequence.num_new_tokens,
-        tokens_per_second=sequence.tokens_per_second(now),
     )

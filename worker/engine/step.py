@@ -1,7 +1,4 @@
-"""The parts of a step after its plan: tell the plan, compute the batch, commit what it drew.
-
-`commit` frees no sequence: the engine does, of those that it returns as ended.
-"""
+"""The parts of a step after its plan: report it, compute the batch, commit its tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from worker.executor.contract import (
 )
 
 
-def tell(plan: Plan, pool: BlockPool) -> list[Output]:
-    """Return the outputs of a plan: who got blocks, gives way or failed while it was made."""
+def report(plan: Plan, pool: BlockPool) -> list[Output]:
+    """Return the outputs of a plan: sequences that got blocks, were displaced, or failed."""
     outputs: list[Output] = [Started(*_allocation(sequence)) for sequence in plan.started]
     outputs += [Reserved(*_allocation(sequence)) for sequence in plan.reserved]
     outputs += [Displaced(request_id) for request_id in plan.displaced]
@@ -39,10 +36,10 @@ def tell(plan: Plan, pool: BlockPool) -> list[Output]:
 def compute(
     executor: Executor, batch: Batch, drawer: Drawer | None = None
 ) -> list[SampledToken] | Drawn | SequenceFailed:
-    """Run, sample and score a batch; return the token of each sampled row, or whose failure it was.
+    """Run, sample and score a batch; return the token of each sampled row, or the failure.
 
-    With a `drawer`, which is the executor, the tokens are not waited for.  Scores are kept last: a
-    batch that fails is computed again, and must not be scored twice.
+    With a `drawer`, which is the executor, the call does not wait for the tokens.  Scores are kept
+    last: a batch that fails is computed again, and must not be scored twice.
 
     Raises:
         SequenceFailed: It names no sequence of the batch, which is a bug of the executor.
@@ -64,10 +61,9 @@ def compute(
 def commit(
     chunks: Many[Chunk], sampled: Many[SampledToken], pool: BlockPool, counters: Counters
 ) -> tuple[list[Output], list[Sequence]]:
-    """Append the tokens and fill the prefix cache; return the outputs and the ended sequences.
+    """Append the tokens, one for each sampled row; return the outputs and the ended sequences.
 
-    Args:
-        sampled: One for each sampled row, in the order of the chunks.
+    Ended sequences still hold their blocks: the caller frees them.
     """
     outputs: list[Output] = []
     ended: list[Sequence] = []
@@ -81,18 +77,19 @@ def commit(
             if drafts:
                 tokens = accepted(drafts, list(islice(drawn, len(drafts) + 1)))
                 sequence.adapt(len(drafts), len(tokens) - 1)
-                counters.verified(len(drafts), len(tokens) - 1)
+                counters.drafted_tokens += len(drafts)
+                counters.accepted_tokens += len(tokens) - 1
             else:
                 tokens = (next(drawn),)
             num_before = len(sequence.token_ids)
             if _append(sequence, tokens, outputs):
                 ended.append(sequence)
             counters.decode_tokens += len(sequence.token_ids) - num_before
-            # The KV of accepted drafts is there already: they are the tokens now.
+            # The KV of accepted drafts exists already.
             sequence.num_computed_tokens = len(sequence.token_ids) - 1
         sequence.register(pool)
         if pool.windows is not None and chunk.num_rows > 1:
-            # With one row the next step may have begun by now, and has looked ahead further.
+            # With one row the next step may have started, and has looked further ahead.
             sequence.look_ahead(0, pool)
         if drafts:
             _trim(sequence, pool)
@@ -104,7 +101,7 @@ def _allocation(sequence: Sequence) -> tuple[int, tuple[int, ...], int]:
 
 
 def _append(sequence: Sequence, tokens: Many[SampledToken], outputs: list[Output]) -> bool:
-    """Append tokens until one ends the sequence; return whether one did."""
+    """Append tokens until one ends the sequence; return True if one does."""
     scores, sequence.drafts = sequence.take_prompt_logprobs(), ()
     request_id, token_ids = sequence.request_id, sequence.token_ids
     stop_ids, last = sequence.stop_ids, sequence.max_len - sequence.num_given_tokens - 1
@@ -121,7 +118,7 @@ def _append(sequence: Sequence, tokens: Many[SampledToken], outputs: list[Output
 
 
 def _trim(sequence: Sequence, pool: BlockPool) -> None:
-    """Give back the blocks that only rejected drafts needed."""
+    """Free the blocks that only rejected drafts needed."""
     num_blocks = pool.blocks_for(len(sequence.token_ids))
     if len(sequence.block_table) > num_blocks:
         sequence.give_back(pool, num_blocks)

@@ -1,24 +1,17 @@
-"""KV of preempted sequences in host memory, and the choice between that and recomputing.
+"""KV of preempted sequences in host memory, and the choice between swapping and recomputing.
 
-A preempted sequence is computed again later, or its KV is kept in host memory meanwhile.  With
+A preempted sequence is swapped to host memory if its KV fits and copy_s < recompute_s, where
 
     copy_s      = 2 * bytes / copy rate         out now, in later
-    recompute_s = tokens / prefill rate         all computed tokens once more
+    recompute_s = tokens / prefill rate
 
-it is swapped when copy_s < recompute_s and the bytes still fit.  Both rates are measured here, as
-sums of bytes or tokens over sums of seconds that decay with time.  So a short measurement, which
-shows the fixed cost of a call rather than the rate, weighs little.
+Both rates are measured, as decaying sums of bytes or tokens over seconds, so short measurements
+weigh little.  The prefill rate is measured in large steps that mostly prefill, as a recompute does.
 
-The prefill rate is measured in steps that are large and mostly prefill, as those of a recompute
-are.  Small steps would show the fixed cost of a step, and steps that mostly generate the speed of
-generation.  Prompt tokens are divided by the whole time of the step: a recompute shares its steps
-with others too.
+When the sequence resumes, blocks still in the prefix cache are shared, not copied in.
 
-Blocks that the prefix cache still holds when the sequence comes back are shared, not copied in.
-The formula does not count on that, as a pool that has to preempt evicts soon.
-
-The scheduler decides and accounts.  The engine has the copies made before anything is computed,
-those out before those in, so that no block is overwritten before it is saved.
+The scheduler decides.  The engine makes the copies before it computes, out before in, so that no
+block is overwritten before it is saved.
 """
 
 from __future__ import annotations
@@ -34,20 +27,20 @@ from wire.layout import KVGroup
 from wire.transfer import Rectangle, plan
 from worker.compute.contract import KVCache
 from worker.engine.sequence import Sequence
-from worker.engine.unpacking import unpack
+from worker.engine.windows import unpack
 
-# Assumed until something was measured: a slow copy and a fast model.
+# Assumed until measured: a slow copy and a fast model.
 COPY_BYTES_PER_S: Final = 1e9
 PREFILL_TOKENS_PER_S: Final = 10_000.0
-# As large as a segment never is: `plan` then gives one for each group of layers.
+# A segment size for which `plan` makes one segment for each group of layers.
 _WHOLE: Final = 1 << 62
-# A measurement of so many seconds weighs as much as all before it together.
+# A measurement of so many seconds weighs as much as all earlier ones.
 _MEMORY_S: Final = 0.5
 
 
 @dataclass(slots=True)
 class Costs:
-    """The rates at which this machine copies KV and computes prompts, measured as it does."""
+    """The measured rates at which this machine copies KV and computes prompts."""
 
     copy_bytes_per_s: float = COPY_BYTES_PER_S
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
@@ -59,16 +52,13 @@ class Costs:
         self.prefill_tokens_per_s = _updated(self.prefill_tokens_per_s, num_tokens, elapsed_s)
 
     def prefers_swap(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether copying the bytes out and in is quicker than computing the tokens again."""
+        """Return whether copying out and in is quicker than recomputing."""
         return 2 * num_bytes / self.copy_bytes_per_s < num_tokens / self.prefill_tokens_per_s
 
 
 def _updated(rate: float, amount: int, elapsed_s: float) -> float:
-    """Return the rate after one more measurement.
-
-    Those before it count as rate * _MEMORY_S in _MEMORY_S seconds.
-    """
-    if elapsed_s <= 0:  # the clock did not move: no measurement
+    """Return the rate after one more measurement."""
+    if elapsed_s <= 0:  # the clock did not move
         return rate
     return (rate * _MEMORY_S + amount) / (_MEMORY_S + elapsed_s)
 
@@ -76,8 +66,7 @@ def _updated(rate: float, amount: int, elapsed_s: float) -> float:
 class Swap(NamedTuple):
     """One copy: KV of tokens [token_start, token_start + num_tokens) out of or into `blocks`.
 
-    `windowed` are those of layers with a window, for a copy out: when it is made, others may have
-    been given them.
+    `windowed` is the table of layers with a window at the time of the plan, for a copy out.
     """
 
     sequence: Sequence
@@ -90,12 +79,12 @@ class Swap(NamedTuple):
 @dataclass(slots=True)
 class _Held:
     num_tokens: int
-    # One part for each group of layers; none until they are copied out of the blocks.
+    # One part for each group of layers; empty until copied out.
     parts: list[tuple[Rectangle, memoryview]]
 
 
 class SwapSpace:
-    """Host memory for the KV of sequences that wait, `max_bytes` of it at most; 0 for none."""
+    """Host memory for the KV of waiting sequences, at most `max_bytes`."""
 
     def __init__(
         self, cache: KVCache, max_bytes: int, clock: Callable[[], float] = time.monotonic
@@ -114,24 +103,24 @@ class SwapSpace:
         return len(self._held)
 
     def accepts(self, num_tokens: int) -> bool:
-        """Whether the KV of so many tokens fits, and copying it is quicker than recomputing."""
+        """Return whether the KV of so many tokens fits and copying is quicker than recomputing."""
         num_bytes = self._layout.transfer_bytes(num_tokens)
         is_room = 0 < num_bytes <= self.max_bytes - self.num_bytes
         return is_room and self.costs.prefers_swap(num_bytes, num_tokens)
 
     def hold(self, request_id: int, num_tokens: int) -> None:
-        """Account for KV that is going to be copied out."""
+        """Reserve room for KV that will be copied out."""
         assert request_id not in self._held
         self._held[request_id] = _Held(num_tokens, [])
         self.num_bytes += self._layout.transfer_bytes(num_tokens)
 
     def out(self, sequence: Sequence, blocks: tuple[int, ...], num_tokens: int) -> Swap:
-        """Return the copy of a sequence's KV out of its blocks, which it still has."""
+        """Plan the copy of a sequence's KV out of its blocks."""
         windowed = self._cache.window_blocks.table(blocks) if self._layout.windows else ()
         return Swap(sequence, blocks, 0, num_tokens, tuple(windowed))
 
     def num_tokens(self, request_id: int) -> int:
-        """How many tokens of the sequence are kept here; 0 for none."""
+        """Return how many tokens of the sequence are kept here."""
         held = self._held.get(request_id)
         return 0 if held is None else held.num_tokens
 
@@ -142,55 +131,46 @@ class SwapSpace:
             self.num_bytes -= self._layout.transfer_bytes(held.num_tokens)
 
     def carry_out(self, swaps: Iterable[Swap]) -> None:
-        """Make the copies of one plan to the host, before anything else writes to its blocks."""
+        """Copy to the host, before anything else writes to the blocks."""
         for swap in swaps:
-            self._copy_out(swap)
+            held = self._held.get(swap.sequence.request_id)
+            if held is None:  # dropped since
+                continue
+            start_s = self._clock()
+            for part in plan(self._layout, 0, held.num_tokens, _WHOLE):
+                group = self._layout.groups[part.group]
+                is_windowed = isinstance(group, KVGroup) and group.window is not None
+                kv = self._cache.pack(swap.windowed if is_windowed else swap.blocks, part)
+                held.parts.append((part, kv))
+            num_bytes = sum(len(kv) for _, kv in held.parts)
+            self.costs.observe_copy(num_bytes, self._clock() - start_s)
 
     def carry_in(self, swaps: Iterable[Swap]) -> None:
-        """Make the copies of one plan back into blocks."""
+        """Copy back into blocks."""
         for swap in swaps:
-            self._copy_in(swap)
+            held = self._held[swap.sequence.request_id]
+            assert held.parts, "only what was copied out is copied in"
+            start_s, num_bytes = self._clock(), 0
+            for part, kv in held.parts:
+                group = self._layout.groups[part.group]
+                wanted, wanted_kv = part, kv
+                if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
+                    wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
+                    wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
+                unpack(self._cache, swap.blocks, wanted, wanted_kv, held.num_tokens)
+                num_bytes += len(wanted_kv)
+            self.costs.observe_copy(num_bytes, self._clock() - start_s)
+            self.drop(swap.sequence.request_id)
 
     def check(self, waiting: Iterable[int]) -> None:
-        """Assert that what is held belongs to sequences that wait, and is counted right."""
+        """Assert that the KV kept belongs to waiting sequences and is counted right."""
         assert self._held.keys() <= set(waiting), "KV of a sequence that does not wait"
         held = (self._layout.transfer_bytes(held.num_tokens) for held in self._held.values())
         assert self.num_bytes == sum(held) <= self.max_bytes
 
-    def _copy_out(self, swap: Swap) -> None:
-        """Save what `hold` has accounted for; nothing, if it was dropped meanwhile."""
-        held = self._held.get(swap.sequence.request_id)
-        if held is None:
-            return
-        start_s = self._clock()
-        whole = plan(self._layout, 0, held.num_tokens, _WHOLE)
-        for part in whole:
-            group = self._layout.groups[part.group]
-            is_windowed = isinstance(group, KVGroup) and group.window is not None
-            kv = self._cache.pack(swap.windowed if is_windowed else swap.blocks, part)
-            held.parts.append((part, kv))
-        num_bytes = sum(len(kv) for _, kv in held.parts)
-        self.costs.observe_copy(num_bytes, self._clock() - start_s)
-
-    def _copy_in(self, swap: Swap) -> None:
-        """Put the KV of a swap's tokens back and forget it."""
-        held = self._held[swap.sequence.request_id]
-        assert held.parts, "only what was copied out is copied in"
-        start_s, num_bytes = self._clock(), 0
-        for part, kv in held.parts:
-            group = self._layout.groups[part.group]
-            wanted, wanted_kv = part, kv
-            if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
-                wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
-                wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
-            unpack(self._cache, swap.blocks, wanted, wanted_kv, held.num_tokens)
-            num_bytes += len(wanted_kv)
-        self.costs.observe_copy(num_bytes, self._clock() - start_s)
-        self.drop(swap.sequence.request_id)
-
 
 def _tail(kv: memoryview, group: KVGroup, part: Rectangle, num_skipped: int) -> memoryview:
-    """Return the KV without that of the first tokens, which are the first of every head."""
+    """Return the KV of a part without its first tokens."""
     size = group.head_bytes // (group.key_dim + group.value_dim)
     layers = np.frombuffer(kv, np.uint8).reshape(len(part.layers), -1)
     keys_end = len(part.heads) * len(part.tokens) * group.key_dim * size

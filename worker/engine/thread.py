@@ -1,12 +1,7 @@
-"""The engine's own thread: it takes calls between steps and delivers the outputs of each step.
+"""The engine's thread: it runs posted calls between steps and delivers the outputs of each step.
 
-The event loop never computes and never waits for a step: it posts calls, and gets outputs through
-`deliver`, which is called on the engine's thread and has to pass them to the loop.  When the engine
-has nothing to do the thread checks that every block is accounted for, then sleeps until a call
-comes or a deadline passes.
-
-`Warmup` is the first call that a worker posts.  `Pulse` and `Standstill` tell systemd and the
-routers whether the thread still makes progress.
+The event loop never computes and never waits for a step.  An idle engine checks its blocks, then
+sleeps until a call comes or a deadline passes.
 """
 
 from __future__ import annotations
@@ -28,10 +23,10 @@ log = structlog.get_logger("worker")
 
 
 class EngineThread:
-    """Runs an engine until `stop`, or until anything raises: then `on_crash` is called, once.
+    """Runs an engine until `stop`, or until anything raises: then it calls `on_crash`, once.
 
-    `deliver` and `on_crash` are called on the engine's thread.  After a crash nothing is computed
-    any more and posted calls are dropped; the process is expected to end.
+    `deliver` and `on_crash` run on the engine's thread.  After a crash, posted calls are dropped;
+    the process is expected to end.
     """
 
     def __init__(
@@ -54,7 +49,7 @@ class EngineThread:
         self._thread.start()
 
     def post(self, call: Call) -> None:
-        """Have `call(engine)` run on the engine thread, before the next step, in order of posting.
+        """Run `call(engine)` on the engine's thread before the next step, in order.
 
         From any thread, never blocks.
         """
@@ -64,13 +59,9 @@ class EngineThread:
             self._wake.notify()
 
     def stop(self, *, wait_s: float | None = None) -> bool:
-        """End after the call or step under way; later calls are dropped.
+        """Stop after the current call or step, and drop later calls.
 
-        Args:
-            wait_s: How long to wait for that; None: as long as it takes.
-
-        Returns:
-            Whether it has ended.
+        Wait up to `wait_s` seconds, None for no limit; return whether the thread has ended.
         """
         with self._wake:
             self._is_stopping = True
@@ -81,7 +72,7 @@ class EngineThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call or a step is under way or waiting: a watchdog then expects progress."""
+        """True while a call or step is under way or waiting: a watchdog then expects progress."""
         return self._is_busy
 
     def _main(self) -> None:
@@ -100,10 +91,7 @@ class EngineThread:
                     self._deliver(outputs)
 
     def _next_calls(self) -> list[Call] | None:
-        """Return the calls posted since the last step; wait for one when the engine is idle.
-
-        None means stop.
-        """
+        """Return the calls since the last step, waiting if the engine is idle; None to stop."""
         if not self.engine.has_work():
             self._rest()
         with self._wake:
@@ -116,7 +104,7 @@ class EngineThread:
     def _rest(self) -> None:
         with self._wake:
             is_idle = not self._calls and not self._is_stopping
-        if is_idle:  # not under the lock: the loop must be able to post meanwhile
+        if is_idle:  # without the lock, so that the loop can post
             self.engine.check()
         with self._wake:
             while not self._calls and not self._is_stopping and not self.engine.has_work():
@@ -126,14 +114,14 @@ class EngineThread:
 
 
 class Warmup:
-    """All `warm_ups` in turn, then `on_end`, all on the engine's thread.
+    """The first call of a worker: `warm_ups` in turn, then `on_end`, on the engine's thread.
 
-    A warmup may compile for minutes, and nothing can interrupt that.  The event loop goes on
-    meanwhile, and a worker that is told to stop does not wait for it.
+    A warmup may compile for minutes and cannot be interrupted; a worker that stops does not wait
+    for it.
 
     Attributes:
-        is_over: Whether it has returned or raised.
-        is_done: Whether it has returned: the worker can serve.
+        is_over: It has returned or raised.
+        is_done: It has returned, so the worker can serve.
     """
 
     def __init__(
@@ -146,7 +134,6 @@ class Warmup:
         self._warm_ups, self._clock, self._on_end = warm_ups, clock, on_end
 
     def run(self, _: object = None) -> None:
-        """Warm up; whatever a model raises leaves this call."""
         started_s = self._clock()
         try:
             for warm_up in self._warm_ups:
@@ -162,18 +149,14 @@ class Warmup:
 
 
 class Pulse:
-    """Whether the thread still takes calls: posts one that does nothing, and looks for its end.
-
-    Calls are taken between steps, and at once when the engine is idle.  So the answer comes as long
-    as steps end, of an idle engine too.  systemd's watchdog is fed with this.
-    """
+    """A liveness probe for systemd's watchdog: posts an empty call and looks whether it ran."""
 
     def __init__(self, post: Callable[[Call], None]) -> None:
         self._post = post
         self._is_answered = True
 
     def is_felt(self) -> bool:
-        """Return whether the call posted the last time has been taken; if so, post the next."""
+        """Return whether the last call has run; if so, post the next."""
         if not self._is_answered:
             return False
         self._is_answered = False
@@ -185,17 +168,17 @@ class Pulse:
 
 
 class Standstill:
-    """For how many `seconds` the engine has been in one step.
+    """Counts for how many `seconds` the engine has been in one step.
 
     Counted in ticks of the event loop, so that a pause of the whole process does not count.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._step: int | None = None  # the one under way at the last tick
+        self._step: int | None = None  # the current one at the last tick
 
     def tick(self, elapsed_s: float, steps: int, *, is_busy: bool) -> None:
-        """Look again, `elapsed_s` after the last tick; `steps` is how many steps have ended."""
+        """Update `elapsed_s` after the last tick; `steps` counts the steps that have ended."""
         step = steps if is_busy else None
         is_same = step is not None and step == self._step
         self.seconds = self.seconds + elapsed_s if is_same else 0.0
@@ -203,5 +186,5 @@ class Standstill:
 
 
 def is_computing() -> bool:
-    """Whether an engine's thread of this process is still running."""
+    """Return whether an engine's thread of this process is running."""
     return any(thread.name == _NAME for thread in threading.enumerate())

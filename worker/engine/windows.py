@@ -1,12 +1,11 @@
-"""What windows reach: blocks of layers with a window, kept only as far as a later token sees.
+"""Blocks of layers with a sliding window, kept only as far as a later token attends.
 
-A sequence reaches the blocks that its next token sees in those layers and the ones that a step
-writes; as it goes on, it leaves those behind.  What nobody reaches any more but the prefix cache
-still knows is cached, for others may go on from there; the least recently reached goes first.
+A sequence reaches the window blocks that its next token attends to and those that a step writes.
+Blocks that no sequence reaches are cached while the prefix cache knows them; the least recently
+reached is evicted first.
 
-Each sequence that holds blocks is promised as many as a window may need, and the tokens of a step
-have room besides: so whoever holds blocks always gets what it reaches, and a step is never cut
-short for it.  Where every block can have one beside it, nothing need be promised.
+Each sequence with blocks has a reserve (promise) of as many as its window may need, and a step has
+room besides: so no step lacks window blocks.  With one window block per block, nothing is reserved.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from wire.layout import KVGroup
+from wire.parts import Buffer
+from wire.transfer import Rectangle
 from worker.compute.contract import KVCache
 from worker.compute.window_blocks import WindowBlocks
 from worker.executor.contract import blocks_of_window
 
 
 class Windows:
-    """The blocks of layers with a window, each named by the block of the pool it lies beside."""
+    """The window blocks, each named by its block of the pool."""
 
     def __init__(
         self,
@@ -32,20 +33,20 @@ class Windows:
         block_size: int,
         step_tokens: int,
     ) -> None:
-        """Begin with none reached.
+        """Start empty.
 
         Args:
-            sizes: How many positions layers see, the smallest first.
-            num_blocks: Of the pool they lie beside.
-            step_tokens: The most that a step computes.
+            sizes: The window sizes of the layers, ascending.
+            num_blocks: Blocks of the pool.
+            step_tokens: The most tokens of a step.
 
         Raises:
             ValueError: There are too few for one sequence.
         """
         self.blocks = blocks
-        self.num_used = 0  # that sequences reach; a shared one counts once
+        self.num_used = 0  # reached by sequences; a shared one counts once
         self._smallest, self._largest = sizes[0], sizes[-1]
-        self._most = blocks_of_window(self._largest, block_size)  # that one is promised
+        self._most = blocks_of_window(self._largest, block_size)  # promised to a sequence
         self._num_promised = 0
         self._limit: int | None = None
         if blocks.num_blocks < num_blocks:
@@ -68,31 +69,28 @@ class Windows:
         return len(self._cached)
 
     def first_seen(self, next_token: int) -> int:
-        """Return the first token that the one at `next_token` looks at."""
+        """Return the first token that `next_token` attends to."""
         return max(0, next_token - self._largest + 1)
 
     def whole_from(self, next_token: int) -> int:
-        """Return from which token on all layers have KV, when only what is seen has come.
-
-        The smallest window begins last: before that its layers lack what others have.
-        """
+        """Return from which token on all layers have KV after a transfer: the smallest window."""
         return max(0, next_token - self._smallest + 1)
 
     def may_promise(self, num_before: int, num_after: int, later: Iterable[int] = ()) -> bool:
-        """Whether a sequence of so many blocks may have so many, and others as many as `later`."""
+        """Return whether a sequence may grow, with room for others of `later` blocks each."""
         more = self._promised(num_after) - self._promised(num_before)
         more += sum(map(self._promised, later))
         return self._limit is None or self._num_promised + more <= self._limit
 
     def promise(self, num_before: int, num_after: int) -> None:
-        """A sequence of so many blocks has so many from now on."""
+        """Record that a sequence has grown or shrunk."""
         self._num_promised += self._promised(num_after) - self._promised(num_before)
 
     def _promised(self, num_blocks: int) -> int:
         return min(num_blocks, self._most)
 
     def reach(self, block: int) -> None:
-        """A sequence reaches a block; what it finds there stays."""
+        """Record that a sequence reaches a block, and keep the KV that it has."""
         self._reaching[block] += 1
         if self._reaching[block] > 1:
             return
@@ -105,7 +103,7 @@ class Windows:
         self.blocks.take(block)
 
     def leave(self, block: int, *, is_known: bool) -> None:
-        """A sequence reaches a block no more; it stays while the prefix cache knows the block."""
+        """Record that a sequence no longer reaches a block; cache it if `is_known`."""
         self._reaching[block] -= 1
         assert self._reaching[block] >= 0, f"block {block} was left twice"
         if self._reaching[block] == 0:
@@ -115,12 +113,11 @@ class Windows:
                 self._forget(block)
 
     def drop(self, block: int) -> None:
-        """Nobody can find a block any more."""
+        """Forget a block that the prefix cache has lost."""
         if block in self._cached:
             self._forget(block)
 
     def is_there(self, block: int) -> bool:
-        """Whether layers with a window have KV of this block."""
         return block in self.blocks
 
     def _forget(self, block: int) -> None:
@@ -131,8 +128,8 @@ class Windows:
         """Assert free + used + cached == total, and that sequences explain every use and promise.
 
         Args:
-            reached: Which blocks each sequence reaches.
-            held: How many each has in all.
+            reached: The window blocks that each sequence reaches.
+            held: How many blocks each sequence has.
         """
         free, used, cached = self.num_free, self.num_used, self.num_cached
         total = self.blocks.num_blocks
@@ -151,7 +148,7 @@ class Windows:
 
 
 def windows_of(cache: KVCache, step_tokens: int) -> Windows | None:
-    """Return the windows over an executor's cache; None if none need be watched."""
+    """Return the windows over a cache; None if every block has room for window KV."""
     if not cache.layout.windows or cache.window_blocks.is_fixed:
         return None
     return Windows(
@@ -164,8 +161,30 @@ def windows_of(cache: KVCache, step_tokens: int) -> Windows | None:
 
 
 def table_of(cache: KVCache, group: int, block_table: Sequence[int]) -> Sequence[int]:
-    """Return where a sequence's KV lies in layers of a group, for `pack` and `unpack`."""
+    """Return a sequence's block table for the layers of a group."""
     of_group = cache.layout.groups[group]
     if isinstance(of_group, KVGroup) and of_group.window is not None:
         return cache.window_blocks.table(block_table)
     return block_table
+
+
+def unpack(
+    cache: KVCache, block_table: Sequence[int], rectangle: Rectangle, kv: Buffer, num_tokens: int
+) -> None:
+    """Store one received rectangle of the KV of `num_tokens` tokens.
+
+    The first token of a window may lie inside a block.  Kernels also read the slots before it,
+    although no query attends to them, and a NaN there would spoil their sums: so they are zeroed.
+
+    Raises:
+        ValueError: The KV does not fill the rectangle.
+    """
+    block_table = table_of(cache, rectangle.group, block_table)
+    cache.unpack(block_table, rectangle, kv)
+    group, first = cache.layout.groups[rectangle.group], rectangle.tokens.start
+    if not isinstance(group, KVGroup) or first != group.sent(0, num_tokens).start:
+        return
+    before = range(first // cache.block_size * cache.block_size, first)
+    if before:
+        gap = rectangle._replace(tokens=before)
+        cache.unpack(block_table, gap, bytes(gap.num_bytes(cache.layout)))

@@ -1,9 +1,7 @@
-"""What one step computes, as an executor gets it: tokens of several sequences side by side.
+"""The input of one step: tokens of several sequences side by side, as NumPy arrays (seed 002).
 
-Seed 002's micro-batch: tokens of one forward pass, of one or many sequences, prompt or generated.
-NumPy only; an executor turns the arrays into what its device wants.  `worker.engine.batch` lays
-them out.  An object made for each row of each step is a `msgspec.Struct`: it costs a third of a
-tuple, and the garbage collector need not look at it.
+`worker.engine.batch` builds it.  Objects made for each row of each step are `msgspec.Struct`: those
+cost a third of a tuple, and no garbage collection.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from wire.logprobs import join_prompt_logprobs
 from wire.options import Options
-from worker.executor.prompt_logprobs import PromptScores
 from worker.executor.structured_output import Structured
 from worker.executor.token_counts import Occurrences
 
@@ -26,7 +24,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class BatchType(StrEnum):
-    """Whether a step reads prompts, generates, or both (seed 002)."""
+    """The kind of a step: it reads prompts, generates, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -34,12 +32,10 @@ class BatchType(StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    """How to draw the next token of one sequence: `position` is the index that token will have.
+    """How to draw the next token of one sequence, at index `position`, after `token_ids`.
 
-    Before it come `token_ids` (prompt and output, `prompt_len` of them prompt).  With D `drafts`
-    it stands for D + 1 rows: row d draws the token after the first d of them, d positions later.
-    For penalties, `occurrences` may hold the counts of `token_ids`, kept from step to step;
-    `structured` is where the answer is in its structure, if it has one.
+    With D `drafts` it stands for D + 1 rows: row d draws the token after the first d drafts.
+    `occurrences` caches the token counts for penalties from step to step.
     """
 
     request_id: int
@@ -53,7 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """One sampled row: where its logits are, and after how many of the drafts it draws."""
+    """One sampled row: the index of its logits, and the number of drafts before it."""
 
     index: int
     sampling: Sampling
@@ -71,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 def rows_of(
     samplings: Sequence[Sampling], is_wanted: Callable[[Sampling], bool] = lambda _: True
 ) -> list[Row]:
-    """Return the rows of the wanted ones among all samplings of a step."""
+    """Return the rows of the samplings that satisfy `is_wanted`."""
     rows: list[Row] = []
     start = 0
     for sampling in samplings:
@@ -82,11 +78,40 @@ def rows_of(
     return rows
 
 
-class Scoring(NamedTuple):
-    """Positions of one prompt whose next token is known and whose logprob is wanted.
+class PromptScores:
+    """The logprobs of a prompt's tokens after the first, gathered chunk by chunk.
 
-    `next_token_ids` has one entry for each scored row; `num_top` of the likeliest go along.
+    Scored positions are computed even if the prefix cache has their KV.
     """
+
+    __slots__ = ("_num_tokens", "_num_top", "_rows", "num_scored")
+
+    def __init__(self, num_tokens: int, num_top: int) -> None:
+        self._num_tokens = num_tokens
+        self._num_top = num_top
+        self._rows: list[bytes] = []
+        self.num_scored = 0
+
+    def wanted(self, start: int, num_tokens: int) -> range:
+        """Return the positions of a chunk that are still to be scored."""
+        end = min(start + num_tokens, self._num_tokens - 1)
+        return range(max(start, self.num_scored), end)
+
+    def add(self, num_rows: int, rows: bytes) -> None:
+        """Append the packed scores of the next `num_rows` positions."""
+        self.num_scored += num_rows
+        self._rows.append(rows)
+
+    def packed(self) -> bytes:
+        """Return all scores as in the body of PREFILL_DONE."""
+        num_top = self._num_top
+        if self.num_scored:  # a small vocabulary has fewer than requested
+            num_top = (sum(map(len, self._rows)) // self.num_scored - 4) // 8
+        return join_prompt_logprobs(num_top, self._rows)
+
+
+class Scoring(NamedTuple):
+    """Rows of one prompt to be scored: their next tokens, and the number of top logprobs."""
 
     scores: PromptScores
     next_token_ids: list[int]
@@ -98,16 +123,16 @@ class Batch:
     """T tokens of S sequences, of which R need a next token.
 
     Attributes:
-        token_ids: [T] input token ids, sequence after sequence; -1 - r is the token that row r of
-            the step before has drawn (`worker.executor.contract.Drawer`).
+        token_ids: [T] input token ids, sequence after sequence; -1 - r is the token of row r of
+            the previous step (`worker.executor.contract.Drawer`).
         positions: [T] index of each token in its sequence.
-        slots: [T] where its KV goes: block * block_size + offset.
+        slots: [T] slot of its KV: block * block_size + offset.
         query_starts: [S + 1] token range of sequence s is [query_starts[s], query_starts[s + 1]).
         context_lens: [S] tokens each sequence attends to, this step's included.
         block_tables: [S, max blocks] physical block of each logical block, padded with 0.
-        sample_rows: [R] rows of T whose logits are wanted, ascending.
-        samplings: One for each sequence that is sampled; together they have R rows.
-        score_rows: [Q] rows of T whose logits are wanted to score prompts; nearly always none.
+        sample_rows: [R] rows of T to sample, ascending.
+        samplings: One for each sampled sequence; together they have R rows.
+        score_rows: [Q] rows of T to score, of prompts; nearly always empty.
         scorings: Together they have Q next tokens, in the order of the rows.
     """
 
@@ -124,10 +149,10 @@ class Batch:
     scorings: tuple[Scoring, ...] = ()
 
     def sequence_of(self, row: int) -> int:
-        """Return the sequence that one of the sampled rows belongs to."""
+        """Return the index of the sequence of a sampled row."""
         return int(np.searchsorted(self.query_starts, self.sample_rows[row], side="right")) - 1
 
     def keep_scores(self, scored: list[bytes]) -> None:
-        """Give each sequence the packed rows of its scoring."""
+        """Append the packed rows of each scoring to its prompt's scores."""
         for scoring, rows in zip(self.scorings, scored, strict=True):
             scoring.scores.add(len(scoring.next_token_ids), rows)

@@ -1,9 +1,7 @@
-"""What the engine asks of an executor: two attributes, four methods, over paged KV (seed 003).
+"""The interface of executors: two attributes and four methods over paged KV (seed 003).
 
-An executor computes and nothing else: no queues, no network, no threads of its own.  The engine
-calls it from one thread; only its `KVCache` is called from several.  What else seed 003 asks of its
-ModelExecutor (status, metrics, warmup, prefill and decode by hand) is the same for every executor,
-and `worker.engine.instrumented` adds it.
+The engine calls an executor from one thread; only its `KVCache` is called from several.  Status,
+metrics and warmup are the same for all executors: `worker.engine.instrumented` adds them.
 """
 
 from __future__ import annotations
@@ -23,28 +21,26 @@ from worker.compute.contract import KVCache
 from worker.executor.batch import Batch
 from worker.executor.structured_output import Structured
 
-# A cache has room for so many states at least; a sequence that runs may need two.
+# The least slots for states of a cache; a running sequence may need two.
 MIN_STATES: Final = 16
-# Memory is divided for sequences that are so many windows long, or as long as the model allows if
-# that is less: for so many tokens in the other layers there is room for one window.  Shorter
-# sequences run out of blocks for windows first, longer ones of the other blocks.
+# Memory is divided for sequences of this many windows, or of the model's context if that is less.
+# Shorter sequences run out of window blocks first, longer ones of the other blocks.
 EXPECTED_WINDOWS: Final = 8
-# However few the blocks are, there is room for the windows of so many sequences.
+# The least sequences whose windows have room.
 MIN_WINDOWS: Final = 4
 
 
 def blocks_of_window(window: int, block_size: int) -> int:
     """Return the most blocks that a sequence needs for a window, the next token's included.
 
-    One token sees `window` positions, which may begin and end inside a block; what a step computes
-    of a sequence may reach into one block more.
+    The window may start and end inside a block, and a step may reach one block further.
     """
     return -(-(window - 1) // block_size) + 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served.  `layout` is the KV layout and dtype, on the device and on the wire."""
+    """The model served.  `layout` is the KV layout and dtype, on the device and on the wire."""
 
     name: str
     fingerprint: str
@@ -55,7 +51,7 @@ class ModelInfo:
 
 
 class Attention(StrEnum):
-    """How queries share keys, what they see, and how KV is stored."""
+    """Kinds of attention."""
 
     MULTI_HEAD = "multi_head"
     GROUPED_QUERY = "grouped_query"
@@ -66,7 +62,7 @@ class Attention(StrEnum):
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int) -> Attention:
-        """Return how so many query heads share so many key heads."""
+        """Return the kind by the numbers of heads."""
         if num_heads == num_kv_heads:
             return cls.MULTI_HEAD
         return cls.MULTI_QUERY if num_kv_heads == 1 else cls.GROUPED_QUERY
@@ -74,15 +70,15 @@ class Attention(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequirements:
-    """What serving takes, in bytes.
+    """The memory that serving takes, in bytes.
 
     Attributes:
         activation_bytes_per_token: For each token of the largest step.
-        kv_bytes_per_token: Of the layers that keep every token.
-        state_bytes: What a sequence has at one position, in layers that keep a state.
-        window_bytes_per_token: Of the layers that keep what a window reaches.
-        window: The positions that the largest window sees; 0 for none.
-        expected_tokens: Of a sequence; says how many windows there are beside so many tokens.
+        kv_bytes_per_token: Of layers that keep every token.
+        state_bytes: Of one state of a sequence, in layers that keep one.
+        window_bytes_per_token: Of layers with a window.
+        window: The size of the largest window; 0 for none.
+        expected_tokens: The assumed length of a sequence, to divide memory between both kinds.
     """
 
     parameter_bytes: int
@@ -102,7 +98,7 @@ class MemoryRequirements:
         parameter_bytes: int = 0,
         activation_bytes_per_token: int = 0,
     ) -> MemoryRequirements:
-        """Return what a model takes whose KV has this layout."""
+        """Return the requirements of a model with this KV layout."""
         windowed = [group for group in layout.kv_groups if group.window is not None]
         window_bytes = sum(group.num_layers * layer_bytes(group) for group in windowed)
         window = max(layout.windows, default=0)
@@ -117,23 +113,22 @@ class MemoryRequirements:
         )
 
     def total(self, max_ubatch_tokens: int, num_blocks: int, block_size: int) -> int:
-        """Return the bytes for steps of so many tokens and a cache of so many blocks."""
+        """Return the bytes for weights, activations and cache."""
         activations = self.activation_bytes_per_token * max_ubatch_tokens
         cache_bytes = self.cache_bytes(num_blocks, block_size, max_ubatch_tokens)
         return self.parameter_bytes + activations + cache_bytes
 
     def cache_bytes(self, num_blocks: int, block_size: int, max_ubatch_tokens: int) -> int:
-        """Return the bytes of so many blocks, and of windows and states beside them."""
+        """Return the bytes of a cache, with its window blocks and states."""
         states = self.num_states(num_blocks, block_size) * self.state_bytes
         windowed = self.num_window_blocks(num_blocks, block_size, max_ubatch_tokens)
         kv_bytes = num_blocks * self.kv_bytes_per_token + windowed * self.window_bytes_per_token
         return kv_bytes * block_size + states
 
     def num_window_blocks(self, num_blocks: int, block_size: int, max_ubatch_tokens: int) -> int:
-        """Return how many blocks layers with a window have beside so many of the others.
+        """Return how many window blocks go with so many blocks: at most one each.
 
-        As many as sequences of `expected_tokens` need that fill these, and what a step may need
-        besides; never more than one for each block.
+        Enough for the sequences of `expected_tokens` that fill the blocks, and for one step.
         """
         if self.window_bytes_per_token == 0:
             return 0
@@ -143,10 +138,9 @@ class MemoryRequirements:
         return min(num_blocks, needed + max_ubatch_tokens // block_size)
 
     def num_states(self, num_blocks: int, block_size: int) -> int:
-        """Return for how many states there is room beside so many blocks.
+        """Return how many states go with so many blocks.
 
-        They take as much as the blocks, but never more than two for each block, and there are
-        `MIN_STATES` at least.
+        They take as much memory as the blocks, at most two per block, at least `MIN_STATES`.
         """
         if self.state_bytes == 0:
             return 0
@@ -155,9 +149,9 @@ class MemoryRequirements:
         return max(min(equal, 2 * num_blocks), MIN_STATES)
 
     def __add__(self, other: MemoryRequirements) -> MemoryRequirements:
-        """Return what serving two models with the same tokens takes.
+        """Return the requirements of this model with a draft model `other`.
 
-        The other keeps every token in all its layers, as a draft model does.
+        The other one keeps every token in all its layers.
         """
         other_kv_bytes = other.kv_bytes_per_token + other.window_bytes_per_token
         return replace(
@@ -170,10 +164,10 @@ class MemoryRequirements:
         )
 
     def num_blocks(self, memory_bytes: int, max_ubatch_tokens: int, block_size: int) -> int:
-        """Return how many KV blocks `memory_bytes` pay for, after everything else.
+        """Return how many KV blocks fit `memory_bytes`, after everything else.
 
         Raises:
-            ValueError: Not even one; the message says how many bytes that takes.
+            ValueError: Not even one fits; the message says how many bytes it takes.
         """
         least = self.total(max_ubatch_tokens, 1, block_size)
         if memory_bytes < least:
@@ -182,8 +176,8 @@ class MemoryRequirements:
         return self.blocks_in(rest, block_size, max_ubatch_tokens)
 
     def blocks_in(self, cache_bytes: int, block_size: int, max_ubatch_tokens: int) -> int:
-        """Return how many blocks so many bytes pay for, with windows and states beside them."""
-        # Where all layers have a window, a block is a number only.
+        """Return how many blocks fit, with their window blocks and states."""
+        # If all layers have a window, other blocks take no memory.
         most = cache_bytes // max(1, self.kv_bytes_per_token * block_size)
         return bisect_right(
             range(1, most + 1),
@@ -194,23 +188,22 @@ class MemoryRequirements:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an executor can do; the longest sequence is `ModelInfo.max_model_len`.
+    """The features of an executor.
 
     Attributes:
         attention: Every kind it computes; empty for a model without attention.
         max_batch_sequences: Most sequences in one step; None for any number.
         continuous_batching: Sequences may join while others generate.
-        enough_tokens: Tokens of prompts from which on a longer step is no quicker a token: no
-            further prompt begins in a step that has them.  None where the longest is the quickest.
-        speculative: More than the last row of a sequence may be sampled in one step, and tokens
-            may be taken back; not so of layers that keep a state.
-        dtypes: Those that `dtype` may name; empty when the setting has no meaning.
-        devices: Those that `device` may name; empty when the setting has no meaning.
-        arithmetic: What the bits of its numbers depend on, beside the model: two workers where it
-            is equal compute equal texts.  Empty when it is the same wherever this executor runs.
-        num_threads: How many threads compute a step, in each process.
-        num_shards: In how many processes side by side each layer is computed.
-        num_stages: In how many processes after each other the layers are.
+        enough_tokens: Prompt tokens of a step beyond which no further prompt starts in it, because
+            longer steps compute no more tokens a second.  None for no such limit.
+        speculative: Several rows of a sequence may be sampled in one step, and tokens taken back;
+            False for layers that keep a state.
+        dtypes: Choices of `dtype`; empty if the setting has no meaning.
+        devices: Choices of `device`; likewise.
+        arithmetic: Two workers with the same model and the same value compute the same text.
+        num_threads: Threads that compute a step, in each process.
+        num_shards: Tensor-parallel processes.
+        num_stages: Pipeline stages.
     """
 
     memory: MemoryRequirements
@@ -226,10 +219,6 @@ class Capabilities:
     num_shards: int = 1
     num_stages: int = 1
 
-    def at_most(self, num_sequences: int) -> int:
-        """Return how many of so many sequences may share a step."""
-        return min(num_sequences, self.max_batch_sequences or num_sequences)
-
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The next token of one sampled row."""
@@ -239,20 +228,17 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class SequenceFailed(Exception):
-    """One sequence of a batch cannot be computed, for a reason that is its own.
+    """One sequence of a batch cannot be computed, for a reason of its own.
 
-    `forward`, `sample` and `score` may raise it.  The engine ends that sequence and no other, with
-    an error that is not tried again elsewhere.  The step is lost for the others too: the next one
-    computes their tokens again and writes their KV to the same slots.  So raising it promises
-    that the KV of all earlier tokens is unchanged, that the states behind them can still be read,
-    and that the device can compute another step.
-    Any other exception ends the process.
+    `forward`, `sample` and `score` may raise it.  The engine ends that sequence with an error that
+    is not retried on another worker, and repeats the step for the others.  So earlier KV and states
+    must be unchanged, and the device must be able to compute another step.  Any other exception
+    ends the process.
 
     Attributes:
-        index: Of the sequence in the batch, 0 to S - 1.
-        message: What is wrong, cut to `MAX_MESSAGE` characters: for logs and the program that runs
-            the engine.  The network is told only that the model failed.
-        code: INVALID_REQUEST if what was asked for is wrong; then the client reads the message.
+        index: The sequence in the batch, 0 to S - 1.
+        message: The reason, cut to `MAX_MESSAGE` characters, for logs; clients do not see it.
+        code: INVALID_REQUEST if the request is wrong; then the client sees the message.
     """
 
     MAX_MESSAGE: Final = 500
@@ -275,15 +261,14 @@ class Executor(Protocol):
     ) -> KVCache:
         """Make the paged KV cache that later batches address.
 
-        `num_states` is given only if the layout has states: for how many there is room.  So is
-        `num_window_blocks` if layers have a window: how many blocks those share.  With 0 they keep
-        every token, as others do.
+        `num_states` is passed only if the layout has states, `num_window_blocks` only if layers
+        have a window.  With 0 window blocks those layers keep every token.
         """
 
     def forward(self, batch: Batch) -> Any:
         """Run the batch, write its KV, return logits (opaque to the engine) of `sample_rows`.
 
-        They are good until the next `forward`, which may write where they lie.
+        The logits are valid until the next `forward`.
 
         Raises:
             SequenceFailed: One of the sequences cannot be computed.
@@ -297,14 +282,14 @@ class Executor(Protocol):
         """
 
     def shutdown(self) -> None:
-        """Give back what `allocate` and loading took."""
+        """Free the cache and the weights."""
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """What an executor can do besides if it can give prompt logprobs.
+    """An optional capability: prompt logprobs.
 
-    Its `forward` then computes the logits of `score_rows` as well as those of `sample_rows`.
+    `forward` then computes the logits of `score_rows` as well as those of `sample_rows`.
     """
 
     def score(self, logits: Any, batch: Batch) -> list[bytes]:
@@ -313,16 +298,15 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Structurer(Protocol):
-    """What an executor can do besides if it can hold answers to a structure.
+    """An optional capability: structured output.
 
-    Its `sample` then draws only what the `structured` of a sampling allows.
+    `sample` then draws only tokens that the `structured` of a sampling allows.
     """
 
     def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
-        """Return where an answer is in this structure, whose prompt has so many tokens.
+        """Start to compile a structure for a response; tenants share the threads fairly.
 
-        Nobody waits: it is ready later, and says then whether there is such a structure.  Tenants
-        take turns at what there is to compute.
+        The result tells when it is ready, and then whether the structure is valid.
         """
 
 
@@ -331,34 +315,33 @@ class Preparer(Protocol):
     """An optional capability: compile kernels and record steps before the first request."""
 
     def prepare(self) -> int:
-        """Compile and record all that steps need but a prompt; called once, after `allocate`.
+        """Compile and record steps, once, after `allocate`.
 
-        Returns:
-            The length in tokens of a prompt that compiles the rest: the warmup reads it next.
+        Return the length of a prompt whose prefill compiles the rest, for the warmup.
         """
 
 
 class Drawn(Protocol):
-    """Tokens that a device draws, and may not have drawn yet."""
+    """Tokens that a device is drawing."""
 
     def tokens(self) -> list[SampledToken]:
-        """Wait for the step, and return one token for each sampled row; to be called once."""
+        """Wait for the step; return one token for each sampled row.  Called once."""
 
 
 @runtime_checkable
 class Drawer(Protocol):
-    """An optional capability: the engine begins a step before it has read the one before.
+    """An optional capability: the engine starts a step before it has read the previous one.
 
-    `forward` and `draw` only start a step on the device, which computes steps in the order of their
-    start.  In `token_ids` of the next step, -1 - r stands for the token that row r of the last
-    `draw` has drawn, or will.  A copy of KV that is started after a step runs after it.
+    `forward` and `draw` only start a step on the device, which runs steps and KV copies in the
+    order of their start.  In `token_ids` of the next step, -1 - r stands for the token of row r of
+    the last `draw`.
     """
 
     def can_draw(self, batch: Batch) -> bool:
-        """Whether the device can draw all tokens of the batch without the host.
+        """Return whether the device can draw all tokens of the batch without the host.
 
-        No if a row might have no allowed token, for which `sample` would fail its sequence.
+        False if a row might have no allowed token, for which `sample` would fail its sequence.
         """
 
     def draw(self, logits: Any, batch: Batch) -> Drawn:
-        """Start drawing the tokens that `sample` would return; `can_draw` has to allow it."""
+        """Start to draw the tokens that `sample` would return; `can_draw` must allow it."""

@@ -1,8 +1,7 @@
 """A model of your own as two objects of float32 arrays: `Prefiller` and `ForwardModel` (seed 001).
 
-The prefiller gives the KV of each layer after reading a prompt; the forward model takes one token
-and the KV before it and gives logits, so that all sampling options work.  In the cache and on the
-wire KV is float32 too, and some layers and tokens of it can be sent without the others.
+The prefiller returns the KV of each layer of a prompt; the forward model takes one token and the KV
+before it and returns logits, so all sampling options work.
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ class Prefiller(Protocol):
 
 
 class ForwardModel(Protocol):
-    """Reads one token after those whose KV it is given."""
+    """Reads one token after others."""
 
     def forward(self, token_id: int, get_kv: GetKV) -> tuple[Float32, GetKV]:
-        """Return [vocab] logits of what comes next, and the token's own KV.
-
-        `get_kv` has a row for each earlier token; the token's position is their number.
-        """
+        """Return [vocab] logits and the token's KV; `get_kv` has a row for each earlier token."""
 
 
 class ForwardPair:
@@ -104,12 +100,11 @@ def serve_forward(
     """Make an executor of a prefiller and a forward model.
 
     Args:
-        eos_token_ids: The tokens that end an answer; without any, only stops and limits do.
         max_model_len: The longest sequence they can take.
         settings: The keywords that the worker calls a factory with.
 
     Raises:
-        ValueError: The settings ask for longer sequences than the model has.
+        ValueError: The settings request longer sequences than the model has.
     """
     layout = KVLayout.uniform(
         num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="float32"

@@ -4,15 +4,14 @@
     decode_step(kv, last_token_id, position) -> (next_token_id, updated_kv)
 
 `token_ids` are u32 little-endian, as on the wire.  `kv` holds the tokens so far one after another,
-`layout.token_bytes` each; what the bytes of a token mean is the functions' business, as long as
-they depend on nothing but that token and those before it, and never change: sequences that begin
-alike share blocks.  `updated_kv` is `kv` and the bytes of the token at `position`.  Sizes
-are checked at every call, the warmup's first.
+`layout.token_bytes` each.  The bytes of a token must depend only on that token and those before it,
+and never change, because sequences with the same prefix share blocks.  `updated_kv` is `kv` and the
+bytes of the token at `position`.  Sizes are checked at every call.
 
-The first token is `first_token(activation)`, or what `decode_step` says of the last prompt token.
-The functions choose tokens themselves: of a request's options only limits and stops have an effect.
-A prompt longer than one step (`--max-ubatch-tokens`), or with a cached prefix, is read on token by
-token with `decode_step`.
+The first token is `first_token(activation)`, or the result of `decode_step` for the last prompt
+token.  The functions choose tokens themselves, so only limits and stops of a request's options have
+an effect.  After one step's tokens (`--max-ubatch-tokens`) or a cached prefix, a prompt is read
+token by token with `decode_step`.
 """
 
 from __future__ import annotations
@@ -82,15 +81,13 @@ def serve_functions(
     """Make an executor of two functions.
 
     Args:
-        layout: Says how many bytes the KV of one token has, and what routers and other workers are
-            told it is.  For 2 n bytes of anything: ``KVLayout.uniform(num_layers=1,
-            num_kv_heads=1, head_dim=n, dtype="uint8")``.
-        eos_token_ids: The tokens that end an answer; without any, only stops and limits do.
+        layout: The size of a token's KV, as routers and other workers see it.  For 2 n bytes of
+            anything: ``KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=n, dtype="uint8")``.
         max_model_len: The longest sequence the functions can take.
         settings: The keywords that the worker calls a factory with.
 
     Raises:
-        ValueError: The settings ask for longer sequences than the model has.
+        ValueError: The settings request longer sequences than the model has.
     """
     info = describe(
         settings or {},

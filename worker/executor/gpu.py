@@ -1,7 +1,7 @@
-"""The torch executor on a GPU: decode steps are graphs, and the host need not wait for their end.
+"""The torch executor on a GPU: decode steps are graphs, and the host runs ahead of the device.
 
-What a step needs is uploaded in one copy that nobody waits for.  The tokens that it draws stay on
-the GPU, where the next step reads them, and are copied to the host beside it.
+A step's input is uploaded in one asynchronous copy.  The tokens it draws stay on the GPU for the
+next step, and are copied to the host meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def create(
     device: str = "auto",
     max_model_len: int | None = None,
 ) -> TorchExecutor:
-    """Load a model directory for a device of any kind; see `TorchExecutor.load`."""
+    """Load a model directory for any device; see `TorchExecutor.load`."""
     place = find_device(device)
     kind = GpuExecutor if place.type == "cuda" else TorchExecutor
     return kind.load(
@@ -54,7 +54,7 @@ def create(
 
 
 class GpuExecutor(TorchExecutor):
-    """A transformer on a GPU; implements `Drawer` of `worker.executor.contract`, too."""
+    """A transformer on a GPU; also implements `worker.executor.contract.Drawer`."""
 
     def __init__(self, model: Model, info: ModelInfo, path: Path) -> None:
         super().__init__(model, info, path)
@@ -64,7 +64,7 @@ class GpuExecutor(TorchExecutor):
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> KVCache:
-        """Make the paged KV cache that later batches address; see `TorchExecutor.allocate`."""
+        """See `TorchExecutor.allocate`."""
         cache = super().allocate(num_blocks, block_size, num_states, num_window_blocks)
         assert self._model is not None and self._cache is not None
         self._graphs = graphs_of(self._model, self._cache, self.info.max_model_len)
@@ -80,12 +80,12 @@ class GpuExecutor(TorchExecutor):
         return super().prepare()
 
     def _compute(self, step: Step) -> torch.Tensor:
-        """Ask for the logits of a step's rows."""
+        """Start to compute the logits of a step's rows."""
         assert self._model is not None and self._cache is not None
         batch, drawn = with_pools(self._cache, step), None
         if bool((step.token_ids < 0).any()):
             drawn = self._drawn
-            assert drawn is not None, "the step reads a token of a draw that never was"
+            assert drawn is not None, "the step reads a token before any draw"
         if self._graphs is not None and self._graphs.can_replay(step.rows, batch):
             return self._graphs.forward(step.token_ids, step.positions, batch, drawn)
         tables = [it.numpy() for it in (step.token_ids, step.positions, step.rows)]
@@ -131,7 +131,7 @@ class GpuDrawn:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Whether logits, settings and position alone decide the next token, and it alone is wanted."""
+    """Return whether the device can draw this row's token without the host."""
     options = sampling.options
     needs_host = options.has_penalties or options.logit_bias or options.logprobs is not None
     is_constrained = sampling.structured is not None or is_limited(sampling)

@@ -1,13 +1,11 @@
-"""The grammars of one model's answers: compiled, followed, and masks made beside the forward pass.
+"""Grammars for structured output: compiled in threads, token masks computed during the forward.
 
-`start` is called before a forward pass and `take` after it, so that masks cost no time where the
-forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads, at
-which tenants take turns; llguidance does that without the GIL too, and in the background.
+`start` is called before a forward pass and `take` after it, so masks cost no time unless the
+forward pass, which releases the GIL, is faster.  Tenants share the compiling threads fairly.
 
-An ambiguous grammar may need 10 ms for each mask, and one request has up to 128 answers.  A step
-that would take twice as long for its masks does not wait for the slowest of them again: they are
-made one after another in the background, tenants in turn, and a sequence takes part in a step when
-its mask is ready (`Structured.is_slow`).
+An ambiguous grammar may need 10 ms for each mask, and one request has up to 128 choices.  If masks
+double the time of a step, the slow ones are computed in the background from then on, and a sequence
+joins a step when its mask is ready (`Structured.is_slow`).
 """
 
 from __future__ import annotations
@@ -33,13 +31,12 @@ from wire.process.structured_output import StructureError, grammar_of, limits
 from worker.executor.batch import Sampling
 from worker.executor.structured_output import Compiled, Structured
 
-# Threads that compile: a structure that takes long does not keep a second one waiting, nor two of a
-# tenant those of another.
+# Threads that compile, so that slow structures, even two of one tenant, do not delay others.
 _NUM_COMPILING: Final = 3
-# Grammars that are kept: clients send the same few again and again.
+# Cached grammars: clients send the same few again and again.
 _NUM_KEPT: Final = 32
 _WORD_BITS: Final = 32
-# Masks of one step may take so long, whatever the forward pass takes.
+# Masks of one step may always take this long.
 _MIN_MASKS_S: Final = 0.001
 
 Bits = npt.NDArray[np.int32]
@@ -48,12 +45,12 @@ log = structlog.get_logger("worker")
 
 
 class Masks(NamedTuple):
-    """What structures allow in the rows of a step, of which one at least has a structure.
+    """The allowed tokens of a step in which at least one sequence has a structure.
 
     Attributes:
-        bits: [R, words] int32, bit t of a row for token t; all of them in rows without one.
-        over: The rows in which nothing but EOS is allowed, of those whose options say more.
-        failed: The first row that has no mask, for its sequence has a problem.
+        bits: [R, words] int32, bit t of a row for token t; all set in rows without a structure.
+        over: Rows with other restrictions in which the structure allows EOS only.
+        failed: The first row without a mask: its sequence has a `problem`.
     """
 
     bits: Bits
@@ -62,7 +59,7 @@ class Masks(NamedTuple):
 
 
 class Grammars:
-    """What the answers of one model are held to; called by the engine's thread only."""
+    """The grammars of one model.  Called by the engine's thread only."""
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class Grammars:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begin to read a tokenizer.json; nobody waits for it before the first structure."""
+        """Start to read a tokenizer.json in the background."""
         self._clock = clock
         self._eos = sorted(eos_token_ids)
         self._compiling = FairThreads(_NUM_COMPILING, "compile")
@@ -83,10 +80,10 @@ class Grammars:
         self._kept: FairCache[Structure, Compiled] = FairCache(self._compiling, _NUM_KEPT)
         self._started: Future[Masks] | None = None
         self._started_s = 0.0
-        self._held: list[Structured] = []  # those of the step that was started
+        self._current: list[Structured] = []  # of the step that was started
 
     def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
-        """Return the state of a text after its prompt; the grammar is compiled meanwhile."""
+        """Start to compile a grammar; return the state of a response at its beginning."""
         try:
             compiled = self._kept.ask(tenant, structure, partial(self._compile, structure))
         except WireError as error:
@@ -95,33 +92,32 @@ class Grammars:
         return Structured(compiled, prompt_len, partial(self._slow_masks.submit, tenant))
 
     def start(self, samplings: Sequence[Sampling]) -> None:
-        """Begin to compute the masks of a step's rows, if any sequence has a structure."""
+        """Start to compute the masks of a step's rows, if any sequence has a structure."""
         self.take()  # of a step that failed
-        self._held = [it.structured for it in samplings if it.structured is not None]
-        if self._held:
+        self._current = [it.structured for it in samplings if it.structured is not None]
+        if self._current:
             self._started_s = self._clock()
             self._started = self._following.submit(self._masks, samplings)
 
     def take(self) -> Masks | None:
-        """Return the masks of the step that was started last, once; None if it has none."""
+        """Return the masks of the last step, once; None if it has none."""
         started, self._started = self._started, None
         if started is None:
             return None
         forward_s = self._clock() - self._started_s
         masks = started.result()
         self._find_slow(2 * max(forward_s, _MIN_MASKS_S))
-        self._held = []
+        self._current = []
         return masks
 
     def _find_slow(self, limit_s: float) -> None:
-        """Mark the sequences of the step whose masks take more than an equal part of a limit that
-        all masks together exceed."""
-        is_over = sum(it.mask_s for it in self._held) > limit_s
-        for it in self._held:
-            it.is_slow = is_over and it.mask_s > limit_s / len(self._held)
+        """If all masks exceed the limit, mark sequences whose mask exceeds an equal part of it."""
+        is_over = sum(it.mask_s for it in self._current) > limit_s
+        for it in self._current:
+            it.is_slow = is_over and it.mask_s > limit_s / len(self._current)
 
     def shutdown(self) -> None:
-        """Stop the threads; what they are at is not waited for."""
+        """Stop the threads without waiting for their work."""
         self._compiling.shutdown()
         self._following.shutdown()
         self._slow_masks.shutdown()
@@ -132,12 +128,12 @@ class Grammars:
         grammar = grammar_of(structure)
         compile_ = partial(LLMatcher, tokenizer, grammar, log_level=0, limits=limits())
         matcher = in_background(compile_)
-        # What every text begins with is computed here, once, and so is what takes longest.
+        # The first mask, often the slowest, is computed once and cached in the matcher.
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
             reason = matcher.get_error()
-            del matcher  # or the exception, which is kept, would keep it: up to 100 MB
+            del matcher  # else the cached exception would keep up to 100 MB alive
             raise StructureError(reason)
         eos = np.zeros(-(-tokenizer.vocab_size // _WORD_BITS), np.uint32)
         for token_id in self._eos:
@@ -145,28 +141,29 @@ class Grammars:
         return Compiled(matcher, eos.view(np.int32))
 
     def _masks(self, samplings: Sequence[Sampling]) -> Masks:
-        held: list[tuple[int, Sampling, Structured]] = []  # with its first row
-        limited: list[int] = []  # rows whose options say more of what may be drawn
-        going_on: list[int] = []  # rows in which an answer may not end yet
+        found: list[tuple[int, Sampling, Structured]] = []  # with its first row
+        limited: list[int] = []  # rows with other restrictions
+        unfinished: list[int] = []  # rows in which a response may not end yet
         row = 0
         for it in samplings:
             first, row = row, row + 1 + len(it.drafts)
             if it.structured is None:
                 continue
-            held.append((first, it, it.structured))
+            found.append((first, it, it.structured))
             options = it.options
             num_early = options.min_tokens - (it.position - it.prompt_len)
             is_early = options.ignore_eos or num_early > 0
             if is_early:
-                going_on += range(first, row if options.ignore_eos else min(row, first + num_early))
+                last = row if options.ignore_eos else min(row, first + num_early)
+                unfinished += range(first, last)
             if is_early or options.allowed_token_ids or options.bad_sequences:
                 limited += range(first, row)
-        eos = held[0][2].eos
-        # All bits set: rows behind a draft that is not allowed are not written, and never count.
+        eos = found[0][2].eos
+        # All bits set: rows after a forbidden draft are not written, and do not matter.
         bits = np.full((row, len(eos)), -1, np.int32)
         address, row_bytes = bits.ctypes.data, bits.strides[0]
         failed: int | None = None
-        for number, it, structured in held:
+        for number, it, structured in found:
             place = address + number * row_bytes
             if not structured.fill(it.token_ids, it.drafts, place, row_bytes) and failed is None:
                 failed = number
@@ -174,7 +171,7 @@ class Grammars:
         if limited:
             others = bits & ~eos
             over = [number for number in limited if not others[number].any()]
-            early = [number for number in going_on if number not in over]
+            early = [number for number in unfinished if number not in over]
             bits[early] = others[early]
         return Masks(bits, over, failed)
 
@@ -183,7 +180,7 @@ def _load(path: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
     """Read a tokenizer.json; ids of the model that it lacks stand for no text.
 
     Raises:
-        StructureError: No answer of this model can be held to a structure.
+        StructureError: This model cannot generate structured output.
     """
     if not eos_token_ids:
         raise StructureError("this model has no EOS token, so no answer could end")

@@ -1,18 +1,12 @@
-"""The executor without a model, for tests: the next token is a hash of every KV byte read back.
+"""The executor without a model, for tests: the next token is a hash of all KV bytes read back.
 
-The KV of a token is a function of its id, its position, the layer, k or v, and the head.  The next
-token is a function of all KV bytes of the sequence in the wire's order, so a byte that is lost,
-stale, mixed up or another request's changes the text; `tests.oracle` says what the text must be.
-NumPy only.
+The KV of a token is a function of its id, position, layer, k or v, and head.  So a byte that is
+lost, stale, swapped or another request's changes the text; `tests.oracle` computes the right text.
+With `create_mixed` the second layer has a window and there is a state besides, and both are hashed.
 
-`create_mixed` makes one whose second layer has a window and that keeps a state besides: its next
-token is a function of the first layer's bytes, of those in the window, and of the state, which each
-token changes.
-
-How a hash becomes a token: one in `EOS_PERIOD` is an EOS token, unless the request ignores EOS or
-is under its min_tokens; all others are uniform over the rest of the vocabulary.  With a temperature
-above 0 (seed, choice, position) go into the hash too.  Filters, penalties and logit_bias change
-nothing; every token of a prompt is as likely as any other.
+One hash in `EOS_PERIOD` is an EOS token, unless the request ignores EOS or is under its min_tokens;
+the others are uniform over the rest of the vocabulary.  With a temperature, (seed, choice,
+position) are hashed too.  Filters, penalties and logit_bias have no effect.
 """
 
 from __future__ import annotations
@@ -42,7 +36,6 @@ from worker.executor.host_kv_cache import HostKVCache
 VOCAB_SIZE: Final = 32_000
 MAX_MODEL_LEN: Final = 32_768
 EOS_TOKEN_IDS: Final = frozenset({2})
-# Often enough that tests meet it, seldom enough that most answers are long.
 EOS_PERIOD: Final = 64
 # 8 bytes of head_dim are one u64, in which all arithmetic is done; 64 bytes a token.
 NUM_LAYERS: Final = 2
@@ -53,8 +46,7 @@ LAYOUT: Final = KVLayout.uniform(
 _LAYER: Final = KVGroup(
     num_layers=1, num_kv_heads=NUM_KV_HEADS, key_dim=8, value_dim=8, dtype="uint8"
 )
-# A window that no block size divides.
-WINDOW: Final = 13
+WINDOW: Final = 13  # no block size divides it
 MIXED: Final = KVLayout(
     groups=(
         _LAYER,
@@ -64,7 +56,7 @@ MIXED: Final = KVLayout(
 )
 
 _U64 = npt.NDArray[np.uint64]
-# One odd word for each (layer, k|v, head), so that no two places hold the same bytes.
+# One odd word for each (layer, k|v, head), so that no two of them have the same bytes.
 _PLACES: Final[_U64] = (
     np.arange(1, 2 * NUM_LAYERS * NUM_KV_HEADS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ).reshape(NUM_LAYERS, 2, NUM_KV_HEADS)
@@ -82,11 +74,10 @@ def create(
 ) -> HashExecutor:
     """Make a hash executor with the vocabulary and EOS of a model directory, if there is one.
 
-    `dtype` and `device` have no meaning here.  `max_model_len` wins over `MAX_MODEL_LEN`: nothing
-    is trained, so the directory's own does not bind.
+    `dtype`, `device` and the directory's maximal length have no effect.
 
     Raises:
-        ValueError: A file of the model directory is not what it should be.
+        ValueError: A file of the model directory is invalid.
     """
     vocab_size, eos_token_ids = VOCAB_SIZE, EOS_TOKEN_IDS
     if model_path is not None:
@@ -103,7 +94,7 @@ def create(
 
 
 def create_mixed(**settings: Any) -> HashExecutor:
-    """Make one with layers of several kinds; `settings` are those of `create`."""
+    """Make one with layers of several kinds; see `create` for `settings`."""
     plain = create(**settings)
     return HashExecutor(replace(plain.info, layout=MIXED), step_delay_s=plain.step_delay_s)
 
@@ -163,7 +154,7 @@ class HashKVCache(HostKVCache):
                 of_slot[run.after] = state_after(words[run.start : run.stop], before)
 
     def digest(self, block_table: Sequence[int], num_tokens: int) -> int:
-        """Hash all that the last of so many tokens sees."""
+        """Hash all that the last of `num_tokens` tokens attends to."""
         digest = 0
         for index, group in enumerate(self.layout.groups):
             first = num_tokens
@@ -178,10 +169,7 @@ class HashKVCache(HostKVCache):
 
 
 class HashExecutor:
-    """Computes in microseconds; implements `worker.executor.contract.Executor`.
-
-    `step_delay_s` makes every step last at least so long, for tests of what happens during a step.
-    """
+    """Computes in microseconds; `step_delay_s` prolongs every step."""
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
@@ -229,13 +217,13 @@ class HashExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """How a hash becomes a token, see the module; `eos_token_ids` are among its `size` tokens."""
+    """Maps hashes to tokens; `eos_token_ids` are among its `size` tokens."""
 
     size: int
     eos_token_ids: frozenset[int]
 
     def draw(self, digest: int, row: Row) -> SampledToken:
-        """Map a digest of the context to a token, as the module's docstring says."""
+        """Map a digest of the context to a token."""
         options = row.options
         if options.temperature > 0.0:
             key = np.array([options.seed, options.choice, row.position], "<u8").tobytes()
@@ -250,7 +238,7 @@ class Vocabulary:
         if not may_stop:
             banned = banned.union(options.stop_token_ids)
         token_id = rest % self.size
-        for _ in range(len(banned)):  # to the next that is allowed; to any, if none is
+        for _ in range(len(banned)):  # to the next allowed token, if there is one
             if token_id not in banned:
                 break
             token_id = (token_id + 1) % self.size
@@ -289,7 +277,7 @@ def kv_words(
 def state_after(words: _U64, before: _U64 | int = 0) -> _U64:
     """Return u64 [num_layers, heads]: the state after tokens of [T, num_layers, k|v, kv_heads] KV.
 
-    Each token changes it by what it was: no token can be left out, nor two change places.
+    It depends on all tokens and their order.
     """
     state = np.zeros((NUM_LAYERS, 2 * NUM_KV_HEADS), np.uint64) + np.uint64(before)
     for word in words.reshape(len(words), *state.shape):

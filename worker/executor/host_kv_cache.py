@@ -1,8 +1,4 @@
-"""Paged KV in host memory, for executors that compute without torch.
-
-An item is the `head_dim` values of one head, as bytes: nothing here computes with them, so one
-class serves every dtype, and copies move whole items.  NumPy only.
-"""
+"""Paged KV in host memory, for executors without torch: items of `head_dim` values, as bytes."""
 
 from __future__ import annotations
 
@@ -28,10 +24,10 @@ class HostKVCache(KVCache):
     """Blocks of KV in host memory.
 
     Attributes:
-        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items of the layers that see
-            every position, those of one group after those of another.
-        window_items: The same of layers with a window, of which there may be none.
-        memory: What both lie in, if others can read it.
+        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items of layers without a window,
+            group after group.
+        window_items: The same of layers with a window.
+        memory: The shared memory of both, if other processes can read it.
         states: By group, uint8 [num_states, num_layers, heads, head_bytes].
     """
 
@@ -71,7 +67,7 @@ class HostKVCache(KVCache):
         return sizes, f"{kind}{item_bytes}"
 
     def rows(self, block_table: Sequence[int] | npt.NDArray[Any], num_tokens: int) -> Bytes:
-        """Copy the KV of a sequence's first tokens out, a row for each token, without windows.
+        """Copy out the KV of a sequence's first tokens, without windows.
 
         Returns:
             [num_tokens, token_bytes]; a row is [layer][k|v][kv_head][head_dim].
@@ -90,7 +86,7 @@ class HostKVCache(KVCache):
         self.items[blocks, ..., offsets] = items.reshape(len(slots), *self.items.shape[1:-1])
 
     def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        """Return a rectangle's bytes where they lie, or None if they do not lie in one piece."""
+        """Return a view of a rectangle's bytes, or None if they are not contiguous."""
         blocks, layers, _ = self._place(block_table, rectangle)
         is_whole = len(rectangle.tokens) == self.block_size and len(blocks) == 1
         items = self._items_of(rectangle)
@@ -139,11 +135,11 @@ class HostKVCache(KVCache):
     def _place(
         self, block_table: Sequence[int], rectangle: Rectangle
     ) -> tuple[npt.NDArray[np.intp], slice, slice]:
-        """Return the blocks that hold the tokens, and where the layers and heads lie in them.
+        """Return the blocks of the tokens, and the layers and heads in them.
 
         Raises:
-            ValueError: The rectangle is not one of the layout, or beyond the block table, or no
-                window reaches it any more.
+            ValueError: The rectangle does not fit the layout or the block table, or its window KV
+                is gone.
         """
         index, layers, heads, tokens = rectangle
         group = self.layout.groups[index] if index < len(self.layout.groups) else None
@@ -170,5 +166,5 @@ class HostKVCache(KVCache):
 
 
 def _shape_of(rectangle: Rectangle) -> tuple[int, int, int, int]:
-    """Return [layer, k|v, head, token], as items lie in a segment."""
+    """Return [layer, k|v, head, token], the order of items in a segment."""
     return len(rectangle.layers), 2, len(rectangle.heads), len(rectangle.tokens)

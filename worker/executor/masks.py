@@ -1,13 +1,13 @@
-"""Which tokens may be drawn: what options take out before one is chosen.
+"""Masks of the options: tokens that may not be drawn.
 
-After penalties and logit bias, in this order, every row on its own (SPEC 4.8):
+After penalties and logit bias, in this order, each row by itself (SPEC 4.8):
 
-    allowed_token_ids   all others are out
-    bad_sequences       a token that would complete one of them is out
-    min_tokens          EOS and the request's stop ids are out until so many are generated
+    allowed_token_ids   masks all others
+    bad_sequences       masks tokens that would complete one
+    min_tokens          masks EOS and the request's stop ids until so many tokens are generated
 
-Then it is chosen among those that the structure allows (`worker.executor.grammars`).  Where that is
-EOS only, EOS is the next token, whatever this list says.
+The mask of a structure (`worker.executor.grammars`) comes last.  If it allows EOS only, EOS is the
+next token, whatever the options say.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def mask(
     eos_token_ids: frozenset[int],
     over: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Return [R, vocab] logits without what may not be drawn: the same tensor if all may be.
+    """Return masked [R, vocab] logits: the same tensor if nothing is masked.
 
     `over` are the rows whose structure allows EOS only.
     """
@@ -38,7 +38,7 @@ def mask(
     columns: list[int] = []
     for row in limited:
         options = row.options
-        # A client may name ids the vocabulary does not have.
+        # Ids of a client may exceed the vocabulary.
         if options.allowed_token_ids:
             known = [token_id for token_id in options.allowed_token_ids if token_id < vocab]
             masked[row.index] = -torch.inf
@@ -57,10 +57,10 @@ def mask(
 
 
 def is_limited(sampling: Sampling) -> bool:
-    """Whether some tokens may not be drawn, whatever a structure says."""
+    """Return whether the options may mask tokens."""
     options = sampling.options
     if sampling.position - sampling.prompt_len < options.min_tokens:
-        return True  # its first rows may not stop; later ones, after drafts, perhaps
+        return True
     return bool(options.allowed_token_ids or options.bad_sequences)
 
 

@@ -1,14 +1,13 @@
-"""Penalties and logit bias: what changes the logits before a token is chosen.
+"""Penalties and logit bias.
 
-In this order, every row on its own (SPEC 4.8):
+In this order, each row by itself (SPEC 4.8):
 
-    repetition   logits of tokens in prompt or answer: divided by it if positive, else multiplied
-    frequency    times how often the answer has the token, subtracted
-    presence     subtracted if the answer has the token at all
+    repetition   of tokens in prompt or output: positive logits are divided, others multiplied
+    frequency    subtracted for each occurrence in the output
+    presence     subtracted if the output has the token
     logit_bias   added
 
-in float64, rounded once to float32.  Only logits that change are touched: those of all rows are
-gathered, computed and put back together.
+in float64, rounded once to float32.  Only changed logits are gathered, computed and scattered.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from worker.executor.token_counts import Occurrences
 
 
 def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return [R, vocab] logits after penalties and biases: the same tensor if nobody asked."""
+    """Return [R, vocab] logits after penalties and biases: the same tensor if there are none."""
     penalized = rows_of(samplings, lambda it: it.options.has_penalties)
     biased = rows_of(samplings, lambda it: bool(it.options.logit_bias))
     if not penalized and not biased:
@@ -38,7 +37,7 @@ def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
 
 
 def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
-    # The rows of one sampling are neighbours; the first of them has no drafts before it.
+    # Rows of one sampling are adjacent; the first has no drafts before it.
     firsts = [row.sampling for row in rows if not row.num_drafts]
     found = [pair for it in firsts for pair in _occurrences(it).along(it.drafts)]
     sizes = [len(token_ids) for token_ids, _ in found]
@@ -54,7 +53,7 @@ def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
     counts = np.concatenate([counts for _, counts in found]).astype(np.float64)
     count = torch.from_numpy(counts).to(logits.device)
     flat = logits.view(-1)
-    # No index comes twice, so these two are exact; they are four times as fast as flat[where].
+    # Indexes are unique, so these two are exact, and four times as fast as flat[where].
     values = flat.index_select(0, where).double()
     repetition = spread(lambda options: options.repetition_penalty)
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -68,7 +67,7 @@ def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
     places: dict[int, float] = {}
     for row in rows:
         for token_id, bias in row.options.logit_bias:
-            if token_id < vocab:  # a client may name ids the vocabulary does not have
+            if token_id < vocab:  # ids of a client may exceed the vocabulary
                 place = row.index * vocab + token_id
                 places[place] = places.get(place, 0.0) + bias
     where = torch.tensor(list(places), dtype=torch.int64, device=logits.device)
@@ -78,7 +77,7 @@ def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
 
 
 def _occurrences(sampling: Sampling) -> Occurrences:
-    """Return the occurrences of the text without drafts, brought up to date or made anew."""
+    """Return the up-to-date occurrences of the text without drafts."""
     if sampling.occurrences is None:
         return Occurrences(sampling.token_ids, sampling.prompt_len)
     sampling.occurrences.update(sampling.token_ids)

@@ -1,7 +1,4 @@
-"""Executors by name: what `--executor` accepts, each imported when it is asked for.
-
-A plug-in is `module:factory`; the factory is called with the keywords that ours are called with.
-"""
+"""Executors by name for `--executor`, imported on demand; a plug-in is `module:factory`."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ def create(name: str, **kwargs: Any) -> Executor:
     """Make the executor called `name`.
 
     Args:
-        kwargs: model_path, model_name, fingerprint, dtype, device, max_model_len, and what else
+        kwargs: model_path, model_name, fingerprint, dtype, device, max_model_len, and others that
             the factory takes.
 
     Raises:
-        ValueError: There is no such executor, the message lists what there is; or it has no such
+        ValueError: There is no such executor (the message lists the names), or it has no such
             dtype or device.
     """
     module_name, colon, factory_name = FACTORIES.get(name, name).partition(":")
@@ -38,7 +35,7 @@ def create(name: str, **kwargs: Any) -> Executor:
         module = _imported(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the plug-in is there, something that it needs is not
+            raise  # a module that the plug-in imports is missing
         raise ValueError(
             f"executor {name!r}: there is no module {error.name!r}; there are {_names()}"
         ) from error
@@ -50,7 +47,7 @@ def create(name: str, **kwargs: Any) -> Executor:
     except TypeError as error:
         raise ValueError(f"executor {name!r} does not take these settings: {error}") from error
     except ValueError:
-        pass  # written in C, which says of nothing what it takes
+        pass  # written in C, without a signature
     executor: Executor = factory(**kwargs)
     _check(name, "dtype", kwargs.get("dtype", "auto"), executor.capabilities.dtypes)
     device = str(kwargs.get("device", "auto")).partition(":")[0]
@@ -59,10 +56,7 @@ def create(name: str, **kwargs: Any) -> Executor:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import a module without looking for garbage, of which an import makes little.
-
-    Of torch and Numba's 1.35 s it takes 0.2: they make a million objects that stay.
-    """
+    """Import a module without garbage collection, which takes 0.2 of 1.35 s for torch and Numba."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,7 +67,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _check(executor: str, setting: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse what a plug-in would otherwise ignore."""
+    """Raise ValueError for a choice that the executor lacks."""
     if choices and value not in ("auto", *choices):
         raise ValueError(
             f"executor {executor!r}: --{setting} is {value!r}, not auto, {', '.join(choices)}"

@@ -1,6 +1,6 @@
 """The next token of each row: greedy, or drawn by a counter-based generator.
 
-The number that decides row r is a pure function of (seed, choice, position), so a sequence goes on
+The random number of a row is a pure function of (seed, choice, position), so a sequence continues
 identically on another worker, in another batch, after a retry:
 
     mix(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9
@@ -8,21 +8,17 @@ identically on another worker, in another batch, after a retry:
     key   = mix(mix(seed + G) + (choice + 1) * G)     G = 0x9E3779B97F4A7C15, all modulo 2^64
     u     = (mix(key + (position + 1) * G) >> 12) / 2^52
 
-that is, over the positions of one text, the SplitMix64 stream that starts at `key`.  The token is
-the first one, in the order of token ids, at which the cumulated weight exceeds u times their sum
-(the inverse of the distribution function).  Weights are exp((logit - max) / temperature), in whole
-multiples of 2^-42 (`kernels.contract.SAMPLING` has every bit), of the tokens that pass the filters,
+that is, over positions, the SplitMix64 stream that starts at `key`.  The token is the first one, by
+id, at which the cumulated weight exceeds u times the total.  Weights are exp((logit - max) /
+temperature), in multiples of 2^-42 (`kernels.contract.SAMPLING`), of tokens that pass the filters,
 in this order:
 
     top_k  logits not below the k-th largest
     top_p  the likeliest tokens whose share of the weight left by top_k first reaches top_p
     min_p  weights not below min_p times the largest
 
-Ties at a filter's border all pass, so a filter never depends on a sorting order.  Filters only look
-at their own row.  Before any of it, greedy or not, come penalties and logit_bias
-(`worker.executor.penalties`); then what may not be drawn is taken out: by allowed_token_ids,
-bad_sequences, min_tokens and structures (`worker.executor.masks`).  Log-probabilities, of prompts
-too, are those of the logits before all of this.
+Ties at a filter's border all pass.  Penalties and logit_bias (`worker.executor.penalties`) come
+first, then masks (`worker.executor.masks`).  Log-probabilities are of the logits before all this.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ Uint64 = npt.NDArray[np.uint64]
 
 
 class NoTokenLeft(Exception):
-    """Nothing may be drawn in one row; `row` says which."""
+    """Every token of `row` is masked."""
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -73,7 +69,7 @@ def sample(
         logits: [R, vocab] float32; not changed.
         samplings: Together they have R rows.
         eos_token_ids: Masked, with a request's own stop ids, until its min_tokens are reached.
-        structures: What the structures of these samplings allow; None where none has one.
+        structures: The masks of structures, if any.
 
     Raises:
         NoTokenLeft: The options of a request exclude each other.
@@ -88,23 +84,24 @@ def sample(
         if token_id < 0 or allowed[row.index, token_id] == -torch.inf:
             raise NoTokenLeft(row.index)
     tokens = [SampledToken(token_id) for token_id in token_ids]
-    if asked := rows_of(samplings, lambda it: it.options.logprobs is not None):
-        places = [row.index for row in asked]
-        numbers = [row.options.logprobs or 0 for row in asked]
-        kept = [token_ids[place] for place in places]
-        for place, logprobs in zip(places, _logprobs(logits[places], kept, numbers), strict=True):
-            tokens[place] = SampledToken(token_ids[place], logprobs)
+    if scored := rows_of(samplings, lambda it: it.options.logprobs is not None):
+        indexes = [row.index for row in scored]
+        numbers = [row.options.logprobs or 0 for row in scored]
+        chosen = [token_ids[index] for index in indexes]
+        found = _logprobs(logits[indexes], chosen, numbers)
+        for index, logprobs in zip(indexes, found, strict=True):
+            tokens[index] = SampledToken(token_ids[index], logprobs)
     return tokens
 
 
 def draw(
     logits: torch.Tensor, samplings: Sequence[Sampling], bits: npt.NDArray[np.int32] | None = None
 ) -> torch.Tensor:
-    """Return a token for each row, [R] int64 on the device, which nobody waits for.
+    """Start to draw a token for each row: [R] int64 on the device.
 
     Args:
         logits: [R, vocab] float32, after penalties and masks.
-        bits: What structures allow, as `kernels.draw` takes it.
+        bits: The masks of structures, as `kernels.draw` takes them.
     """
     settings = None
     if bits is not None or any(it.options.temperature != 0 for it in samplings):
@@ -132,11 +129,11 @@ def score(logits: torch.Tensor, scorings: Sequence[Scoring]) -> list[bytes]:
 def uniforms(
     seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]
 ) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each (seed, choice, position); the module says which."""
+    """Return a random number in [0, 1) for each (seed, choice, position)."""
     seed, choice, position = (np.array(words, np.uint64) for words in (seeds, choices, positions))
     one = np.uint64(1)
     key = _mix(_mix(seed + _GOLDEN) + (choice + one) * _GOLDEN)
-    # 52 bits: with 53, u * total could round up to the total and select past the end.
+    # With 53 bits, u * total could round up to the total and select past the end.
     bits = _mix(key + (position + one) * _GOLDEN) >> np.uint64(12)
     return bits.astype(np.float64) * 2.0**-52
 
@@ -148,7 +145,7 @@ def _mix(x: Uint64) -> Uint64:
 
 
 def _may_lack_all(sampling: Sampling) -> bool:
-    """Whether the options of a request may exclude each other; one alone leaves some token."""
+    """Return whether the options may mask all tokens together."""
     options = sampling.options
     is_held = sampling.structured is not None and options.min_tokens > 0
     return is_held or bool(options.allowed_token_ids or options.bad_sequences)
@@ -173,7 +170,7 @@ def _settings(rows: list[Row]) -> npt.NDArray[np.int64]:
 
 
 def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Of every token, as they may cross the wire: an impossible one's is no infinity there."""
+    """Return the log-probability of every token, clamped to finite values for the wire."""
     return logits.log_softmax(dim=-1).clamp_(LEAST_LOGPROB, 0.0)
 
 

@@ -1,9 +1,8 @@
-"""The executor around models that know one sequence at a time: `functions` and `forward`.
+"""The executor of models that compute one sequence at a time: `functions` and `forward`.
 
-Such a model reads a whole prompt, or takes all KV so far and one token more.  KV lives in the paged
-cache and nowhere else: each call reads it from the blocks, so what another worker computed and sent
-is what the model sees.  A model keeps nothing of a sequence between calls, so what goes wrong with
-one harms no other: a model that raises, or returns what it may not, ends the sequence at hand.
+Such a model reads a whole prompt, or all KV so far and one more token.  Each call reads KV from the
+blocks, and a model keeps nothing of a sequence between calls, so an error ends only the sequence at
+hand.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from worker.executor.host_kv_cache import HostKVCache
 
 MAX_MODEL_LEN: Final = 32_768
 
-# The next token: its id, or [vocab] logits to draw it from.
+# The id of the next token, or [vocab] logits to draw it from.
 Answer = int | npt.NDArray[np.float32]
 
 
@@ -40,10 +39,10 @@ class StepwiseModel(Protocol):
     """KV is uint8 [tokens, token_bytes]; a row is in the layout's order."""
 
     def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
-        """Read a prompt; return the KV of each token and, if it is known now, what comes next."""
+        """Read a prompt; return the KV of each token and, if already known, what comes next."""
 
     def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
-        """Read one token more after `position` others; return its KV row and what comes next."""
+        """Read one token after `position` others; return its KV row and what comes next."""
 
 
 class StepwiseExecutor:
@@ -70,7 +69,7 @@ class StepwiseExecutor:
         """Write the batch's KV; return the answers of the sampled rows.
 
         Raises:
-            SequenceFailed: The model raised, which is the cause, or gave no KV or answer of use.
+            SequenceFailed: The model raised (the cause), or returned unusable KV or answers.
         """
         assert self._cache is not None, "allocate comes first"
         answers: list[Answer] = []
@@ -89,7 +88,7 @@ class StepwiseExecutor:
         return answers
 
     def sample(self, logits: list[Answer], batch: Batch) -> list[SampledToken]:
-        """Take the ids that the model chose; draw from the logits of one that leaves it to us."""
+        """Return the ids that the model chose, or draw from its logits."""
         places = [place for place, it in enumerate(logits) if isinstance(it, np.ndarray)]
         if not places:
             return [SampledToken(int(answer)) for answer in logits]
@@ -116,14 +115,14 @@ class StepwiseExecutor:
     def _read(
         self, table: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], first: int, ask: bool
     ) -> tuple[Bytes, Answer | None]:
-        """Compute the KV of tokens from position `first` on, and what comes after them."""
+        """Compute the KV of tokens from position `first` on, and what comes next."""
         answer: Answer | None
         if first == 0:
             rows, answer = self._model.prefill(token_ids)
             if answer is None and ask:
                 _, answer = self._model.step(rows[:-1], int(token_ids[-1]), len(rows) - 1)
             return rows, answer
-        # A cached prefix, a later chunk or a generated token: the model knows only steps here.
+        # A cached prefix, a later chunk or a generated token: step token by token.
         assert self._cache is not None
         kv = np.empty((first + len(token_ids), self.info.layout.token_bytes), np.uint8)
         kv[:first] = self._cache.rows(table, first)
@@ -164,11 +163,11 @@ def describe(
     eos_token_ids: Iterable[int],
     max_model_len: int,
 ) -> ModelInfo:
-    """Return what is served; `settings` are the keywords that a factory is called with.
+    """Return the description of a model; `settings` are the keywords of a factory.
 
     Raises:
-        ValueError: They ask for longer sequences than the model has, the layout is not one, or it
-            forgets: such a model reads the KV of all tokens.
+        ValueError: They request longer sequences than the model has, or the layout is invalid or
+            has layers that do not keep all tokens.
     """
     try:
         msgspec.convert(msgspec.to_builtins(layout), KVLayout)  # as peers will read it
@@ -176,17 +175,17 @@ def describe(
         raise ValueError(f"{layout}: {error}") from error
     if layout.windows or layout.has_state:
         raise ValueError(f"{layout}: all layers have to keep the KV of all tokens here")
-    asked = settings.get("max_model_len")
-    if asked is not None and not 0 < asked <= max_model_len:
+    limit = settings.get("max_model_len")
+    if limit is not None and not 0 < limit <= max_model_len:
         raise ValueError(
-            f"max_model_len is {asked}, the model allows 1 to {max_model_len}; "
+            f"max_model_len is {limit}, the model allows 1 to {max_model_len}; "
             "lower --max-model-len"
         )
     return ModelInfo(
         name=settings.get("model_name", "model"),
         fingerprint=settings.get("fingerprint", ""),
         vocab_size=vocab_size,
-        max_model_len=asked or max_model_len,
+        max_model_len=limit or max_model_len,
         eos_token_ids=frozenset(eos_token_ids),
         layout=layout,
     )

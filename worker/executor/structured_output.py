@@ -1,7 +1,6 @@
-"""Where the text of one answer is in its structure, and what may follow there.  SPEC 4.9.
+"""The position of one response in its grammar, and its token masks.  SPEC 4.9.
 
-A pure function of the generated tokens, kept up to date from them: so a preemption, a transfer or a
-failover changes nothing, and one can look ahead along drafts and back again.
+A pure function of the generated tokens: preemption, transfer and failover change nothing.
 """
 
 from __future__ import annotations
@@ -19,30 +18,29 @@ import numpy.typing as npt
 from wire.process.background import in_background
 from wire.process.structured_output import StructureError
 
-if TYPE_CHECKING:  # executors without structures need not have it
+if TYPE_CHECKING:  # optional at run time
     from llguidance import LLMatcher
-
 
 # Runs a call on another thread.
 Submit = Callable[[Callable[[], Any]], Future[Any]]
 
 
 class Compiled(NamedTuple):
-    """A grammar at its beginning, and a mask of EOS: [words] int32, a bit for each token."""
+    """A grammar in its initial state, and a mask of EOS: [words] int32, a bit for each token."""
 
     matcher: LLMatcher
     eos: npt.NDArray[np.int32]
 
 
 class Structured:
-    """Where the text of one sequence is in its structure.
+    """The position of one sequence in its structure.
 
-    Used by one thread at a time: by the engine's, between `Grammars.start` and `take` by one of
-    theirs, and while it is not ready by another one of theirs.
+    Used by one thread at a time: the engine's, a mask thread between `Grammars.start` and `take`,
+    or a background thread until it `is_ready`.
 
     Attributes:
-        is_slow: Whether its masks take so long that a step should not wait for them.
-        mask_s: How long its last mask took.
+        is_slow: Steps should not wait for its masks.
+        mask_s: The time of its last mask.
     """
 
     def __init__(self, compiled: Future[Compiled], prompt_len: int, mask_threads: Submit) -> None:
@@ -50,54 +48,52 @@ class Structured:
         self.mask_s = 0.0
         self._compiled = compiled
         self._mask_threads = mask_threads
-        # The last mask that was made outside of a step, or that is being made.
+        # The last mask computed in the background.
         self._mask: Future[npt.NDArray[np.int32]] | None = None
         self._matcher: LLMatcher | None = None
         self._num_seen = prompt_len
-        self._num_after_end = 0  # those of a draft model that goes on after EOS
+        self._num_after_end = 0  # tokens of a draft model after EOS
         self._problem: str | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next mask can be taken: the grammar is compiled, or cannot be, and a mask
-        that is made outside of steps is made."""
+        """True when compilation has ended and no mask is being computed in the background."""
         return self._compiled.done() and (self._mask is None or self._mask.done())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is ready, but not longer than so many seconds."""
+        """Wait until it is ready, at most `timeout_s`."""
         awaited: Future[Any] = self._compiled if self._mask is None else self._mask
         wait([awaited], timeout_s)
 
     def make_mask(self, token_ids: Sequence[int]) -> None:
-        """Begin to make the mask after `token_ids` outside of any step; it is not ready until then.
+        """Start to compute the mask after `token_ids` in the background.
 
-        The tokens must not change before it is ready.
+        It is not ready until then, and the tokens must not change.
         """
         self._mask = self._mask_threads(partial(self._make_mask, token_ids))
 
     def cancel(self) -> None:
-        """Make no mask any more that has not been begun."""
+        """Cancel a background mask that has not been started."""
         if self._mask is not None:
             self._mask.cancel()
 
     @property
     def problem(self) -> str | None:
-        """Why the answer cannot be held to its structure any longer, or never could."""
+        """Why the response cannot follow its structure; None if it can."""
         if self._problem is None and self.is_ready and (error := self._compiled.exception()):
             self._problem = f"structure: {StructureError(str(error))}"
         return self._problem
 
     @property
     def eos(self) -> npt.NDArray[np.int32]:
-        """The mask of EOS, once it is ready."""
         return self._compiled.result().eos
 
     def begin(self, prompt_len: int) -> Structured:
-        """Return the beginning of the same structure, for another answer."""
+        """Return the same structure in its initial state."""
         return Structured(self._compiled, prompt_len, self._mask_threads)
 
     def rewind(self, num_tokens: int) -> None:
-        """Forget the tokens after the first `num_tokens`, which include the whole prompt."""
+        """Forget the tokens after the first `num_tokens`, which must include the prompt."""
         self._mask = None
         if self._matcher is not None and num_tokens < self._num_seen:
             num_back = self._num_seen - num_tokens
@@ -109,13 +105,10 @@ class Structured:
     def fill(
         self, token_ids: Sequence[int], drafts: Sequence[int], address: int, row_bytes: int
     ) -> bool:
-        """Write what may follow `token_ids`, then what may follow them with each draft more.
+        """Write the masks after `token_ids` and after each draft: D + 1 rows from `address` on.
 
-        D + 1 rows from `address` on; those behind a draft that is not allowed, or that ends the
-        text, are not written: nothing that is drawn from them counts.
-
-        Returns:
-            Whether that could be told; if not, there is a `problem`.
+        Rows after a draft that is forbidden or ends the text are not written.  Return whether it
+        succeeded; if not, there is a `problem`.
         """
         if self._mask is not None and len(token_ids) == self._num_seen and not drafts:
             ctypes.memmove(address, self._mask.result().ctypes.data, row_bytes)

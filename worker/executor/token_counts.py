@@ -1,9 +1,4 @@
-"""Which tokens a sequence has, and how often it generated each: what penalties count.
-
-Kept up to date token by token, so a step costs what it added and not the whole sequence.  A pure
-function of the tokens and the prompt's length: a transfer or a preemption changes nothing.  NumPy
-only; the arithmetic of penalties is `worker.executor.penalties`.
-"""
+"""Token counts of a sequence for penalties, updated incrementally."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Occurrences:
-    """The distinct tokens of prompt and answer with their number in the answer."""
+    """The distinct tokens of prompt and output, and how often the output has each."""
 
     __slots__ = ("_counts", "_ids", "_num_prompt_slots", "_num_seen", "_slots")
 
@@ -32,7 +27,7 @@ class Occurrences:
         self.update(token_ids)
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Count what was generated since; `token_ids` are all of the sequence's tokens."""
+        """Count new tokens; `token_ids` are all tokens of the sequence."""
         for token_id in token_ids[self._num_seen :]:
             slot = self._slots.setdefault(token_id, len(self._slots))
             if slot == len(self._ids):
@@ -43,12 +38,9 @@ class Occurrences:
         self._num_seen = len(token_ids)
 
     def rewind(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Take back what was counted after the first `num_tokens`, which include the whole prompt.
-
-        `token_ids` begin with those that were counted.
-        """
+        """Uncount the tokens after the first `num_tokens`, which must include the prompt."""
         slots, counts = self._slots, self._counts
-        # From the last to the first, so that a slot whose count falls to 0 is always the last one.
+        # Backwards, so that a slot whose count falls to 0 is always the last one.
         for token_id in reversed(token_ids[num_tokens : self._num_seen]):
             slot = slots[token_id]
             counts[slot] -= 1
@@ -57,10 +49,9 @@ class Occurrences:
         self._num_seen = min(self._num_seen, num_tokens)
 
     def along(self, drafts: Sequence[int]) -> list[tuple[Int64, Int64]]:
-        """Return [U] distinct tokens and their counts of the text with 0, 1, ... all of `drafts`.
+        """Return [U] distinct tokens and their counts, with 0, 1, ... all of `drafts`.
 
-        The drafts are not counted here: each pair is the one before with one increment.  The first
-        is the very arrays that are kept: do not write to them, or read them after an update.
+        The drafts are not counted for good.  The first pair is a view: it changes with an update.
         """
         ids, counts = self.token_ids, self.counts
         new: dict[int, int] = {}  # the slots of tokens that only drafts have
@@ -79,10 +70,10 @@ class Occurrences:
 
     @property
     def token_ids(self) -> Int64:
-        """[U] distinct tokens, in the order in which they first came."""
+        """[U] distinct tokens in order of first occurrence."""
         return self._ids[: len(self._slots)]
 
     @property
     def counts(self) -> Int64:
-        """[U] how often the answer has each."""
+        """[U] number of each in the output."""
         return self._counts[: len(self._slots)]

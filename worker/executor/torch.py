@@ -1,8 +1,4 @@
-"""The executor of real models: a Hugging Face directory on one torch device.
-
-Turns the engine's NumPy batch into tensors, runs the transformer, samples.  The work is in
-`worker.model`, `kernels` and `worker.executor.sampler`; this module joins them.
-"""
+"""The executor of real models: a Hugging Face directory on one torch device."""
 
 from __future__ import annotations
 
@@ -41,19 +37,18 @@ from worker.executor.grammars import Grammars
 from worker.executor.structured_output import Structured
 from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
 
-# A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
+# Longer steps on a CPU save no more time per row.
 _ENOUGH_ON_CPU = 256
 
-# More rows than a tile of generation has, whatever the number of heads.
+# More rows than a decode tile has, whatever the number of heads.
 _PROMPT_ON_GPU = 64
 
 
 class Step(NamedTuple):
-    """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
+    """One step for `worker.compute.transformer.Transformer.forward`, in host memory.
 
-    It may be cut into `num_pieces` that stages compute one after another: see
-    `worker.parallel.microbatches`.  Of layers that keep a state, `runs` say where states lie;
-    `windowed` is the batch as layers with a window have it.
+    Pipeline stages may compute it as `num_pieces` microbatches (`worker.parallel.microbatches`).
+    `runs` locate the states; `windowed` is the batch for layers with a window.
     """
 
     token_ids: torch.Tensor
@@ -92,16 +87,15 @@ class TorchExecutor:
         """Load a Hugging Face directory.
 
         Args:
-            dtype: "auto" or one of float32, bfloat16, float16: what the model computes in.  "auto"
-                is the checkpoint's on CUDA.  On the CPU it is bfloat16 for a checkpoint of that
-                type where the processor multiplies it, else float32; float16 rounds the weights
-                there and computes in float32.
-            kv_dtype: What keys and values are kept in, and sent; "auto" is what `dtype` comes to.
-            weights: "auto", or "int8" to round the matrices to 8 bits, on the CPU: products are of
-                int8 then, all else is as `dtype` says.
+            dtype: "auto" or one of float32, bfloat16, float16, to compute in.  On CUDA "auto" is
+                the checkpoint's.  On the CPU it is bfloat16 if the checkpoint has it and the
+                processor multiplies it, else float32; float16 there rounds the weights and
+                computes in float32.
+            kv_dtype: The type of keys and values; "auto" for `dtype`.
+            weights: "auto", or "int8" on the CPU to round the matrices to 8 bits.
             device: See `worker.compute.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
-            ranks: With which other processes to compute, each of which loads its part.
+            ranks: The processes that share the model, each of which loads its part.
 
         Raises:
             ModelError: The directory, a setting or the length cannot be served.
@@ -194,7 +188,7 @@ class TorchExecutor:
         )
         try:
             logits = self._compute(step)
-            # Before anybody learns which blocks this step has computed, and copies or frees them.
+            # Before any thread learns that these blocks are computed, and copies or frees them.
             self._cache.mark()
         except RuntimeError as error:
             self._note_started(error)
@@ -211,7 +205,7 @@ class TorchExecutor:
         return self._model.forward(token_ids, positions, self._cache.pool, batch, rows)
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
-        """Draw one token per sampled row; see `worker.executor.sampler`."""
+        """See `worker.executor.sampler.sample`."""
         logits = logits[: len(batch.sample_rows)]
         masks = self._grammars.take()
         if masks is not None and masks.failed is not None:
@@ -226,17 +220,17 @@ class TorchExecutor:
             raise
 
     def _note_started(self, error: RuntimeError) -> None:
-        """Note what the device was given last: it may be to blame, or something before it."""
+        """Add to the error which kernel was started last."""
         assert self._model is not None
         if (name := cuda.last_started(self._model.device.index or 0)) is not None:
             error.add_note(f"{name} was started last")
 
     def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
-        """Hold an answer to a structure; see `worker.executor.grammars`."""
+        """See `worker.executor.grammars`."""
         return self._grammars.structured(structure, prompt_len, tenant)
 
     def score(self, logits: torch.Tensor, batch: Batch) -> list[bytes]:
-        """Score the prompts of the batch's scorings; see `worker.executor.sampler`."""
+        """See `worker.executor.sampler.score`."""
         return sampler.score(logits[len(batch.sample_rows) :], batch.scorings)
 
     def shutdown(self) -> None:
@@ -247,7 +241,7 @@ class TorchExecutor:
 
 
 def with_pools(cache: TorchKVCache, step: Step) -> PagedBatch:
-    """Return a step's batch with the pools of states and of layers with a window, if any."""
+    """Return a step's batch with the pools of states and window KV, if any."""
     batch = step.batch
     if cache.states is not None:
         batch = replace(batch, states=plan_runs(cache.states, step.runs))
@@ -264,12 +258,12 @@ def make_cache(
     num_states: int = 0,
     num_window_blocks: int = 0,
 ) -> TorchKVCache:
-    """Make the KV cache of a model, or of a part of it, where it computes.
+    """Make the KV cache of a model, or of a part of it, on its device.
 
     Raises:
         ValueError: The device's kernels do not serve blocks of that size, or such heads.
     """
-    # Sequences that only pad a recorded step to its size write their KV to a spare block.
+    # Padding rows of a recorded step write their KV to a spare block.
     spare_blocks = 1 if model.device.type == "cuda" else 0
     cache = TorchKVCache(
         layout,
@@ -289,14 +283,14 @@ def make_cache(
 
 
 def _without_mask(batch: Batch, row: int) -> SequenceFailed:
-    """Say why the sequence of a row cannot be held to its structure."""
+    """Return the failure of a sequence that cannot follow its structure."""
     found = next(it.sampling for it in rows_of(batch.samplings) if it.index == row)
     problem = found.structured.problem if found.structured is not None else None
     return SequenceFailed(batch.sequence_of(row), problem or "", ErrorCode.INVALID_REQUEST)
 
 
 def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:
-    """Refuse what is none of the choices, or none there."""
+    """Raise ModelError for invalid settings, or ones that the device does not support."""
     is_cpu = place.type == "cpu"
     if not is_cpu and kv_dtype not in ("auto", dtype):
         raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
@@ -310,7 +304,7 @@ def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None
 
 
 def layout_of(config: ModelConfig, kv_dtype: torch.dtype) -> KVLayout:
-    """Return the layout of a model whose keys and values are kept in this dtype."""
+    """Return the KV layout of a model with this type of keys and values."""
     groups: list[Group] = [
         KVGroup(
             num_layers=len(layers),
@@ -339,8 +333,8 @@ def _capabilities(model: Model, info: ModelInfo) -> Capabilities:
         kinds.add(Attention.SLIDING_WINDOW)
     if config.delta_layers:
         kinds.add(Attention.LINEAR)
-    # The widest point of a layer: the residual, its norm, and gate, up and their product; of each
-    # expert that a token goes to what it reads and makes as well.
+    # The widest point of a layer: the residual, its norm, and gate, up and their product; for each
+    # expert of a token its input and output as well.
     hidden = config.hidden_size
     widths = [
         3 * config.intermediate_size
@@ -349,7 +343,7 @@ def _capabilities(model: Model, info: ModelInfo) -> Capabilities:
         + 3 * it.experts.shared_size
         for it in config.layers
     ]
-    # What a delta net reads, convolved and split: in float32, two numbers of 16 bits.
+    # The input of a delta net, convolved and split, in float32: two numbers of 16 bits.
     widths += [2 * 3 * it.num_heads * it.channels for it in config.delta_layers]
     width = 2 * hidden + max(widths)
     return Capabilities(

@@ -1,1 +1,1 @@
-"""What a prefill and a decode worker do with requests."""
+"""The prefill and decode roles: the request handling of workers."""

@@ -1,13 +1,14 @@
-"""The decode role: takes a prompt's KV in, generates from it, sends the tokens to the router.
+"""The decode role: receives a prompt's KV, generates from it, sends the tokens to the router.
 
-A request comes as two things, on two sockets, in any order: the KV (`worker.transfer.receiver`) and
-the DECODE_REQUEST.  Generation begins when both are there.  The tokens of one engine step go out in
-one message to each router.  SPEC 4.5, 4.6, 4.7.
+The KV (`worker.transfer.receiver`) and the DECODE_REQUEST arrive on two sockets in any order;
+generation starts when both are here.  The tokens of one engine step go out in one message to each
+router.  SPEC 4.5, 4.6, 4.7.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -29,60 +30,38 @@ from worker.transfer.receiver import IncomingTransfers
 log = structlog.get_logger("worker")
 
 
+@dataclass(slots=True, eq=False)
 class Generation:
     """One DECODE_REQUEST, from its arrival to its end."""
 
-    __slots__ = (
-        "asked_s",
-        "kv_deadline_s",
-        "max_new_tokens",
-        "num_tokens",
-        "options",
-        "receiver",
-        "request_id",
-        "router",
-        "token_ids",
-    )
-
-    def __init__(
-        self,
-        router: RouterLink,
-        frame: DecodeRequest,
-        token_ids: tuple[int, ...],
-        options: Options,
-        asked_s: float,
-        lease_s: float,
-    ) -> None:
-        self.router = router
-        self.request_id = frame.request_id
-        self.max_new_tokens = frame.max_new_tokens
-        self.token_ids = token_ids
-        self.options = options
-        self.asked_s = asked_s
-        self.kv_deadline_s = asked_s + lease_s
-        self.receiver: KVReceiver | None = None  # once the KV is there
-        self.num_tokens = 1  # the first, which PREFILL_DONE brought
+    router: RouterLink
+    frame: DecodeRequest
+    token_ids: tuple[int, ...]
+    options: Options
+    requested_s: float
+    lease_s: float
+    receiver: KVReceiver | None = None  # once its KV is complete
+    num_tokens: int = 1  # the first came in PREFILL_DONE
 
     def begin(self, engine: Engine) -> None:
-        engine.begin_decode(
-            self.request_id, self.token_ids, self.options, self.max_new_tokens, self.asked_s
-        )
+        frame = self.frame
+        limits = self.options, frame.max_new_tokens, self.requested_s
+        engine.begin_decode(frame.request_id, self.token_ids, *limits)
 
     def check(self, receiver: KVReceiver) -> None:
-        """Raise RemoteProtocolError unless the KV is that of all tokens but the last ones."""
+        """Raise RemoteProtocolError unless the KV is that of the first tokens of the request."""
         num_tokens = receiver.num_tokens
         is_short = len(self.token_ids) <= num_tokens
         if is_short or self.token_ids[:num_tokens] != receiver.token_ids:
-            raise RemoteProtocolError("the KV offered is not that of the tokens asked for")
+            raise RemoteProtocolError("the KV offered is not that of the requested tokens")
 
     def is_overdue(self, now: float) -> bool:
-        """Whether its own deadline passed before the KV was here; after that the engine looks."""
+        """Return whether the deadline passed before the KV came; later the engine checks it."""
         deadline_ms = self.options.deadline_ms
-        is_over = deadline_ms is not None and now >= self.asked_s + deadline_ms / 1000
+        is_over = deadline_ms is not None and now >= self.requested_s + deadline_ms / 1000
         return is_over and self.receiver is None
 
     def usage(self, token: Token) -> Usage:
-        """What it cost until this last token."""
         receiver = self.receiver
         assert receiver is not None and token.finish_reason is not None
         is_stopped = token.finish_reason == STOP
@@ -99,9 +78,9 @@ class Generation:
 
 
 class DecodeRole:
-    """All requests of a decode worker, and the `incoming` KV for them.  On the event loop."""
+    """All requests of a decode worker, and their `incoming` KV.  On the event loop."""
 
-    num_peers_up = 0  # prefill workers connect to it, it connects to none
+    num_peers_up = 0  # prefill workers connect to this one
 
     def __init__(self, context: WorkerContext) -> None:
         self._config = context.config
@@ -111,7 +90,7 @@ class DecodeRole:
         self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         self._generations: dict[int, Generation] = {}
         self.incoming = IncomingTransfers(
-            context, self._is_asked_for, self._begin_if_ready, self._on_transfer_failed
+            context, self._is_requested, self._begin_if_ready, self._on_transfer_failed
         )
         self.kv_endpoint = self.incoming.endpoint
         self.kv_unasked_bytes = context.config.kv_unasked_bytes
@@ -119,12 +98,11 @@ class DecodeRole:
 
     @property
     def request_ids(self) -> Set[int]:
-        """Requests that a router has asked for, or whose KV comes or is here."""
         return self._generations.keys() | set(self.incoming)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests a drain waits for; KV that no router has asked about is not waited for."""
+        """The number of requests that a drain waits for; unclaimed KV does not count."""
         return len(self._generations)
 
     @property
@@ -133,14 +111,12 @@ class DecodeRole:
 
     @property
     def kv_inflight_bytes(self) -> int:
-        """Bytes that may arrive, or that are being unpacked."""
         return self.incoming.inflight_bytes
 
     # Frames of a router.
 
     def on_registered(self, router: RouterLink) -> None:
-        # An offer does not say which router's request it is, so one lease serves for all routers:
-        # those of one cluster have the same.
+        # An offer does not name its router; all routers of a cluster have the same lease.
         self.incoming.lease_s = self._config.lease_s or router.lease_s
         lost = self.incoming.lost_epochs
         if lost.get(router.endpoint) == router.epoch & 0xFFFFFFFF:
@@ -184,9 +160,8 @@ class DecodeRole:
         for request_id, generation in list(self._generations.items()):
             if generation.router is router:
                 self.on_cancel(request_id)
-        # KV that it has not asked for yet would stay for a lease.  The upper half of a request id
-        # is the epoch of its router (SPEC 1).  The epoch is kept: a prefill worker that has not
-        # noticed the loss may offer more of its KV.
+        # Free its unclaimed KV at once.  The upper half of a request id is the epoch of its router
+        # (SPEC 1).  Remember the epoch: a prefill worker may still offer KV of it.
         epoch = router.epoch & 0xFFFFFFFF
         self.incoming.lost_epochs[router.endpoint] = epoch
         for request_id in self.incoming:
@@ -201,13 +176,13 @@ class DecodeRole:
             match output:
                 case Token():
                     generation = self._generations.get(output.request_id)
-                    if generation is not None:  # else cancelled while the step was under way
+                    if generation is not None:  # else cancelled during the step
                         step = steps.setdefault(generation.router, Step())
                         self._on_token(generation, output, step)
                 case Reserved():
                     self.incoming.on_reserved(output)
                 case Displaced():
-                    if output.request_id not in self._generations:  # or a router asks for it now
+                    if output.request_id not in self._generations:  # else claimed since
                         self.incoming.fail(output.request_id, displaced())
                 case Failed():
                     self._on_failed(output.request_id, output.for_peers())
@@ -215,7 +190,7 @@ class DecodeRole:
             step.send(router)
 
     def tick(self, now: float) -> None:
-        """End what has waited a lease for its other half, or past its own deadline."""
+        """End requests whose KV has not come within a lease or their own deadline."""
         self.incoming.tick(now)
         self._failed.tick()
         for request_id, generation in list(self._generations.items()):
@@ -223,7 +198,7 @@ class DecodeRole:
             if generation.is_overdue(now):
                 self.incoming.cancel(request_id)
                 self._refuse(request_id, WireError(*overdue(generation.options)), "transfer")
-            elif is_alone and now >= generation.kv_deadline_s:
+            elif is_alone and now >= generation.requested_s + generation.lease_s:
                 error = TransferFailed("the prefill worker", "its KV never came")
                 self._on_transfer_failed(request_id, error)
 
@@ -232,8 +207,8 @@ class DecodeRole:
             self.on_cancel(request_id)
         await self.incoming.close()
 
-    def _is_asked_for(self, receiver: KVReceiver) -> bool:
-        """Whether a router has asked for what is offered; raise WireError to refuse it."""
+    def _is_requested(self, receiver: KVReceiver) -> bool:
+        """Return whether a router has requested this KV; raise WireError to refuse the offer."""
         generation = self._generations.get(receiver.request_id)
         if generation is None:
             return False
@@ -244,19 +219,18 @@ class DecodeRole:
         generation = self._generations.get(request_id)
         if generation is not None and self.incoming.is_complete(request_id):
             generation.receiver = receiver = self.incoming.take(request_id)
-            self.transfers.end(
-                "done", receiver.kv_bytes, receiver.skipped_bytes, receiver.kv_seconds
-            )
+            sizes = receiver.kv_bytes, receiver.skipped_bytes
+            self.transfers.end("done", *sizes, receiver.kv_seconds)
             self._engine.post(generation.begin)
 
     def _on_token(self, generation: Generation, token: Token, step: Step) -> None:
-        if token.finish_reason != STOP:  # a stop token is no part of the text
+        if token.finish_reason != STOP:  # a stop token is not part of the text
             generation.num_tokens += 1
-            step.tokens.append(DecodeToken(generation.request_id, token.token_id))
+            step.tokens.append(DecodeToken(token.request_id, token.token_id))
             step.logprobs.append(token.logprobs)
         if token.finish_reason is not None:
-            del self._generations[generation.request_id]
-            step.ends.append((generation.request_id, generation.usage(token)))
+            del self._generations[token.request_id]
+            step.ends.append((token.request_id, generation.usage(token)))
 
     def _on_failed(self, request_id: int, error: WireError) -> None:
         if request_id in self.incoming:
@@ -277,22 +251,20 @@ class DecodeRole:
 
 
 def displaced() -> WireError:
-    message = "it holds more than its peer's share, and others that are asked for wait"
+    message = "it holds more than its peer's share, and claimed transfers wait"
     return WireError(ErrorCode.OVERLOADED, message)
 
 
+@dataclass(slots=True)
 class Step:
-    """What one engine step has for one router."""
+    """The tokens and ends of one engine step for one router."""
 
-    __slots__ = ("ends", "logprobs", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens: list[Frame] = []
-        self.logprobs: list[Logprobs | None] = []
-        self.ends: list[tuple[int, Usage]] = []
+    tokens: list[Frame] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+    ends: list[tuple[int, Usage]] = field(default_factory=list)
 
     def send(self, router: RouterLink) -> None:
-        """The tokens in as few messages as hold them, then the ends: nothing follows an end."""
+        """Send the tokens in as few messages as possible, then the ends."""
         for start in range(0, len(self.tokens), MAX_HEADERS):
             logprobs = self.logprobs[start : start + MAX_HEADERS]
             wanted = any(entry is not None for entry in logprobs)

@@ -1,18 +1,17 @@
-"""The prefill role: reads a prompt, sends its KV to a decode worker, answers with the first token.
+"""The prefill role: reads prompts, sends their KV to decode workers and first tokens to routers.
 
-PREFILL_REQUEST puts a sequence into the engine.  When the engine has blocks for it, the KV is
-offered to the decode worker; where chunks take long, only after the first chunk is computed, so
-that the decode worker holds no blocks meanwhile; and where they take next to no time too, so that a
-small prompt's KV goes along with the offer.  While chunks are computed, segments are sent within
-the credit (`worker.transfer.sender`).  The first token goes to the router as soon as it is drawn,
-even if segments are still to be sent.  The blocks are held until the transfer has ended, however it
-ends.  SPEC 4.1, 4.2.
+PREFILL_REQUEST adds a sequence to the engine.  The KV is offered when the engine has blocks for it;
+if chunks are slow, only after the first chunk, so that the decode worker holds no blocks early; if
+they are very fast, also after it, so that the KV goes along with the offer.  While chunks are
+computed, segments are sent within the credit (`worker.transfer.sender`).  The first token is sent
+as soon as it is drawn.  The blocks are kept until the transfer has ended.  SPEC 4.1, 4.2.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Set
+from dataclasses import dataclass
 from math import inf
 from typing import Final
 
@@ -38,49 +37,32 @@ from worker.transfer.sender import OutgoingTransfer
 log = structlog.get_logger("worker")
 
 # KV is offered before its first chunk is computed if the last prompt's first chunk took less than
-# so many leases: 1 s with a lease of 30 s (SPEC 6.6).  It saves waiting for a step of the decode
-# worker: little beside a slower chunk, for which blocks would be held there in vain.
+# so many leases: 1 s with a lease of 30 s (SPEC 6.6).  This saves waiting for a step of the decode
+# worker, which is little compared to a slower chunk.
 EARLY_OFFER_LEASES: Final = 1 / 30
-# Measured: from an offer of KV to the ACK.  What is computed sooner need not be offered before.
+# Measured, from an offer of KV to the ACK.  Faster chunks are offered when computed.
 ROUND_TRIP_S: Final = 0.002
 
 
+@dataclass(slots=True, eq=False)
 class Prefill:
-    """One PREFILL_REQUEST, until its blocks are given back."""
+    """One PREFILL_REQUEST, until its blocks are freed."""
 
-    __slots__ = (
-        "is_answered",
-        "is_computing",
-        "is_ended",
-        "is_transferred",
-        "request_id",
-        "router",
-        "started",
-        "started_s",
-        "transfer",
-    )
-
-    def __init__(
-        self, router: RouterLink, request_id: int, transfer: OutgoingTransfer | None
-    ) -> None:
-        self.router = router
-        self.request_id = request_id
-        self.transfer = transfer
-        self.started: Started | None = None
-        self.started_s = 0.0
-        self.is_computing = False  # its first chunk is computed
-        self.is_ended = False  # by `_end`, while its KV may be on its way
-        # It is over when both are true.  Either may come first: a decode worker that holds the
-        # whole prompt already is ready before the first token is drawn.
-        self.is_answered = False
-        self.is_transferred = False
+    router: RouterLink
+    request_id: int
+    transfer: OutgoingTransfer | None
+    started: Started | None = None
+    started_s: float = 0.0
+    is_computed: bool = False  # its first chunk
+    is_ended: bool = False  # by `_end`, while its KV may still be sent
+    # The request is over when both are true, in either order: a decode worker that has the whole
+    # prompt cached is ready before the first token is drawn.
+    is_answered: bool = False
+    is_transferred: bool = False
 
 
 class PrefillRole:
-    """All requests of a prefill worker, until their blocks are given back.  On the event loop.
-
-    `peers` are the decode workers it hands KV to.
-    """
+    """All requests of a prefill worker, and its decode `peers`.  On the event loop."""
 
     kv_endpoint, kv_unasked_bytes = "", 0
 
@@ -106,17 +88,16 @@ class PrefillRole:
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # of the last prompt
-        # By request id, until the socket has let go of the blocks.
+        # By request id, until the socket no longer reads the blocks.
         self._sending: dict[int, asyncio.Task[None]] = {}
 
     @property
     def request_ids(self) -> Set[int]:
-        """Requests whose prompts are read, or whose blocks are still needed for the transfer."""
         return self._prefills.keys()
 
     @property
     def num_unfinished(self) -> int:
-        """Requests a drain waits for, those included whose KV is still being sent."""
+        """The number of requests that a drain waits for."""
         return len(self._prefills)
 
     @property
@@ -125,12 +106,11 @@ class PrefillRole:
 
     @property
     def num_peers_up(self) -> int:
-        """Decode workers that a connection is up to."""
         return self.peers.num_up
 
     @property
     def kv_inflight_bytes(self) -> int:
-        """Bytes sent and not yet acknowledged."""
+        """Bytes sent but not acknowledged."""
         transfers = (prefill.transfer for prefill in self._prefills.values())
         return sum(transfer.inflight_bytes for transfer in transfers if transfer is not None)
 
@@ -151,12 +131,10 @@ class PrefillRole:
         if frame.decode_rank != NO_RANK:
             transfer = self._offer_to(router, frame, token_ids)
         self._prefills[frame.request_id] = Prefill(router, frame.request_id, transfer)
-        # With a transfer, the options' limit is that of the whole answer, which the engine needs to
-        # know; it stops after one token.
-        limit = 1 if transfer is None else None
-        sequence = Sequence(
-            frame.request_id, token_ids, options, limit, transfer=transfer is not None
-        )
+        # With a transfer the engine stops after one token, whatever the request's limit is.
+        is_sent = transfer is not None
+        limit = None if is_sent else 1
+        sequence = Sequence(frame.request_id, token_ids, options, limit, transfer=is_sent)
         self._engine.post(lambda engine: engine.add(sequence))
 
     def on_cancel(self, request_id: int) -> None:
@@ -179,7 +157,7 @@ class PrefillRole:
         for output in outputs:
             prefill = self._prefills.get(output.request_id)
             if prefill is None:
-                continue  # cancelled while the step was under way
+                continue  # cancelled during the step
             match output:
                 case Started():
                     self._on_started(prefill, output, now)
@@ -195,14 +173,14 @@ class PrefillRole:
         lease_s = self._config.lease_s or prefill.router.lease_s
         if prefill.transfer is not None and self.first_chunk_s < EARLY_OFFER_LEASES * lease_s:
             if self.first_chunk_s < ROUND_TRIP_S and prefill.transfer.is_taken_unasked:
-                return  # when it is computed, all of it goes with the offer
+                return  # the KV will go along with the offer
             self._offer(prefill, started.cached_tokens, now)
 
     def _on_computed(self, prefill: Prefill, computed: Computed, now: float) -> None:
         transfer = prefill.transfer
         assert transfer is not None
-        if not prefill.is_computing:
-            prefill.is_computing = True
+        if not prefill.is_computed:
+            prefill.is_computed = True
             self.first_chunk_s = now - prefill.started_s
             if not transfer.is_offered:
                 self._offer(prefill, computed.num_tokens, now)
@@ -210,7 +188,7 @@ class PrefillRole:
         transfer.advance(computed.num_tokens, now)
 
     def _offer(self, prefill: Prefill, num_tokens: int, now: float) -> None:
-        """Offer the KV, of which so many tokens are computed."""
+        """Offer the KV of a prompt, `num_tokens` of which are computed."""
         assert prefill.transfer is not None and prefill.started is not None
         prefill.transfer.offer(prefill.started.block_table, num_tokens, now)
         task = asyncio.create_task(self._send(prefill, prefill.transfer))
@@ -218,7 +196,7 @@ class PrefillRole:
         task.add_done_callback(lambda _: self._sending.pop(prefill.request_id))
 
     async def _send(self, prefill: Prefill, transfer: OutgoingTransfer) -> None:
-        """Send the KV; give the blocks back when the transfer and the socket are done with them."""
+        """Send the KV; free the blocks when the socket no longer reads them."""
         await transfer.run()
         give_back = Engine.cancel if prefill.is_ended else Engine.release
         self._engine.post(lambda engine: give_back(engine, prefill.request_id))
@@ -235,9 +213,8 @@ class PrefillRole:
             prompt_logprobs=token.prompt_logprobs,
             stop_token_id=token.token_id if reason == STOP else None,
         )
-        prefill.router.send(
-            PrefillDone(prefill.request_id, kv_bytes), encode_prefill_result(result)
-        )
+        done = PrefillDone(prefill.request_id, kv_bytes)
+        prefill.router.send(done, encode_prefill_result(result))
         prefill.is_answered = True
         if not kv_bytes:
             self._end(prefill)
@@ -247,7 +224,7 @@ class PrefillRole:
     # Transfers.
 
     def tick(self, now: float) -> None:
-        """Keep leases alive and end what has run out of one."""
+        """Renew leases and end expired transfers."""
         for prefill in list(self._prefills.values()):
             if prefill.transfer is not None:
                 prefill.transfer.tick(now)
@@ -268,7 +245,7 @@ class PrefillRole:
         if peer is None:
             rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
             raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
-        # The decode worker would refuse the offer, but only after blocks were taken here.
+        # The decode worker would refuse the offer, but only after blocks were allocated here.
         size, limit = (
             self._layout.transfer_bytes(len(token_ids)),
             self._config.max_kv_transfer_bytes,
@@ -299,28 +276,22 @@ class PrefillRole:
         )
 
     def _on_transfer_end(self, transfer: OutgoingTransfer) -> None:
-        """The decode worker has all KV, or will never have it."""
-        self._count(transfer.sender)
+        """Record the end of a transfer, and fail the request if it failed."""
+        sender = transfer.sender
+        accepted_at = sender.accepted_at
+        seconds = None if accepted_at is None else self._clock() - accepted_at
+        self.transfers.end(sender.state.value, sender.kv_bytes, sender.skipped_bytes, seconds)
         if transfer.problem is not None:
             report_copy(transfer.problem, self._engine.post)
         prefill = self._prefills.get(transfer.request_id)
         if prefill is None or prefill.transfer is not transfer:
             return
-        if transfer.sender.error is not None:
-            self._fail(prefill, transfer.sender.error, "transfer")
+        if sender.error is not None:
+            self._fail(prefill, sender.error, "transfer")
             return
         prefill.is_transferred = True
         if prefill.is_answered:
             del self._prefills[prefill.request_id]
-
-    def _count(self, sender: KVSender) -> None:
-        accepted_at, now = sender.accepted_at, self._clock()
-        self.transfers.end(
-            sender.state.value,
-            sender.kv_bytes,
-            sender.skipped_bytes,
-            None if accepted_at is None else now - accepted_at,
-        )
 
     def _fail(self, prefill: Prefill, error: WireError, stage: str) -> None:
         code = ErrorCode(error.code)
@@ -329,7 +300,7 @@ class PrefillRole:
         self._end(prefill)
 
     def _end(self, prefill: Prefill) -> None:
-        """Forget a request and free what it holds, here and at the decode worker."""
+        """Forget a request and free its blocks, here and at the decode worker."""
         del self._prefills[prefill.request_id]
         prefill.is_ended = True
         if prefill.transfer is not None:

@@ -13,8 +13,7 @@ from typing import Any
 from wire.errors import RemoteProtocolError
 from wire.transfer import KVReceiver, Rectangle, Segment
 from worker.compute.contract import KVCache, Memory
-from worker.engine.unpacking import unpack
-from worker.engine.windows import table_of
+from worker.engine.windows import table_of, unpack
 
 
 def find(

@@ -8,7 +8,7 @@ from wire.errors import WireError
 from wire.parts import Buffer
 from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment
 from worker.compute.contract import KVCache, Memory
-from worker.engine.unpacking import unpack
+from worker.engine.windows import unpack
 from worker.transfer.in_memory import fetch
 
 

@@ -292,7 +292,7 @@ def test_slots_say_what_runs() -> None:
         serving.run_iteration()
     slots = serving.slots()
     assert [slot.request_id for slot in slots.active] == [first, second]
-    assert [slot.num_new_tokens for slot in slots.generating] == [3, 3]
+    assert [slot.num_new_tokens for slot in slots.active] == [3, 3]
     assert (slots.total, slots.utilization) == (256, 2 / 256)
     while not serving.is_complete(first):
         serving.run_iteration()

@@ -1,7 +1,6 @@
 """Blocks are conserved, and the prefix cache leads to the blocks of exactly these tokens."""
 
 from collections.abc import Iterable
-from itertools import pairwise
 from struct import pack
 
 import hypothesis.strategies as st
@@ -32,14 +31,6 @@ def register(pool: BlockPool, chain: list[Tokens], table: list[int]) -> None:
 A, B, C, D = (1, 2), (3, 4), (5, 6), (7, 8)
 
 
-def test_a_pool_starts_free() -> None:
-    pool = BlockPool(5, 2)
-    assert (pool.num_free, pool.num_cached, pool.num_used) == (5, 0, 0)
-    assert [pool.blocks_for(n) for n in (1, 2, 3)] == [1, 1, 2]
-    assert pool.can_allocate(5) and not pool.can_allocate(6)
-    pool.check([])
-
-
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
 def test_a_pool_has_blocks(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
@@ -62,14 +53,6 @@ def test_a_shared_block_is_used_once_and_freed_by_the_last() -> None:
     pool.check([])
 
 
-def test_blocks_that_were_never_registered_go_back_to_free() -> None:
-    pool = BlockPool(4, 2)
-    table = pool.allocate(3)
-    register(pool, [A], table)
-    pool.free(table)
-    assert (pool.num_cached, pool.num_free) == (1, 3)
-
-
 def test_the_least_recently_used_chain_goes_first_and_from_its_end() -> None:
     pool = BlockPool(4, 2)
     for chain in ([A, B], [C, D]):
@@ -83,16 +66,6 @@ def test_the_least_recently_used_chain_goes_first_and_from_its_end() -> None:
     pool.allocate(1)
     assert len(pool.match_prefix(keys_of([C, D]))[0]) == 0
     assert len(pool.match_prefix(keys_of([A, B]))[0]) == 2
-
-
-def test_cached_blocks_about_to_be_shared_do_not_count_as_available() -> None:
-    pool = BlockPool(3, 2)
-    table = pool.allocate(2)
-    register(pool, [A, B], table)
-    pool.free(table)
-    shared, _ = pool.match_prefix(keys_of([A, B]))
-    assert pool.can_allocate(1, shared) and not pool.can_allocate(2, shared)
-    assert pool.can_allocate(3)
 
 
 def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +166,6 @@ def test_the_journal_tells_a_bounded_number_at_a_time() -> None:
         journal.store(prefix_hash)
     assert len(journal.read()[0]) == MAX_HASHES
     assert journal.read()[0] == tuple(range(MAX_HASHES, MAX_HASHES + 5))
-
-
-def test_everything_known_can_be_told_anew() -> None:
-    pool = BlockPool(4, 2)
-    table = pool.allocate(2)
-    register(pool, [A, B], table)
-    told = pool.journal.read()
-    pool.republish()
-    assert pool.journal.read() == told == (tuple(prefix_hashes([1, 2, 3, 4], 2)), ())
 
 
 @given(st.data())
@@ -364,21 +328,3 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, database=None)
 TestPool = PoolMachine.TestCase
-
-
-def test_the_told_hashes_are_the_cached_ones() -> None:
-    pool = BlockPool(4, 2)
-    told: set[int] = set()
-    chains = [[A, B], [C, D, A], [B], [A, B, C], [D]]
-    for chain, following in pairwise([*chains, *chains]):
-        shared, _ = pool.match_prefix(keys_of(chain))
-        table = pool.allocate(len(chain) - len(shared), shared)
-        register(pool, chain, table)
-        pool.free(table)
-        stored, evicted = pool.journal.read()
-        told = (told | set(stored)) - set(evicted)
-        flat = [token for tokens in following for token in tokens]
-        known = len(pool.match_prefix(keys_of(following))[0])
-        assert [h in told for h in prefix_hashes(flat, 2)] == [
-            index < known for index in range(len(following))
-        ]

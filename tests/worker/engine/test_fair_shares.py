@@ -8,17 +8,12 @@ from worker.engine.fair_shares import Shares
 NEEDS = st.dictionaries(st.integers(0, 9), st.integers(1, 40), min_size=1)
 
 
-def test_a_single_tenant_has_all_it_needs() -> None:
-    assert Shares({7: 100}, 32).left(7) == 32
-    assert Shares({7: 10}, 32).left(7) == 10
-
-
 def test_a_small_need_leaves_the_rest_to_others() -> None:
     shares = Shares({1: 100, 2: 3, 3: 100}, 33)
     assert [shares.left(tenant) for tenant in (1, 2, 3, 4)] == [15, 3, 15, 0]
 
 
-def test_what_is_spent_is_gone() -> None:
+def test_spent_tokens_are_gone() -> None:
     shares = Shares({1: 8, 2: 8}, 8)
     assert not shares.has_spent(1)
     shares.spend(1, 3)

@@ -30,7 +30,7 @@ from wire.layout import KVLayout
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Token
 from worker.engine.sequence import Sequence
-from worker.engine.unpacking import unpack
+from worker.engine.windows import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
 
@@ -89,7 +89,7 @@ class LateWorkload(Workload):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_request_ends_once_with_its_text(name: str) -> None:
     sums = Counter[str]()
-    for seed in range(NUM_WORKLOADS if name == "all" else NUM_WORKLOADS // 4):
+    for seed in range(NUM_WORKLOADS if name == "all" else NUM_WORKLOADS // 8):
         try:
             workload = LateWorkload(seed, LAYOUTS[name])
             workload.run()
@@ -103,6 +103,7 @@ def test_every_request_ends_once_with_its_text(name: str) -> None:
         sums["steps"] += counters.steps
         sums["preemptions"] += counters.preemptions
         sums["swaps"] += counters.swaps_in
+        assert counters.swaps_in <= counters.swaps_out <= counters.preemptions
     # Else the property would hold of nothing.
     assert (sums["behind"] > 0.2 * sums["steps"]) is not LAYOUTS[name].has_state
     if name == "all":
@@ -128,7 +129,7 @@ def test_a_step_is_read_after_the_next_has_begun() -> None:
     assert executor.num_behind == 2, "the last token is known to be the last"
 
 
-def test_what_an_ended_sequence_has_in_flight_is_dropped() -> None:
+def test_tokens_in_flight_of_an_ended_sequence_are_dropped() -> None:
     engine, executor = late_engine(prefix_cache=False)
     text = full_text((3, 4, 5), 9, GREEDY)
     stop = next(token for token in text[2:] if token not in text[:2])
@@ -162,7 +163,7 @@ def test_a_token_that_was_drawn_before_the_deadline_is_told() -> None:
     assert [it.finish_reason for it in of_kind(outputs, Token)] == [None, "length"]
 
 
-def test_who_wants_the_host_to_draw_is_told_the_tokens_first() -> None:
+def test_a_step_in_flight_is_read_before_the_host_draws() -> None:
     engine, executor = late_engine()
     engine.add(Sequence(1, [3, 4, 5], GREEDY, 20))
     outputs = [*engine.step(), *engine.step(), *engine.step()]
@@ -212,15 +213,6 @@ def test_a_step_that_fails_for_who_has_ended_fails_nobody() -> None:
     assert not of_kind(outputs, Failed) and executor.num_failed == 1
     assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
     assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]
-
-
-def test_who_has_ended_takes_no_part_when_the_host_draws() -> None:
-    engine, _, outputs = with_one_that_stops(2)
-    engine.add(Sequence(3, [4, 4], structs.replace(GREEDY, logprobs=0), 4))
-    outputs += run(engine)
-    assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
-    assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]
-    assert text_of(outputs, 3) == [*full_text((4, 4), 4, GREEDY)]
 
 
 def test_a_step_in_flight_is_read_before_one_of_its_sequences_gives_way() -> None:

@@ -19,13 +19,20 @@ from wire.options import Options
 from wire.process.log_limit import AGAIN_S
 from worker.compute.contract import KVCache
 from worker.engine.engine import Engine
-from worker.engine.instrumented import Direct, MeasuredExecutor, State, measured
+from worker.engine.instrumented import (
+    WINDOW,
+    Direct,
+    Latency,
+    MeasuredExecutor,
+    State,
+    Stopwatch,
+    measured,
+)
 from worker.engine.outputs import Token
-from worker.engine.sequence import Sequence, Status
+from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch
 from worker.executor.contract import Drawer, Executor, SampledToken, Scorer, SequenceFailed
 from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
-from worker.executor.metrics import Latency
 from worker.executor.torch import TorchExecutor
 
 GREEDY = Options(ignore_eos=True)
@@ -258,6 +265,21 @@ def test_metrics_count_steps_time_and_tokens() -> None:
     assert metrics.mean_batch_sequences == 2.0
 
 
+def test_percentiles_forget_old_steps_and_the_mean_does_not() -> None:
+    stopwatch = Stopwatch()
+    assert stopwatch.latency() == Latency(0, 0.0, 0.0, 0.0)
+    for milliseconds in range(100, 0, -1):
+        stopwatch.add(milliseconds / 1000)
+    latency = stopwatch.latency()
+    assert (latency.num_steps, latency.p50_s, latency.p95_s) == (100, 0.05, 0.095)
+    assert latency.mean_s == pytest.approx(0.0505)
+    for _ in range(WINDOW):
+        stopwatch.add(1.0)
+    latency = stopwatch.latency()
+    assert (latency.num_steps, latency.p50_s, latency.p95_s) == (WINDOW + 100, 1.0, 1.0)
+    assert latency.mean_s == pytest.approx((WINDOW + 5.05) / (WINDOW + 100))
+
+
 def test_a_chunk_without_a_sample_is_a_step_too() -> None:
     _, around = slow()
     engine = Engine(around, num_blocks=16, block_size=4, max_ubatch_tokens=4)
@@ -345,7 +367,7 @@ def test_a_batch_says_what_each_says_alone(make: Make) -> None:
 
 
 @pytest.mark.parametrize("block_size", [4, 7])
-def test_kv_handed_over_goes_on_the_same(make: Make, block_size: int) -> None:
+def test_transferred_kv_continues_the_same_text(make: Make, block_size: int) -> None:
     sender, cache = start(make)
     token_ids = prompt(make, 10)
     expected = text(sender, token_ids, 6)
@@ -369,14 +391,3 @@ def test_blocks_of_layers_with_a_window_may_be_fewer() -> None:
     assert text(direct, [*range(24)], 30) == oracle(range(24), 30, OPTIONS, layout=WINDOWED)
     with pytest.raises(ValueError, match="7 more blocks are too many, 6 left"):
         direct.prefill(range(25), OPTIONS)
-
-
-def test_released_blocks_are_used_again(make: Make) -> None:
-    direct, cache = start(make)
-    length = cache.num_blocks * cache.block_size
-    for seed in range(3):
-        sequence = direct.prefill(prompt(make, length, seed), OPTIONS)
-        with pytest.raises(ValueError, match="1 more blocks are too many, 0 left"):
-            direct.decode(sequence)
-        direct.release_cache(sequence)
-        assert sequence.status is Status.FINISHED

@@ -45,7 +45,7 @@ def pair(
 
 
 @pytest.mark.parametrize("token_ids", [PROMPT, [*PROMPT, 3, 4]])
-def test_who_begins_with_what_arrives_waits_until_it_is_here(token_ids: list[int]) -> None:
+def test_a_reservation_waits_for_an_arriving_prefix(token_ids: list[int]) -> None:
     reservations, first, second = pair(token_ids)
     assert reservations.head() is None and len(reservations) == 1
     reservations.add(third := reservation(3, [9, *PROMPT]))
@@ -55,7 +55,7 @@ def test_who_begins_with_what_arrives_waits_until_it_is_here(token_ids: list[int
     assert reservations.pool.match_prefix(second.keys(2, 4))[0] == first.block_table.tolist()[:2]
 
 
-def test_who_is_asked_for_waits_for_the_same_text_too() -> None:
+def test_a_claimed_reservation_waits_for_its_prefix_too() -> None:
     reservations, first, second = pair(PROMPT)
     reservations.claim(second)
     assert reservations.head() is None
@@ -64,7 +64,7 @@ def test_who_is_asked_for_waits_for_the_same_text_too() -> None:
 
 
 @pytest.mark.parametrize("token_ids", [PROMPT[:9], [*PROMPT[:9], 3], PROMPT[:4]])
-def test_who_needs_less_than_what_arrives_does_not_wait_for_all(token_ids: list[int]) -> None:
+def test_a_reservation_does_not_wait_for_a_longer_prompt(token_ids: list[int]) -> None:
     reservations, _, second = pair(token_ids)
     assert reservations.head() is second
 
@@ -82,7 +82,7 @@ def test_when_the_first_ends_early_the_next_takes_its_place() -> None:
     assert reservations.head() is None and len(reservations) == 0
 
 
-def test_nobody_waits_for_the_text_of_another_peer() -> None:
+def test_a_reservation_does_not_wait_for_the_prefix_of_another_peer() -> None:
     """One that sends half a transfer would else hold up whoever has a text that begins alike."""
     reservations, _, _ = pair(PROMPT)
     reservations.add(other := reservation(3, [*PROMPT, 3], "prefill-1-1"))
@@ -109,7 +109,7 @@ def test_a_peer_holds_a_quarter_of_the_pool_unclaimed_and_one_offer_more() -> No
     assert reservations.head() is more
 
 
-def test_who_was_displaced_waits_until_a_router_asks() -> None:
+def test_a_displaced_peer_waits_until_its_claim() -> None:
     pool = BlockPool(36, 4)
     reservations = Reservations(pool)
     (small,) = held(reservations, pool, "prefill-0-1", 1)
@@ -136,7 +136,7 @@ def test_blocks_that_are_shared_are_held_by_a_peer_too() -> None:
     assert reservations.head() is None
 
 
-def test_of_states_a_peer_holds_a_quarter_unclaimed_too() -> None:
+def test_a_peer_holds_a_quarter_of_the_states_unclaimed() -> None:
     """A sequence holds two of them, however short it is."""
     pool = BlockPool(36, 4, states=States(StateSlots(16, 4)))
     reservations = Reservations(pool)
@@ -162,7 +162,7 @@ def test_all_peers_hold_half_of_the_pool_unclaimed() -> None:
     assert reservations.head() is third
 
 
-def test_what_a_router_has_asked_for_goes_first_and_without_limit() -> None:
+def test_claimed_reservations_go_first_and_without_limit() -> None:
     pool = BlockPool(36, 4)
     reservations = Reservations(pool)
     held(reservations, pool, "prefill-0-1", 6)
@@ -208,19 +208,7 @@ def test_the_counts_of_unclaimed_blocks_are_those_of_what_arrives(
 TOTAL = 40
 
 
-def test_a_peer_has_a_quarter_and_all_have_half() -> None:
-    unclaimed = Unclaimed(TOTAL)
-    unclaimed.hold(1, "a", 9)
-    assert unclaimed.may_hold("a"), "one more is let in"
-    unclaimed.hold(2, "a", 9)
-    assert not unclaimed.may_hold("a") and unclaimed.may_hold("b")
-    unclaimed.hold(3, "b", 2)
-    assert not unclaimed.may_hold("b") and not unclaimed.may_hold("c")
-    unclaimed.release(1)
-    assert unclaimed.may_hold("a") and unclaimed.may_hold("c")
-
-
-def test_so_much_may_be_held_as_stays_within_both_parts() -> None:
+def test_an_amount_must_stay_within_both_parts() -> None:
     unclaimed = Unclaimed(TOTAL)
     unclaimed.hold(1, "a", 5)
     assert unclaimed.may_hold("a", 4) and not unclaimed.may_hold("a", 5)
@@ -233,7 +221,7 @@ def test_the_only_one_may_be_of_any_size() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=60))
-def test_what_is_held_is_the_sum_and_bounded(moves: list[tuple[int, int]]) -> None:
+def test_held_amounts_are_summed_and_bounded(moves: list[tuple[int, int]]) -> None:
     unclaimed, held = Unclaimed(TOTAL), dict[int, int]()
     for request_id, amount in moves:
         peer = request_id % 3

@@ -35,16 +35,6 @@ def test_every_state_leads_to_the_end() -> None:
     assert not TRANSITIONS[Status.FINISHED]
 
 
-def test_counts_have_their_names() -> None:
-    sequence = Sequence(7, [1, 2, 3], Options(max_tokens=5))
-    assert (sequence.num_tokens, sequence.prompt_len, sequence.max_new_tokens) == (3, 3, 5)
-    assert (sequence.num_uncomputed_tokens, sequence.is_decoding) == (3, False)
-    sequence.num_computed_tokens = 3
-    sequence.token_ids.append(9)
-    assert (sequence.num_output_tokens, sequence.num_new_tokens) == (1, 1)
-    assert (sequence.num_uncomputed_tokens, sequence.is_decoding) == (1, True)
-
-
 def test_the_last_token_of_a_prompt_is_no_decode_step() -> None:
     sequence = Sequence(1, [1, 2, 3])
     sequence.num_computed_tokens = 2
@@ -63,33 +53,12 @@ def test_a_resumed_reservation_counts_its_first_token_as_output() -> None:
     assert (sequence.num_computed_tokens, sequence.is_decoding) == (3, True)
 
 
-def test_what_a_resumed_reservation_may_generate_leaves_out_what_was() -> None:
-    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
-    sequence.resume([1, 2, 3, 4], Options(max_tokens=10), None)
-    assert sequence.max_new_tokens == 9
-
-
 @pytest.mark.parametrize("token_ids", [[], [1, 2], [1, 2, 3], [1, 2, 4, 5]])
 def test_a_reservation_goes_on_with_its_own_tokens_only(token_ids: list[int]) -> None:
     sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
     problem = sequence.resume(token_ids, Options(), 10)
     assert problem is not None and "not those reserved" in problem[1]
     assert sequence.token_ids == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("sequence", "code"),
-    [
-        (Sequence(1, []), ErrorCode.INVALID_REQUEST),
-        (Sequence(1, [5, 100]), ErrorCode.INVALID_REQUEST),
-        (Sequence(1, [-1]), ErrorCode.INVALID_REQUEST),
-        (Sequence(1, [1], max_new_tokens=0), ErrorCode.INVALID_REQUEST),
-        (Sequence(1, [1] * 8), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-    ],
-)
-def test_what_no_model_can_serve_is_named(sequence: Sequence, code: ErrorCode) -> None:
-    problem = sequence.problem(SMALL, POOL)
-    assert problem is not None and problem[0] is code and problem[1]
 
 
 def test_a_prompt_just_under_the_context_is_fine() -> None:
@@ -139,13 +108,6 @@ def test_block_keys_are_what_prefix_hashes_hash() -> None:
     assert chain == prefix_hashes(range(12), 4)
 
 
-def test_the_deadline_counts_from_the_arrival() -> None:
-    sequence, patient = Sequence(1, [1], Options(deadline_ms=1500)), Sequence(2, [1])
-    sequence.arrive(0, 10.0)
-    patient.arrive(1, 10.0)
-    assert (sequence.deadline_s, patient.deadline_s) == (11.5, None)
-
-
 def test_drafts_are_of_use_only_before_the_last_token() -> None:
     sequence = Sequence(1, [1, 2, 3], max_new_tokens=5)
     assert sequence.max_drafts() == 4
@@ -167,16 +129,7 @@ def test_as_many_drafts_as_were_right_before() -> None:
     assert [window_after(2, 2) for _ in range(7)] == [4, 8, 16, 32, 64, 64, 64]
 
 
-def test_tokens_per_second_counts_this_worker_s_tokens() -> None:
-    sequence = Sequence(1, [1, 2])
-    assert sequence.tokens_per_second(5.0) == 0.0
-    sequence.started_s = 1.0
-    sequence.token_ids += [3, 4, 5, 6]
-    assert sequence.tokens_per_second(1.0) == 0.0
-    assert sequence.tokens_per_second(3.0) == 2.0
-
-
-def test_what_an_earlier_attempt_generated_is_no_prompt() -> None:
+def test_tokens_of_an_earlier_attempt_are_output() -> None:
     """A sequence that goes on after a failover has the limits and penalties of one that did not."""
     options = Options(max_tokens=6, min_tokens=4, generated_tokens=3, presence_penalty=1.0)
     again = Sequence(1, [1, 2, 7, 8, 9], options)
@@ -210,13 +163,6 @@ def test_the_first_reason_is_named(num_tokens: int, extra: int, code: ErrorCode 
     assert (problem and problem[0]) == code
 
 
-def test_a_continuation_is_checked() -> None:
-    sequence = Sequence(1, [1, 2], status=Status.RESERVED)
-    problem = sequence.resume([1, 3, 4], Options(), 3)
-    assert problem is not None and problem[0] is ErrorCode.INVALID_REQUEST
-    assert sequence.resume([1, 2, 4], Options(), 3) is None and sequence.num_tokens == 3
-
-
 def test_stops_are_the_model_s_and_the_request_s() -> None:
     sequence = Sequence(1, [5], Options(stop_token_ids=(7,)))
     sequence.bind(INFO)
@@ -243,7 +189,7 @@ def admitted(token_ids: list[int], pool: BlockPool) -> Sequence:
 
 
 @given(PROMPTS, PROMPTS, st.integers(1, 12), st.integers(1, 4))
-def test_who_lacks_what_is_filled_finds_more_afterwards(
+def test_a_waiting_prompt_finds_the_blocks_that_a_step_filled(
     one: list[int], other: list[int], num_tokens: int, block_size: int
 ) -> None:
     pool = BlockPool(16, block_size)
@@ -258,7 +204,7 @@ def test_who_lacks_what_is_filled_finds_more_afterwards(
     assert (waiting.missing(pool) != before) == (bool(before) and before == coming)
 
 
-def test_what_lies_behind_the_registered_blocks_is_filled_next() -> None:
+def test_the_block_after_the_registered_ones_is_filled_next() -> None:
     pool = BlockPool(16, 2)
     reading = admitted([1, 2, 3, 4, 5], pool)
     reading.num_computed_tokens = 3

@@ -18,14 +18,15 @@ def test_a_setting_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_ubatch_tokens": 0}, {"ageing_s": 0.0}, {"swap_bytes": -1}]
+    ("name", "value"),
+    [("max_ubatch_tokens", 0), ("max_sbatch_sequences", 0), ("ageing_s", 0.0), ("swap_bytes", -1)],
 )
-def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        Engine(create(), num_blocks=4, block_size=4, **settings)
+def test_a_setting_out_of_its_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        Engine(create(), num_blocks=4, block_size=4, **{name: value})
 
 
-def test_what_an_executor_cannot_do_is_left_out() -> None:
+def test_settings_leave_out_features_that_an_executor_lacks() -> None:
     settings = EngineSettings(max_sbatch_sequences=9, speculate="ngram:4", swap_bytes=5)
     able = Capabilities(MEMORY, speculative=True)
     assert settings.within(able) == settings

@@ -75,17 +75,7 @@ def test_snapshots_not_used_for_longest_go_first() -> None:
     assert [states.is_kept(block) for block in (1, 2, 3)] == [True, False, True]
 
 
-def test_snapshots_give_way_to_what_arrives_and_what_is_written() -> None:
-    slots = StateSlots(3, BLOCK_SIZE)
-    states = States(slots)
-    for block in (1, 2):
-        slots.take([block], 4)
-        states.keep(block)
-    states.prepare([([3], 4)], 1)
-    assert slots.has(3, 4) and slots.num_free == 1 and slots.blocks == {2, 3}
-
-
-def test_one_that_could_run_nothing_is_refused() -> None:
+def test_states_for_less_than_one_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="room for 1 states, a sequence needs 2"):
         engine_of(num_states=1)
 
@@ -106,7 +96,7 @@ def test_as_many_run_as_have_two_slots(num_states: int) -> None:
         assert text(outputs, number) == expected(prompt, 9)
 
 
-def test_what_begins_alike_goes_on_from_the_last_full_block() -> None:
+def test_a_shared_prefix_continues_from_the_last_state_at_a_block_end() -> None:
     engine, prompt = engine_of(), list(range(10, 32))
     assert answer(engine, 1, prompt) == 0
     assert answer(engine, 2, prompt) == 20, "the same prompt"
@@ -117,7 +107,7 @@ def test_what_begins_alike_goes_on_from_the_last_full_block() -> None:
     assert answer(engine, 6, [*told, 8, 9]) == 28, "the next turn of a conversation"
 
 
-def test_of_an_answer_only_the_last_state_is_kept() -> None:
+def test_only_the_last_state_of_the_output_is_kept() -> None:
     engine, prompt = engine_of(), list(range(10, 20))
     assert answer(engine, 1, prompt, 30) == 0
     told = [*prompt, *expected(prompt, 30)]
@@ -125,18 +115,7 @@ def test_of_an_answer_only_the_last_state_is_kept() -> None:
     assert answer(engine, 3, told) == 36
 
 
-@pytest.mark.parametrize("num_states", [2, 3, 5])
-def test_what_is_not_kept_is_computed(num_states: int) -> None:
-    engine, draw = engine_of(num_states=num_states), random.Random(num_states)
-    prompt = list(range(50, 80))
-    for number in range(30):
-        cut = draw.randint(1, 30)
-        answer(engine, number, [*prompt[:cut], *draw.choices(range(3), k=draw.randint(0, 3))], 3)
-    engine.check()
-    assert engine.stats().blocks_used == 0
-
-
-def test_what_a_reservation_goes_on_from_waits_for_it() -> None:
+def test_the_state_of_a_reservation_is_kept() -> None:
     engine, prompt = engine_of(num_states=4), list(range(10, 18))
     answer(engine, 1, prompt, 2)
     engine.reserve(2, prompt)

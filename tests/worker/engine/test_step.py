@@ -17,7 +17,7 @@ from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, T
 from worker.engine.scheduler import Plan
 from worker.engine.sequence import Sequence, Status
 from worker.engine.stats import Counters
-from worker.engine.step import commit, compute, tell
+from worker.engine.step import commit, compute, report
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import SampledToken, SequenceFailed
 from worker.executor.hash import create
@@ -79,7 +79,7 @@ def test_a_plan_is_told() -> None:
     started.block_table.extend([3])
     failed, overdue = Sequence(3, [5] * 40), Sequence(4, [5], Options(deadline_ms=20))
     plan = Plan(started=[started], reserved=[reserved], failed=[failed], overdue=[overdue])
-    outputs = tell(plan, BlockPool(8, 4))
+    outputs = report(plan, BlockPool(8, 4))
     assert outputs[:2] == [Started(1, (3,), 0), Reserved(2, (), 0)]
     codes = [(o.request_id, o.code) for o in outputs if isinstance(o, Failed)]
     assert codes == [(3, ErrorCode.OUT_OF_BLOCKS), (4, ErrorCode.DEADLINE_EXCEEDED)]
@@ -113,13 +113,6 @@ class Step:
         return [it.token_id for it in self.outputs if isinstance(it, Token)]
 
 
-def test_a_chunk_in_the_middle_of_a_prompt_has_kv_and_no_token() -> None:
-    step = Step()
-    sequence = step.sequence(12, 0)
-    assert step.commit(Chunk(sequence, 9)) == [] and step.outputs == []
-    assert sequence.num_computed_tokens == 9 and sequence.num_registered_blocks == 2
-
-
 def test_a_transfer_says_how_far_it_is_and_ends_with_its_token() -> None:
     step = Step()
     sequence = step.sequence(6, 4, transfer=True)
@@ -149,7 +142,7 @@ def test_nothing_follows_the_last_token_though_drafts_were_right() -> None:
     assert sequence.num_registered_blocks == 2, "the next request finds the drafts' KV as well"
 
 
-def test_what_a_device_draws_is_not_waited_for() -> None:
+def test_compute_does_not_wait_for_the_device() -> None:
     executor = LateExecutor(create().info, random.Random(0))
     executor.allocate(4, 4)
     sequence = Sequence(0, [5, 6], Options(ignore_eos=True))

@@ -1,11 +1,15 @@
 """The rows of a batch: which row of the logits draws or scores which token of which sequence."""
 
+from struct import pack, unpack
+
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wire.logprobs import join_prompt_logprobs
 from wire.options import Options
-from worker.executor.batch import Batch, BatchType, Row, Sampling, Scoring, rows_of
-from worker.executor.prompt_logprobs import PromptScores
+from worker.executor.batch import Batch, BatchType, PromptScores, Row, Sampling, Scoring, rows_of
 
 
 def test_a_sampling_has_a_row_more_than_drafts() -> None:
@@ -36,3 +40,32 @@ def test_rows_belong_to_the_sequence_whose_tokens_they_are() -> None:
     assert first.packed() == join_prompt_logprobs(0, [b"row1", b"row2"])
     assert second.packed() == join_prompt_logprobs(0, [b"row3"])
     assert not first.wanted(0, 3) and not second.wanted(0, 2)
+
+
+def row(position: int) -> bytes:
+    return pack("<fIf", -position, position + 1, -0.5)
+
+
+@given(num_tokens=st.integers(1, 60), data=st.data())
+def test_every_position_but_the_last_is_scored_once(num_tokens: int, data: st.DataObject) -> None:
+    subject = PromptScores(num_tokens, 1)
+    asked: list[int] = []
+    start = 0
+    while start < num_tokens:
+        count = data.draw(st.integers(1, num_tokens - start))
+        wanted = subject.wanted(start, count)
+        asked += wanted
+        if wanted:
+            subject.add(len(wanted), b"".join(map(row, wanted)))
+        start += count
+        if data.draw(st.booleans()):  # preempted: some of it, or all, is computed again
+            start = data.draw(st.integers(0, min(start, subject.num_scored)))
+    assert asked == list(range(num_tokens - 1))
+    assert subject.packed() == pack("<I", 1) + b"".join(map(row, asked))
+
+
+@pytest.mark.parametrize(("num_top", "actual"), [(20, 3), (3, 3), (0, 0)])
+def test_no_more_tops_than_there_are_tokens(num_top: int, actual: int) -> None:
+    subject = PromptScores(3, num_top)
+    subject.add(2, bytes(2 * (4 + 8 * actual)))
+    assert unpack("<I", subject.packed()[:4]) == (actual,)

@@ -1,7 +1,5 @@
 """What every executor's KV cache must do, shown on the one that needs no model."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +11,7 @@ from tests.kv import part, whole
 from wire.layout import KVGroup, StateGroup
 from wire.transfer import Rectangle, plan
 from worker.compute.contract import KVCache
-from worker.executor.contract import Attention, Capabilities, Executor, MemoryRequirements
+from worker.executor.contract import Attention, Executor, MemoryRequirements
 from worker.executor.hash import LAYOUT, MIXED
 from worker.executor.registry import create
 
@@ -107,15 +105,6 @@ def test_unpack_writes_its_rectangle_and_nothing_else() -> None:
     }
 
 
-def test_packed_bytes_do_not_change_when_the_blocks_do() -> None:
-    cache = cache_of(2, 4)
-    rectangle = whole(LAYOUT, 0, 4)
-    packed = cache.pack([1], rectangle)
-    before = bytes(packed)
-    cache.unpack([1], rectangle, random_bytes(len(before), 5))
-    assert packed == before
-
-
 MIXED_NAME = "worker.executor.hash:create_mixed"
 # What is sent of 18 tokens: of layers that see all, of those with a window, and a state; in halves.
 SENT = plan(MIXED, 2, 18, 1 << 20, num_shards=2)
@@ -123,7 +112,7 @@ SENT = plan(MIXED, 2, 18, 1 << 20, num_shards=2)
 
 @pytest.mark.parametrize("rectangle", SENT, ids=lambda it: f"group {it.group} {it.heads}")
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 3), (1, 16)], ids=str)
-def test_each_kind_of_layers_crosses_by_itself(
+def test_each_kind_of_layers_is_transferred_by_itself(
     sizes: tuple[int, int], rectangle: Rectangle
 ) -> None:
     ours, theirs = (cache_of(24, size, MIXED_NAME) for size in sizes)
@@ -160,33 +149,10 @@ def test_each_kind_of_layers_crosses_by_itself(
         part(MIXED, 2, 1, 4, 0, group=2),
     ],
 )
-def test_what_is_no_rectangle_of_the_layout_is_refused(rectangle: Rectangle) -> None:
+def test_a_rectangle_outside_the_layout_is_refused(rectangle: Rectangle) -> None:
     cache = cache_of(4, 4, MIXED_NAME)
     with pytest.raises(ValueError, match="is not within 4 blocks"):
         cache.pack([0, 1, 2, 3], rectangle)
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_two_threads_may_copy_at_a_time(block_size: int) -> None:
-    """Each out of and into blocks of its own, as the transfer thread and the engine's do."""
-    cache = cache_of(40, block_size)
-    everything = whole(cache.layout, 0, 18)
-    num_blocks = -(-18 // block_size)
-    size = everything.num_bytes(cache.layout)
-    start = threading.Barrier(2)
-
-    def copy(first: int) -> bool:
-        table = range(first, first + num_blocks)
-        segments = [random_bytes(size, first + number) for number in range(20)]
-        start.wait(20)
-        for segment in segments:
-            cache.unpack(table, everything, segment)
-            if cache.pack(table, everything) != segment:
-                return False
-        return True
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(copy, (0, 20))) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -206,26 +172,14 @@ def test_a_segment_that_does_not_fit_is_refused(rectangle: Rectangle, num_bytes:
         cache_of(4, 4).unpack([0, 1], rectangle, bytes(num_bytes))
 
 
-def test_shutdown_can_be_called_at_any_time() -> None:
-    executor = create("hash")
-    executor.shutdown()
-    executor.allocate(2, 4)
-    executor.shutdown()
-    executor.shutdown()
+def test_the_numbers_of_heads_decide_the_kind_of_attention() -> None:
+    kinds = [Attention.of(8, 8), Attention.of(8, 2), Attention.of(8, 1), Attention.of(1, 1)]
+    grouped = [Attention.MULTI_HEAD, Attention.GROUPED_QUERY, Attention.MULTI_QUERY]
+    assert kinds == [*grouped, Attention.MULTI_HEAD]
 
 
-def test_heads_say_which_attention_it_is() -> None:
-    assert Attention.of(8, 8) is Attention.MULTI_HEAD
-    assert Attention.of(8, 2) is Attention.GROUPED_QUERY
-    assert Attention.of(8, 1) is Attention.MULTI_QUERY
-    assert Attention.of(1, 1) is Attention.MULTI_HEAD
-
-
-def test_memory_for_a_configuration() -> None:
-    memory = MemoryRequirements(
-        parameter_bytes=1000, activation_bytes_per_token=10, kv_bytes_per_token=3
-    )
-    assert memory.total(max_ubatch_tokens=20, num_blocks=5, block_size=8) == 1000 + 200 + 120
+def test_memory_is_the_sum_of_weights_activations_and_cache() -> None:
+    assert MemoryRequirements(1000, 10, 3).total(20, 5, 8) == 1000 + 200 + 120
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**4), st.integers(1, 10**6), st.integers(1, 64))
@@ -241,10 +195,3 @@ def test_the_blocks_that_memory_pays_for_fit_and_one_more_does_not(
         assert memory.total(512, num_blocks + 1, block_size) > memory_bytes
     with pytest.raises(ValueError, match=f"it takes {least}"):
         memory.num_blocks(least - 1, 512, block_size)
-
-
-def test_an_executor_may_limit_the_sequences_of_a_step() -> None:
-    memory = MemoryRequirements(0, 0, 1)
-    assert Capabilities(memory).at_most(256) == 256
-    assert Capabilities(memory, max_batch_sequences=8).at_most(256) == 8
-    assert Capabilities(memory, max_batch_sequences=8).at_most(4) == 4

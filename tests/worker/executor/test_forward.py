@@ -41,34 +41,17 @@ def test_its_logits_are_sampled_with_the_request_s_options() -> None:
     assert draw(temperature=2.0, seed=4) == draw(temperature=2.0, seed=4)
 
 
-def test_logprobs_come_when_asked_for() -> None:
-    executor = pair()
-    direct = Direct(executor, executor.allocate(8, 4))
-    sequence = direct.prefill([1, 2, 3], Options(logprobs=3))
-    logprobs = direct.decode(sequence).logprobs
-    assert logprobs is not None and len(logprobs.top) == 3
-
-
-def test_the_wrong_number_of_layers_is_named() -> None:
-    prefiller = Prefiller()
-    prefiller.num_layers = 3
-    executor = pair(prefiller)
-    with pytest.raises(SequenceFailed, match="the prefiller has 3 layers, the layout 2"):
-        Direct(executor, executor.allocate(8, 4)).prefill([1, 2])
-
-
-def test_the_wrong_number_of_logits_is_named() -> None:
-    model = ForwardModel()
-    model.vocab_size = 49
-    executor = pair(model=model)
-    with pytest.raises(SequenceFailed, match=r"logits are \(49,\), not \(50,\)"):
-        Direct(executor, executor.allocate(8, 4)).prefill([1, 2])
-
-
-def test_the_wrong_number_of_values_is_named() -> None:
-    model = ForwardModel()
-    model.num_rows = 2
-    executor = pair(model=model)
-    expected = "the forward model gave 16 values for k of layer 0, not 1 tokens x 2 x 4"
-    with pytest.raises(SequenceFailed, match=expected):
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("prefiller", "num_layers", 3, "the prefiller has 3 layers, the layout 2"),
+        ("model", "vocab_size", 49, r"logits are \(49,\), not \(50,\)"),
+        ("model", "num_rows", 2, "gave 16 values for k of layer 0, not 1 tokens x 2 x 4"),
+    ],
+)
+def test_a_wrong_shape_is_named(part: str, name: str, value: int, message: str) -> None:
+    prefiller, model = Prefiller(), ForwardModel()
+    setattr({"prefiller": prefiller, "model": model}[part], name, value)
+    executor = pair(prefiller, model)
+    with pytest.raises(SequenceFailed, match=message):
         Direct(executor, executor.allocate(8, 4)).prefill([1, 2])

@@ -33,7 +33,7 @@ def test_the_first_token_is_what_decode_step_says_of_the_last_prompt_token() -> 
     assert first_tokens(executor_of(), [1, 2, 3]) == [6, 12]
 
 
-def test_or_what_first_token_makes_of_the_activation() -> None:
+def test_the_first_token_may_come_from_the_activation() -> None:
     executor = executor_of(first_token=lambda activation: 40 + struct.unpack("<I", activation)[0])
     assert first_tokens(executor, [1, 2, 3]) == [43, 49]
 
@@ -47,13 +47,6 @@ def test_kv_of_another_size_than_the_layout_s_is_refused(num_bytes: int) -> None
         first_tokens(executor_of(prefill=lambda ids, seq_len: (b"", bytes(num_bytes))), [1, 2, 3])
 
 
-def test_a_step_has_to_add_one_token() -> None:
-    with pytest.raises(
-        SequenceFailed, match="DecodeStepFn returned 8 bytes of KV for 3 tokens, not 12"
-    ):
-        first_tokens(executor_of(decode_step=lambda kv, token, position: (1, kv)), [1, 2, 3])
-
-
 def test_a_step_may_not_change_what_other_sequences_share() -> None:
     def changing(kv: bytes, last_token_id: int, position: int) -> tuple[int, bytes]:
         return 1, bytes(len(kv) + 4)
@@ -62,27 +55,11 @@ def test_a_step_may_not_change_what_other_sequences_share() -> None:
         first_tokens(executor_of(decode_step=changing), [1, 2, 3])
 
 
-@pytest.mark.parametrize("token_id", [-1, 100])
-def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
-    executor = executor_of(first_token=lambda activation: token_id)
-    with pytest.raises(SequenceFailed, match=f"chose token {token_id}, not one of 0 to 99"):
-        first_tokens(executor, [1])
-
-
 def test_the_example_goes_on_as_the_text_did() -> None:
     prompt = [7, 8, 9, 10, 11, 12, 7, 8]
     executor = own_model.create()
     assert isinstance(executor, StepwiseExecutor)
     assert first_tokens(executor, prompt) == [9, 10]
-
-
-@pytest.mark.parametrize("answer", [None, 1.0, "7", (1, 2)])
-def test_what_is_no_token_is_refused(answer: Any) -> None:
-    executor = executor_of(
-        decode_step=lambda kv, token, position: (answer, bytes(4 * position + 4))
-    )
-    with pytest.raises(SequenceFailed, match=f"the model chose a {type(answer).__name__}, not"):
-        first_tokens(executor, [0])
 
 
 async def test_a_worker_finds_out_in_its_warmup() -> None:

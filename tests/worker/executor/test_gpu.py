@@ -26,9 +26,8 @@ from worker.compute.graphs import fill_in
 from worker.engine.engine import Engine
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
-from worker.executor.batch import Scoring
+from worker.executor.batch import PromptScores, Scoring
 from worker.executor.contract import Drawer
-from worker.executor.prompt_logprobs import PromptScores
 from worker.executor.registry import create
 
 BLOCK_SIZE, MAX_LEN = 8, 128
@@ -73,7 +72,7 @@ def told(engine: Engine) -> dict[int, list[tuple[int, str | None]]]:
 
 
 @pytest.mark.usefixtures("shim")
-def test_whoever_waits_for_each_step_is_told_the_same(path: Path) -> None:
+def test_steps_in_flight_give_the_same_text(path: Path) -> None:
     waiting, ahead = (Engine(executor_of(path), num_blocks=64, block_size=8) for _ in range(2))
     assert vars(ahead)["_drawer"] is not None
     vars(waiting)["_drawer"] = None
@@ -121,7 +120,7 @@ def test_a_prompt_of_which_every_row_is_wanted_is_no_step_for_a_graph(path: Path
     torch.testing.assert_close(graphed.forward(batch), plain.forward(batch), rtol=0, atol=0)
 
 
-def test_what_the_device_can_draw(path: Path) -> None:
+def test_rows_that_the_device_can_draw(path: Path) -> None:
     executor = executor_of(path)
     plain = Text([5, 6], [0], options=Options())
     drawn = Text([5, 6], [1], options=Options(temperature=0.5, top_k=3, top_p=0.9, seed=4))

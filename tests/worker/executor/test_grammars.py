@@ -162,30 +162,6 @@ def test_new_structures_of_a_tenant_do_not_keep_those_of_another_waiting(
     assert not any(each.is_ready for each in kept)
 
 
-def test_a_tenant_with_ever_new_structures_makes_nobody_compile_again(
-    compiling: Compiling,
-) -> None:
-    compiling.compile("[0-9]", 1)
-    for number in range(40):
-        compiling.compile(f"a{number}", 2)
-    compiling.compile("[0-9]", 1)
-    compiling.compile("[0-9]", 3)
-    assert compiling.compiled.count("[0-9]") == 1
-
-
-def test_what_no_sequence_waits_for_any_longer_is_not_compiled(compiling: Compiling) -> None:
-    kept = [compiling.structured(f"slow{number}", 1) for number in range(2)]
-    compiling.have_begun(2)
-    for number in range(100):  # of clients that leave
-        compiling.structured(f"gone{number}", 1)
-    kept.append(compiling.structured("[0-9]", 1))
-    compiling.may_go_on.set()
-    for each in kept:
-        each.wait(60)
-        assert each.problem is None and each.is_ready
-    assert len(compiling.compiled) <= 2 + 32
-
-
 def deep(num_levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(num_levels):
@@ -270,16 +246,6 @@ def test_a_hostile_structure_ends_by_itself(name: str) -> None:
                 break
 
 
-def test_texts_of_one_grammar_do_not_disturb_each_other() -> None:
-    alone = [walk(STRUCTURES[0], seed) for seed in range(4)]
-    texts = [begun(STRUCTURES[0]) for _ in alone]
-    for end in range(max(map(len, alone))):
-        longer = [(it, text) for it, text in zip(texts, alone, strict=True) if end < len(text)]
-        masks = masks_of([asked(it, text[:end]) for it, text in longer])
-        for (_, text), row in zip(longer, masks.bits, strict=True):
-            assert text[end] in allowed_in(row)
-
-
 def test_a_step_waits_once_for_masks_that_take_twice_its_time_and_never_for_cheap_ones() -> None:
     # Every pair of letters may be split in two ways: each letter makes the next mask dearer.
     ambiguous = Structure(kind="lark", text='start: s\ns: s s | /[a-z ]/ | ""')
@@ -335,7 +301,7 @@ def test_slow_masks_are_made_in_the_background_tenants_in_turn() -> None:
     model.shutdown()
 
 
-def test_what_failed_to_compile_is_not_kept_in_memory() -> None:
+def test_failed_grammars_are_not_kept_in_memory() -> None:
     structured = grammars().structured(Structure(kind="json_schema", text='{"$ref": "#"}'), 0)
     structured.wait(60)
     with pytest.raises(StructureError) as failed:

@@ -13,10 +13,8 @@ from worker.engine.sequence import Sequence
 from worker.executor.batch import BatchType
 from worker.executor.hash import (
     EOS_TOKEN_IDS,
-    LAYOUT,
     MAX_MODEL_LEN,
     MIXED,
-    VOCAB_SIZE,
     WINDOW,
     HashExecutor,
     HashKVCache,
@@ -78,11 +76,6 @@ def test_every_byte_of_the_context_matters_and_no_other() -> None:
     assert step(executor, 4, (5, 1, 3), PROMPT, 10) == expected
 
 
-def test_swapped_blocks_change_the_token() -> None:
-    executor, _ = start()
-    assert step(executor, 4, (1, 5, 3), PROMPT, 10) != step(executor, 4, (5, 1, 3), PROMPT, 10)
-
-
 def test_greedy_ignores_the_seed_and_sampling_does_not() -> None:
     executor, _ = start()
 
@@ -104,20 +97,12 @@ def test_eos_comes_about_once_in_64_and_ends_the_text() -> None:
     assert all(not EOS_TOKEN_IDS & set(oracle([seed], 40)) for seed in range(20))
 
 
-def test_ignoring_eos_runs_to_the_limit() -> None:
-    assert all(len(oracle([seed], 40, Options(ignore_eos=True))) == 40 for seed in range(30))
-
-
 def test_nothing_ends_before_min_tokens() -> None:
     options = Options(min_tokens=25, stop_token_ids=tuple(range(3, 200)))
     texts = [oracle([seed], 60, options, vocab_size=300) for seed in range(40)]
     assert min(map(len, texts)) >= 25
     assert all(not set(text[:25]) & set(range(2, 200)) for text in texts)
     assert min(map(len, texts)) < 40
-
-
-def test_the_context_length_ends_the_text() -> None:
-    assert len(oracle([1] * 5, 40, Options(ignore_eos=True), max_model_len=12)) == 7
 
 
 def test_logprobs_come_when_asked_for() -> None:
@@ -133,7 +118,7 @@ def test_logprobs_come_when_asked_for() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("cuts", [(40,), (1, 2, 15, 40), (13, 26, 40), tuple(range(1, 41))])
-def test_of_mixed_layers_too_however_a_prompt_is_cut(
+def test_chunks_of_a_prompt_do_not_change_the_token_of_mixed_layers(
     block_size: int, cuts: tuple[int, ...]
 ) -> None:
     prompt, executor, computed = list(range(10, 50)), create_mixed(), 0
@@ -171,12 +156,6 @@ def test_the_vocabulary_comes_from_the_model_directory(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert create(model_path=tmp_path, max_model_len=100).info.eos_token_ids == {5, 6}
     assert create(model_path=tmp_path, max_model_len=100).info.max_model_len == 100
-
-
-def test_without_a_directory_there_are_defaults() -> None:
-    info = create().info
-    assert (info.vocab_size, info.eos_token_ids) == (VOCAB_SIZE, EOS_TOKEN_IDS)
-    assert info.layout is LAYOUT and LAYOUT.token_bytes == 64
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": "many"}, {"eos_token_id": ["</s>"]}, [1]])

@@ -43,7 +43,7 @@ def test_a_row_is_layer_then_k_or_v_then_head(layout: KVLayout) -> None:
     assert np.array_equal(np.moveaxis(wire, 3, 0).reshape(11, -1), rows)
 
 
-def test_what_was_unpacked_is_read_as_rows() -> None:
+def test_unpacked_kv_is_read_as_rows() -> None:
     layout = LAYOUTS[1]
     sender, rows = filled(layout, [1, 2], 7)
     receiver = HostKVCache(layout, 9, 3)

@@ -80,7 +80,7 @@ def test_min_tokens_take_out_what_would_end() -> None:
     assert left([asked([]), it]) == [ALL, [5, 39], [3, 5, 6, 39]]
 
 
-def test_where_only_eos_may_follow_nothing_else_counts() -> None:
+def test_a_structure_that_allows_eos_only_overrides_the_options() -> None:
     it = asked([], min_tokens=9, allowed_token_ids=(5,), bad_sequences=((3,),))
     assert left([it, it], over=(1,)) == [[5], ALL]
     [token] = sample(torch.randn(1, VOCAB), [it], EOS, masks_of([3], over=(0,)))

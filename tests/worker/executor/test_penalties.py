@@ -69,7 +69,7 @@ def logits_of(num_rows: int, seed: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(batch=st.lists(samplings(), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_adjusted_logits_are_the_references(batch: list[Sampling], seed: int) -> None:
     logits = logits_of(len(batch), seed)
@@ -81,18 +81,10 @@ def test_adjusted_logits_are_the_references(batch: list[Sampling], seed: int) ->
         np.testing.assert_allclose(adjusted[row].numpy(), expected, rtol=3e-7, atol=1e-5)
 
 
-@given(batch=st.lists(samplings(), min_size=2, max_size=8), seed=st.integers(0, 99))
-def test_no_row_depends_on_another(batch: list[Sampling], seed: int) -> None:
-    logits = logits_of(len(batch), seed)
-    together = adjust(logits, batch)
-    for row, it in enumerate(batch):
-        assert torch.equal(together[row], adjust(logits[row : row + 1], [it])[0])
-
-
 DRAFTED = st.tuples(samplings(), st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(batch=st.lists(DRAFTED, min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_rows_after_drafts_are_those_of_the_texts_with_them(
     batch: list[tuple[Sampling, tuple[int, ...]]], seed: int
@@ -127,7 +119,7 @@ def asked(token_ids: list[int], prompt_len: int, **options: Any) -> Sampling:
     return Sampling(1, Options(**options), len(token_ids), prompt_len, token_ids)
 
 
-def test_nobody_asks_and_nothing_is_copied() -> None:
+def test_logits_without_penalties_are_not_copied() -> None:
     logits = logits_of(2, 0)
     assert adjust(logits, [asked([1, 2, 3], 2), asked([], 0, temperature=1.0)]) is logits
 
@@ -142,18 +134,6 @@ def test_the_logits_of_others_stay_bit_by_bit() -> None:
     assert (adjusted[0] != logits[0]).nonzero()[:, 0].tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_biases_ban_and_force(temperature: float) -> None:
-    logits = logits_of(1, 2)
-    for token_id in range(VOCAB):
-        forced = asked([], 0, temperature=temperature, logit_bias=((token_id, 100.0),))
-        assert sample(logits, [forced], frozenset())[0].token_id == token_id
-    best = int(logits.argmax())
-    for seed in range(50):
-        banned = asked([], 0, temperature=temperature, seed=seed, logit_bias=((best, -100.0),))
-        assert sample(logits, [banned], frozenset())[0].token_id != best
-
-
 def test_min_tokens_is_stronger_than_a_bias() -> None:
     forced = asked([5], 1, min_tokens=1, logit_bias=((7, 100.0),))
     assert sample(logits_of(1, 3), [forced], frozenset({7}))[0].token_id != 7
@@ -165,18 +145,3 @@ def test_logprobs_are_those_of_the_models_logits() -> None:
     [token] = sample(logits, [it], frozenset())
     assert token.token_id == 6 and token.logprobs is not None
     assert token.logprobs.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 6]))
-
-
-def test_draws_follow_the_penalized_distribution() -> None:
-    """Chi-square over 4000 positions of one text's draws against the reference's softmax."""
-    logits = logits_of(1, 5) / 4
-    options = {"repetition_penalty": 1.7, "frequency_penalty": 0.4, "presence_penalty": 0.9}
-    token_ids = [0, 1, 2, 2, 3, 3, 3, 4]
-    base = asked(token_ids, 3, temperature=1.0, seed=9, logit_bias=((8, 1.5),), **options)
-    weights = np.exp(plain(logits[0].numpy(), base).astype(np.float64))
-    expected = weights / weights.sum() * 4000
-    batch = [msgspec.structs.replace(base, position=position) for position in range(4000)]
-    drawn = [token.token_id for token in sample(logits.expand(4000, -1), batch, frozenset())]
-    observed = np.bincount(drawn, minlength=VOCAB)
-    chi_square = float(((observed - expected) ** 2 / expected).sum())
-    assert chi_square < 49.7, "23 degrees of freedom, p = 0.001"

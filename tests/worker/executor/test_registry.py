@@ -14,12 +14,6 @@ from worker.executor.hash import HashExecutor
 from worker.executor.hash import create as hash_executor
 
 
-def test_hash_by_name() -> None:
-    executor = registry.create("hash", model_name="m", fingerprint="f", max_model_len=99)
-    assert isinstance(executor, HashExecutor)
-    assert (executor.info.name, executor.info.max_model_len) == ("m", 99)
-
-
 def test_the_hash_executor_never_loads_torch() -> None:
     script = (
         "import sys, worker.engine.thread;"

@@ -53,7 +53,7 @@ def test_along_drafts_they_are_those_of_the_text_with_them(
 
 
 @given(prompt=TOKENS, answer=TOKENS, drafts=TOKENS, more=TOKENS, later=TOKENS)
-def test_what_is_taken_back_was_never_counted(
+def test_rewound_tokens_are_not_counted(
     prompt: list[int], answer: list[int], drafts: list[int], more: list[int], later: list[int]
 ) -> None:
     text = prompt + answer

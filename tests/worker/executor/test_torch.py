@@ -25,7 +25,6 @@ from worker.compute.kv_cache import TorchKVCache
 from worker.executor import sampler
 from worker.executor import torch as torch_executor
 from worker.executor.contract import Attention
-from worker.executor.registry import create
 from worker.executor.torch import TorchExecutor
 from worker.model.config import ModelError
 
@@ -128,20 +127,6 @@ def test_a_window_on_some_layers_is_told(tmp_path: Path) -> None:
     assert Attention.SLIDING_WINDOW in executor.capabilities.attention
 
 
-def test_the_registry_makes_it(path: Path) -> None:
-    executor = create(
-        "torch",
-        model_path=path,
-        model_name="tiny",
-        fingerprint="f",
-        dtype="bfloat16",
-        kv_dtype="float16",
-        device="cpu",
-        max_model_len=None,
-    )
-    assert kept_in(executor) == "float16"
-
-
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_auto_is_what_the_processor_is_best_at(
@@ -159,7 +144,7 @@ def test_keys_and_values_may_be_kept_in_another_dtype(tmp_path: Path) -> None:
         assert kept_in(loaded(path, dtype=dtype, kv_dtype=kv_dtype)) == kv_dtype
 
 
-def test_on_a_gpu_they_are_kept_in_what_it_computes_in(
+def test_kv_on_a_gpu_has_the_type_of_the_computation(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_executor, "find_device", lambda _: torch.device("cuda"))
@@ -208,8 +193,8 @@ def test_settings_that_cannot_be_served_are_named(
         loaded(path, **settings)
 
 
-@pytest.mark.parametrize("chunks", [(50,), (1,) * 50, (16, 16, 16, 2), (7, 9, 1, 33)])
-@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("chunks", [(1,) * 50, (16, 16, 16, 2), (7, 9, 1, 33)])
+@pytest.mark.parametrize("block_size", [8, 32])
 def test_chunks_and_block_sizes_change_no_token(
     path: Path, chunks: tuple[int, ...], block_size: int
 ) -> None:
@@ -240,15 +225,7 @@ def test_mixed_batches_change_no_token(path: Path) -> None:
         assert generated == alone(path, text)[: len(generated)]
 
 
-def test_a_chunk_inside_the_prompt_samples_nothing(path: Path) -> None:
-    executor, _ = allocated(path)
-    batch = batch_of([(text_of(20), 10)], 16)
-    logits = executor.forward(batch)
-    assert logits.shape == (0, VOCAB)
-    assert executor.sample(logits, batch) == []
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_worker_goes_on_from_the_packed_kv(path: Path, dtype: str) -> None:
     sender, sent = allocated(path, 16, dtype=dtype)
     text = text_of(45, seed=2)
