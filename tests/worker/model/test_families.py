@@ -15,9 +15,7 @@ from worker.model.families import (
     DeltaHeads,
     Experts,
     delta_between,
-    no_delta,
-    no_experts,
-    no_windows,
+    on_no_layer,
     one_rope,
     one_rope_of_a_part,
     one_rope_or_yarn,
@@ -34,8 +32,8 @@ from worker.model.families import (
 from worker.model.rope import Rope
 
 
-def test_no_window() -> None:
-    assert no_windows({"sliding_window": 8}, 3) == (None, None, None)
+def test_what_no_layer_has() -> None:
+    assert on_no_layer({"sliding_window": 8, "num_experts": 8}, 3) == (None, None, None)
 
 
 def test_one_window_for_all_layers() -> None:
@@ -75,7 +73,6 @@ def test_one_window_that_may_be_switched_off() -> None:
 
 
 def test_layers_with_experts() -> None:
-    assert no_experts({"num_experts": 8}, 2) == (None, None)
     assert sparse_layers({}, 2) == (Experts(128, 8, 768, is_normalized=False),) * 2
     keys: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
     keys |= {"norm_topk_prob": True, "mlp_only_layers": None}
@@ -106,7 +103,6 @@ def test_windows_by_turns() -> None:
 
 def test_layers_that_keep_a_state() -> None:
     heads = DeltaHeads(16, 2, 128, 128, 4)
-    assert no_delta({"linear_num_key_heads": 2}, 2) == (None, None)
     assert delta_between({}, 5) == (heads, heads, heads, None, heads)
     assert delta_between({"full_attention_interval": 2}, 3) == (heads, None, heads)
     types = ["full_attention", "linear_attention"]
