@@ -1,8 +1,8 @@
-"""How the processes of a model find each other, agree on settings, and connect.
+"""How the processes of a model find each other, compare settings, and connect.
 
-Process 0 listens where they meet, and the others call it.  All are there and have the same settings
-before any connects to another: a process that waits for one that computes something else would
-wait for long.  Until then a signal can end the wait.  Nobody listens after the meeting.
+Process 0 listens at the rendezvous, and the others call it.  Only when all are there, with the same
+settings, do they connect to each other.  Until then a signal can end the wait.  Afterwards no
+process listens.
 
     file:///PATH        a Unix socket of that name, for this user alone; others add .1, .2, ...
     abstract://NAME     the same under names that are in no file system, which Linux has
@@ -32,7 +32,7 @@ from worker.model.shard import Shard
 Connections = dict[tuple[int, Purpose], Connection]
 Settings = Mapping[str, object]
 
-# How often to look whether process 0 has come; a signal is noticed as late as that.
+# The interval of attempts to reach process 0, and the longest delay of a signal.
 _LOOK_S: Final = 0.05
 _LENGTH: Final = struct.Struct("<I")
 MAX_MESSAGE_BYTES: Final = 1 << 20
@@ -41,8 +41,6 @@ _EVERYWHERE: Final = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
 class Address(NamedTuple):
-    """An address that a socket of this family binds or connects to."""
-
     family: socket.AddressFamily
     place: Any
 
@@ -54,23 +52,23 @@ def meet(
 
     Args:
         rendezvous: One of the URLs above.
-        settings: What must be the same in all, under the names that an operator knows.
-        secret: What only processes of this worker know.  Without one everybody who reaches a port
-            is trusted, and messages cross the network as they are.
+        settings: Must be equal in all processes; the names are those that an operator knows.
+        secret: The secret of this worker's processes.  Without one everybody who reaches a port is
+            trusted, and messages cross the network unsealed.
 
     Raises:
-        ValueError: Another is here already as this process, or has other settings or secret.
-        TimeoutError: Not all have come.
-        ProcessLost: One that had come is gone.
-        OSError: The place cannot be opened.
+        ValueError: This process has come twice, or has other settings or another secret.
+        TimeoutError: A process has not come.
+        ProcessLost: A process that had come is gone.
+        OSError: The address cannot be opened.
     """
     return asyncio.run(_Meeting(rendezvous, shard, settings, timeout_s, secret).hold())
 
 
 def connections_beside(size: int, stages: int) -> list[Caller]:
-    """Return which connections are made beside the first ones, of each process to process 0.
+    """Return the connections besides the first one of each process to process 0.
 
-    Shards of a stage add up their summands, and a shard hands on to the same of the next stage.
+    Shards of a stage add up their summands, and a shard sends to the same shard of the next stage.
     """
     shards = [Shard.of_process(it, size, stages) for it in range(size * stages)]
     found = list[Caller]()
@@ -110,7 +108,7 @@ class _Meeting:
 
     async def _lead(self) -> None:
         family, place = _find(self._rendezvous)
-        # The name of this machine may lead to its loopback, here alone.
+        # The name of this machine may resolve to its loopback, only here.
         if family != socket.AF_UNIX and ip_address(place[0]).is_loopback:
             place = (_EVERYWHERE[family], *place[1:])
         listener, secret = self._listen(Address(family, place)), secrets.token_bytes()
@@ -157,7 +155,6 @@ class _Meeting:
         callers: Iterable[Caller],
         greet: Callable[[Connection], None] | None = None,
     ) -> None:
-        """Wait for those that call this process."""
         listener.missing = {it for it in callers if it.called == self._number}
         try:
             async with asyncio.timeout(self._left_s()), aclosing(listener.admit()) as admitted:
@@ -172,7 +169,7 @@ class _Meeting:
     async def _call(
         self, caller: Caller, secret: bytes, address: Address | None = None
     ) -> Connection:
-        """Connect to a process that listens at the address, or where all meet, or will soon."""
+        """Connect to a process at the address or the rendezvous; retry until it listens."""
         while True:
             family, place = address or _find(self._rendezvous)
             sock = socket.socket(family)
@@ -207,7 +204,7 @@ class _Meeting:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 raise ValueError(
-                    f"a worker meets, or has met, at --rendezvous {self._rendezvous}; give each "
+                    f"--rendezvous {self._rendezvous} is in use, or was used before; give each "
                     "worker and each start a new file, or a port of its own"
                 ) from None
             if not place.startswith("\0"):
@@ -234,7 +231,7 @@ class _Meeting:
         exchange([], [(other, memoryview(length))], self._left_s())
         (num_bytes,) = _LENGTH.unpack(length)
         if num_bytes > MAX_MESSAGE_BYTES:
-            raise ProcessLost(f"process {other.peer} has sent what is no message")
+            raise ProcessLost(f"process {other.peer} sent a message of {num_bytes} bytes")
         message = bytearray(num_bytes)
         exchange([], [(other, memoryview(message))], self._left_s())
         return json.loads(message)

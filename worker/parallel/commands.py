@@ -1,7 +1,7 @@
-"""What the process that leads a model tells the others: int32 numbers, in host memory.
+"""Orders of the leader to the other processes of a model: int32 numbers in host memory.
 
-An order is a header of `HEADER` numbers, which says how many follow, and these.  A follower trusts
-them: they come from its own worker.
+An order is a header of `HEADER` numbers, which has the sizes of the arrays that follow.  A follower
+trusts them, as they come from its own worker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from worker.compute.ranks import Ranks
 from worker.executor.torch import Step
 
 HEADER: Final = 8
-_NONE: Final = -1  # a run that begins its sequence has no state before it
+_NONE: Final = -1  # for the state before a run that begins its sequence
 
 
 class Verb(IntEnum):
-    """What a follower is to do: `ALLOCATE` its KV cache, compute a `STEP`, or `END`."""
+    """`ALLOCATE` the KV cache, compute a `STEP`, or `END`."""
 
     ALLOCATE = 1
     STEP = 2
@@ -36,13 +36,12 @@ class Order(NamedTuple):
     step: Step | None = None
 
 
-def tell(ranks: Ranks, verb: Verb, *numbers: int) -> None:
-    """Tell the others something short."""
+def send(ranks: Ranks, verb: Verb, *numbers: int) -> None:
+    """Broadcast an order that is not a step."""
     ranks.broadcast(_header(verb, *numbers))
 
 
-def tell_step(ranks: Ranks, step: Step) -> None:
-    """Tell the others to compute a step."""
+def send_step(ranks: Ranks, step: Step) -> None:
     tables = step.batch.block_tables
     ranks.broadcast(
         _header(
@@ -53,8 +52,7 @@ def tell_step(ranks: Ranks, step: Step) -> None:
     ranks.broadcast(torch.cat([it.flatten() for it in _arrays(step)]))
 
 
-def hear(ranks: Ranks) -> Order:
-    """Wait for the leader's next order."""
+def receive(ranks: Ranks) -> Order:
     header = torch.empty(HEADER, dtype=torch.int32)
     ranks.broadcast(header)
     verb, *numbers = header.tolist()

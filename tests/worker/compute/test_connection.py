@@ -139,7 +139,7 @@ def test_nothing_of_a_sealed_message_is_seen_on_its_way() -> None:
 def test_a_message_that_was_changed_is_refused(change: partial[bytes]) -> None:
     one, other = connect(KEYS)
     other.socket.sendall(change(bytes(other.seal(b"words"))))
-    with pytest.raises(ProcessLost, match="process 1 was changed on its way"):
+    with pytest.raises(ProcessLost, match="process 1 was changed in transit"):
         receive(one, 5)
     for it in (one, other):
         it.close()
@@ -150,7 +150,7 @@ def test_a_message_that_comes_again_is_refused() -> None:
     sealed = bytes(other.seal(b"words"))
     other.socket.sendall(sealed + sealed)
     assert receive(one, 5) == b"words"
-    with pytest.raises(ProcessLost, match="was changed on its way"):
+    with pytest.raises(ProcessLost, match="was changed in transit"):
         receive(one, 5)
     for it in (one, other):
         it.close()

@@ -104,7 +104,7 @@ async def test_what_is_sent_back_to_who_sent_it_is_refused(listener: Listener) -
     for calling, called in (await ring_all(listener)).values():
         for one, other in ((calling, called), (called, calling)):
             other.socket.sendall(one.seal(b"words"))
-            with pytest.raises(ProcessLost, match="was changed on its way"):
+            with pytest.raises(ProcessLost, match="was changed in transit"):
                 exchange([], [(one, memoryview(bytearray(5)))], 30)
 
 
@@ -152,7 +152,7 @@ async def test_one_that_begins_as_no_process_of_a_worker_does_gets_nothing(
         said = struct.pack("<8sHHB", b"baton 2\0", *CALLERS[0]) + public
         await loop.sock_sendall(other, said)
         assert await loop.sock_recv(other, 1) == b""
-    assert [it["reason"] for it in logs] == ["it does not begin as processes of a worker do"]
+    assert [it["reason"] for it in logs] == ["it does not speak this protocol"]
     admitting.cancel()
 
 
@@ -287,7 +287,7 @@ async def test_another_user_who_listens_is_told_nothing() -> None:
     await listening.stdout.readline()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{name}")
-        with pytest.raises(Refused, match="of user 12345 listens there; choose another place"):
+        with pytest.raises(Refused, match="of user 12345 listens there; choose another address"):
             await call(sock, CALLERS[0], b"", is_sealed=False)
     said, _ = await listening.communicate()
     assert said == b"b''\n"

@@ -82,9 +82,9 @@ def hand_on_and_leave(ranks: Ranks) -> int:
     if ranks.shard.is_first:
         ranks.send(hidden + 1)
         hidden.clone()  # lies where that lay, if nothing keeps it
-        ranks.hand(torch.zeros(1), 0)
+        ranks.send_to(torch.zeros(1), 0)
         return 1 << 23
-    ranks.take(torch.empty(1), 1)
+    ranks.receive_from(torch.empty(1), 1)
     ranks.receive(hidden)
     return int(hidden.sum())
 

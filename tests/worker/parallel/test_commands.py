@@ -14,7 +14,7 @@ from kernels.contract import Run
 from tests.worker.compute.processes import Processes
 from worker.compute.ranks import Ranks
 from worker.executor.torch import Step
-from worker.parallel.commands import Order, Verb, hear, tell, tell_step
+from worker.parallel.commands import Order, Verb, receive, send, send_step
 
 
 def ints(draw: random.Random, *shape: int) -> torch.Tensor:
@@ -55,11 +55,11 @@ SEEDS = range(12)
 
 def exchange(ranks: Ranks) -> list[Any]:
     if not ranks.is_leader:
-        return [described(hear(ranks)) for _ in range(len(SEEDS) + 2)]
-    tell(ranks, Verb.ALLOCATE, 7, 16)
+        return [described(receive(ranks)) for _ in range(len(SEEDS) + 2)]
+    send(ranks, Verb.ALLOCATE, 7, 16)
     for seed in SEEDS:
-        tell_step(ranks, step_of(seed))
-    tell(ranks, Verb.END)
+        send_step(ranks, step_of(seed))
+    send(ranks, Verb.END)
     return []
 
 
@@ -76,7 +76,7 @@ def tell_what_is_none(ranks: Ranks) -> None:
         ranks.broadcast(torch.tensor([9, *[0] * 7], dtype=torch.int32))
         return
     with pytest.raises(ValueError, match="9 is not a valid Verb"):
-        hear(ranks)
+        receive(ranks)
 
 
 def test_an_order_that_is_none_is_not_followed(processes: Processes) -> None:

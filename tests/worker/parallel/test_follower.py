@@ -21,10 +21,10 @@ from worker.compute.model import load_model
 from worker.compute.ranks import Ranks
 from worker.executor.torch import Step, layout_of, make_cache
 from worker.model.config import read_config
-from worker.parallel.commands import Verb, tell, tell_step
+from worker.parallel.commands import Verb, send, send_step
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import Copying, ShardedKVCache
-from worker.parallel.kv_copies import Asking, Own, Steps
+from worker.parallel.kv_copies import OwnPart, RemotePart, Steps
 from worker.parallel.microbatches import compute
 from worker.parallel.partition import Part, parts_of
 
@@ -75,17 +75,17 @@ def lead(ranks: Ranks, path: Path) -> list[torch.Tensor]:
     if not ranks.is_leader:
         follow(model, own, ranks)
         return []
-    tell(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE)
+    send(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE)
     cache, steps = make_cache(model, own.layout, NUM_BLOCKS, BLOCK_SIZE), Steps()
     for step in steps_of_all():
-        tell_step(ranks, step)
+        send_step(ranks, step)
         compute(model, cache, step)
         steps.add()
-    asking = [Asking(ranks, part, steps) for part in parts[1:]]
-    every: list[tuple[Part, Copying]] = [(own, Own(cache, own))]
+    asking = [RemotePart(ranks, part, steps) for part in parts[1:]]
+    every: list[tuple[Part, Copying]] = [(own, OwnPart(cache, own))]
     every += zip(parts[1:], asking, strict=True)
     sharded = ShardedKVCache(layout, cache, every)
-    tell(ranks, Verb.END)  # steps have ended, copies have not
+    send(ranks, Verb.END)  # steps have ended, copies have not
     found = [kv_of(sharded.pack(TABLE, it)) for it in rectangles(path)]
     for it in asking:
         it.end()
@@ -108,7 +108,7 @@ def test_all_parts_have_the_kv_of_one_process(
 def end(ranks: Ranks, path: Path) -> None:
     config = read_config(path)
     if ranks.is_leader:
-        return tell(ranks, Verb.END)
+        return send(ranks, Verb.END)
     parts = parts_of(layout_of(config, torch.float32), config, 2, 1)
     follow(load_model(path, torch.float32, CPU, ranks=ranks), parts[1], ranks)
 
@@ -121,7 +121,7 @@ def test_it_ends_when_it_is_told_even_before_there_is_a_cache(
 
 def lead_and_die(ranks: Ranks, path: Path) -> None:
     if ranks.is_leader:
-        tell(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE)
+        send(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE)
         os._exit(1)
     lead(ranks, path)
 
@@ -140,10 +140,10 @@ def ask_for_what_it_does_not_have(ranks: Ranks, path: Path, log: Path) -> None:
     config = read_config(path)
     parts = parts_of(layout_of(config, torch.float32), config, 2, 1)
     load_model(path, torch.float32, CPU, ranks=ranks)
-    tell(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE, 0, NUM_WINDOW_BLOCKS)
+    send(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE, 0, NUM_WINDOW_BLOCKS)
     (windowed,) = (it for it, group in enumerate(parts[1].layout.kv_groups) if group.window)
     rectangle = Rectangle(windowed, range(1), range(1, 2), range(BLOCK_SIZE))
-    Asking(ranks, parts[1], Steps()).pack([NUM_WINDOW_BLOCKS], rectangle)
+    RemotePart(ranks, parts[1], Steps()).pack([NUM_WINDOW_BLOCKS], rectangle)
 
 
 def test_it_ends_when_it_cannot_copy_so_that_nobody_waits_for_ever(

@@ -16,7 +16,7 @@ from wire.layout import KVLayout
 from wire.transfer import plan
 from worker.compute.kv_cache import TorchKVCache
 from worker.parallel.kv_cache import ShardedKVCache
-from worker.parallel.kv_copies import Own
+from worker.parallel.kv_copies import OwnPart
 from worker.parallel.partition import Part
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -29,7 +29,7 @@ class Caches(NamedTuple):
     one: TorchKVCache
     sharded: ShardedKVCache
     layout: KVLayout
-    every: list[tuple[Part, Own]]
+    every: list[tuple[Part, OwnPart]]
 
 
 def cache_of(layout: KVLayout) -> TorchKVCache:
@@ -38,7 +38,7 @@ def cache_of(layout: KVLayout) -> TorchKVCache:
 
 def empty(model: Divided) -> Caches:
     parts = [(part, cache_of(part.layout)) for part in model.parts]
-    every = [(part, Own(cache, part)) for part, cache in parts]
+    every = [(part, OwnPart(cache, part)) for part, cache in parts]
     sharded = ShardedKVCache(model.layout, parts[0][1], every)
     return Caches(cache_of(model.layout), sharded, model.layout, every)
 
@@ -107,7 +107,7 @@ def test_it_says_what_the_engine_and_the_transfers_ask(model: Divided) -> None:
 def test_it_has_as_many_threads_as_each_of_its_parts(model: Divided) -> None:
     own = cache_of(model.parts[0].layout)
     own.copies_at_once = 4  # as on a GPU
-    parts = [(model.parts[0], Own(own, model.parts[0]))]
+    parts = [(model.parts[0], OwnPart(own, model.parts[0]))]
     assert ShardedKVCache(model.layout, own, parts).copies_at_once == 4
 
 
