@@ -170,8 +170,10 @@ class Attention:
     o: Linear
 
     def named(self, prefix: str) -> Tensors:
-        prefix += "self_attn."
-        tensors = self.qkv.named(prefix) | self.o.named(prefix)
+        return self.qkv.named(prefix + "self_attn.") | self.o.named(prefix + "self_attn.")
+
+    def named_others(self, prefix: str) -> Tensors:
+        prefix, tensors = prefix + "self_attn.", Tensors()
         if self.sinks is not None:
             tensors[prefix + "sinks"] = self.sinks
         if self.qk_norm is not None:
@@ -227,9 +229,11 @@ class DeltaNet:
 
     def named(self, prefix: str) -> Tensors:
         prefix += "linear_attn."
+        return self.inputs.named(prefix) | self.out.named(prefix)
+
+    def named_others(self, prefix: str) -> Tensors:
+        prefix += "linear_attn."
         return {
-            **self.inputs.named(prefix),
-            **self.out.named(prefix),
             prefix + "conv1d.weight": self.convolution,
             prefix + "A_log": self.decay.view(-1),
             prefix + "dt_bias": self.decay_bias.view(-1),
@@ -316,7 +320,9 @@ class Weights:
         for index, layer in enumerate(self.layers, self._first_layer):
             prefix = f"model.layers.{index}."
             tensors |= {prefix + name: norm for name, norm in layer.norms().items()}
+            # Random checkpoints are drawn in this order.
             tensors |= layer.attention.named(prefix) | layer.mlp.named(prefix + "mlp.")
+            tensors |= layer.attention.named_others(prefix)
         tensors["model.norm.weight"] = self.norm
         if not is_tied and len(self.head):
             tensors["lm_head.weight"] = self.head

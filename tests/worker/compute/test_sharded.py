@@ -147,20 +147,8 @@ def test_a_stage_goes_on_before_the_next_has_read_all(
     processes.run(1, 2, read_ahead, path, is_compiled)
 
 
-def describe(ranks: Ranks, path: Path, is_compiled: bool) -> tuple[str, torch.Size, torch.dtype]:
-    model = load_model(path, torch.bfloat16, CPU, compiled=is_compiled, ranks=ranks)
-    logits = read(model, PROMPTS[1])
-    return model.arithmetic, logits.shape, logits.dtype
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_sums_of_shards_are_another_arithmetic_and_logits_are_not(
-    is_compiled: bool, processes: Processes, tmp_path: Path
-) -> None:
-    path = make_model(tmp_path, dtype="bfloat16", vocab_size=255)
-    alone, two = (processes.run(size, 1, describe, path, is_compiled)[0] for size in (1, 2))
-    assert alone[1:] == (torch.Size([3, 255]), torch.float32)
-    assert two == (f"{alone[0]} in 2 shards", *alone[1:])
+def describe(ranks: Ranks, path: Path) -> str:
+    return load_model(path, torch.bfloat16, CPU, compiled=True, ranks=ranks).arithmetic
 
 
 def test_all_stages_compute_alike_whatever_layers_they_have(
@@ -173,5 +161,5 @@ def test_all_stages_compute_alike_whatever_layers_they_have(
         "intermediate_size": 129,
     }
     path = make_model(tmp_path, family="qwen3_moe", dtype="bfloat16", **shape)
-    last, first = (it[0] for it in processes.run(1, 2, describe, path, True))
+    last, first = processes.run(1, 2, describe, path)
     assert last == first

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from kernels import PagedBatch
@@ -69,15 +68,3 @@ def test_all_hear_what_the_leader_tells_in_its_order(processes: Processes) -> No
     for (allocate, numbers), *orders, (end, _) in heard:
         assert (allocate, numbers[:2], end) == (Verb.ALLOCATE, (7, 16), Verb.END)
         assert orders == steps
-
-
-def tell_what_is_none(ranks: Ranks) -> None:
-    if ranks.is_leader:
-        ranks.broadcast(torch.tensor([9, *[0] * 7], dtype=torch.int32))
-        return
-    with pytest.raises(ValueError, match="9 is not a valid Verb"):
-        receive(ranks)
-
-
-def test_an_order_that_is_none_is_not_followed(processes: Processes) -> None:
-    processes.run(2, 1, tell_what_is_none)

@@ -94,21 +94,15 @@ def test_what_is_sent_is_cut_so_that_each_segment_is_in_one_part(
 
 @given(divided())
 def test_it_says_what_the_engine_and_the_transfers_ask(model: Divided) -> None:
-    cache = empty(model).sharded
+    own = cache_of(model.parts[0].layout)
+    own.copies_at_once = 4  # as on a GPU
+    cache = ShardedKVCache(model.layout, own, empty(model).every)
     assert (cache.num_blocks, cache.block_size) == (NUM_BLOCKS, BLOCK_SIZE)
-    assert cache.layout == model.layout and cache.copies_at_once == 1
+    assert cache.layout == model.layout and cache.copies_at_once == 4
     assert cache.stages is not None and cache.copies_wait
     assert cache.num_shards == min(model.size, model.config.num_kv_heads)
     for group, stages in zip(model.layout.groups, cache.stages, strict=True):
         assert [layer for stage in stages for layer in stage] == [*range(group.num_layers)]
-
-
-@given(divided())
-def test_it_has_as_many_threads_as_each_of_its_parts(model: Divided) -> None:
-    own = cache_of(model.parts[0].layout)
-    own.copies_at_once = 4  # as on a GPU
-    parts = [(model.parts[0], OwnPart(own, model.parts[0]))]
-    assert ShardedKVCache(model.layout, own, parts).copies_at_once == 4
 
 
 @pytest.mark.parametrize("more", [-1, 1])
