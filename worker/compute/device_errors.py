@@ -25,12 +25,12 @@ def device_error(error: BaseException) -> str | None:
 
 
 def report_copy(error: Exception, post: Callable[[Callable[[Any], object]], None]) -> None:
-    """Have the engine's thread raise what broke a copy of KV, if it has broken the device too.
+    """Raise the error of a copy of KV in the engine's thread, if it has broken the device.
 
-    A device that is only full goes on.
+    A device that is only out of memory continues.
 
     Args:
-        post: `EngineThread.post`: whatever is raised in a call ends the worker.
+        post: `EngineThread.post`: an error in a posted call ends the worker.
     """
     sentence = device_error(error)
     if sentence is None or "out of memory" in sentence.lower():

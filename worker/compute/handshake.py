@@ -74,11 +74,11 @@ async def call(
     if not _is_own(sock):
         raise Refused(f"a process of user {user_of(sock)} listens there; choose another address")
     loop, own = asyncio.get_running_loop(), X25519PrivateKey.generate()
-    said = _CALL.pack(_MAGIC, *caller, own.public_key().public_bytes_raw())
+    hello = _CALL.pack(_MAGIC, *caller, own.public_key().public_bytes_raw())
     async with asyncio.timeout(HANDSHAKE_S):
-        await loop.sock_sendall(sock, said)
+        await loop.sock_sendall(sock, hello)
         public, proof = await _receive(sock, _KEY_BYTES), await _receive(sock, _KEY_BYTES)
-        secrets = _Secrets(secret, said + public, own, public)
+        secrets = _Secrets(secret, hello + public, own, public)
         if not hmac.compare_digest(proof, secrets.derive("called")):
             raise Refused(
                 "a process listens there that has another key; give all processes of a worker the "
@@ -141,14 +141,14 @@ class Listener:
         if not _is_own(sock):
             raise Refused(f"it is of user {user_of(sock)}")
         loop = asyncio.get_running_loop()
-        said = await _receive(sock, _CALL.size)
-        magic, number, called, purpose, public = _CALL.unpack(said)
+        hello = await _receive(sock, _CALL.size)
+        magic, number, called, purpose, public = _CALL.unpack(hello)
         if magic != _MAGIC:
             raise Refused("it does not speak this protocol")
         caller = Caller(number, called, Purpose(purpose))
         own = X25519PrivateKey.generate()
         answer = own.public_key().public_bytes_raw()
-        secrets = _Secrets(self.secret, said + answer, own, public)
+        secrets = _Secrets(self.secret, hello + answer, own, public)
         await loop.sock_sendall(sock, answer + secrets.derive("called"))
         proof = await _receive(sock, _KEY_BYTES)
         if not hmac.compare_digest(proof, secrets.derive("caller")):
@@ -177,9 +177,9 @@ class Listener:
 class _Secrets:
     """Secrets that only the two ends of one connection know."""
 
-    def __init__(self, secret: bytes, said: bytes, own: X25519PrivateKey, public: bytes) -> None:
+    def __init__(self, secret: bytes, hello: bytes, own: X25519PrivateKey, public: bytes) -> None:
         agreed = own.exchange(X25519PublicKey.from_public_bytes(public))
-        self._shared = hmac.digest(secret, said + agreed, "sha256")
+        self._shared = hmac.digest(secret, hello + agreed, "sha256")
 
     def derive(self, label: str) -> bytes:
         return hmac.digest(self._shared, label.encode(), "sha256")

@@ -22,18 +22,20 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-Tell = Callable[[torch.Tensor], None]
+Broadcast = Callable[[torch.Tensor], None]
 
 
 class NCCL:
-    def __init__(self, shard: Shard, beside: socket.socket, timeout_s: float, tell: Tell) -> None:
-        """Meet the others; `beside` and `tell` as in `common_store`."""
+    def __init__(
+        self, shard: Shard, connection: socket.socket, timeout_s: float, broadcast: Broadcast
+    ) -> None:
+        """Meet the others; `connection` and `broadcast` as in `common_store`."""
         import torch.distributed as dist  # slow, and only needed with GPUs
 
         self._dist, count = dist, shard.size * shard.stages
         dist.init_process_group(
             "nccl",
-            store=common_store(shard.process, count, beside, tell),
+            store=common_store(shard.process, count, connection, broadcast),
             rank=shard.process,
             world_size=count,
             timeout=timedelta(seconds=timeout_s),
@@ -70,26 +72,28 @@ class NCCL:
         self._dist.destroy_process_group()
 
 
-def common_store(process: int, count: int, beside: socket.socket, tell: Tell) -> Store:
+def common_store(
+    process: int, count: int, connection: socket.socket, broadcast: Broadcast
+) -> Store:
     """Return a store that all processes share, in which NCCL finds the others.
 
     Args:
-        beside: A connection between process 0 and another, for their addresses.
-        tell: Broadcasts process 0's numbers.
+        connection: A connection between process 0 and another, for their addresses.
+        broadcast: Broadcasts process 0's numbers.
     """
     from torch._C._distributed_c10d import FileStore, TCPStore
 
     where = torch.zeros(2, dtype=torch.int64)
-    if beside.family == socket.AF_UNIX:
+    if connection.family == socket.AF_UNIX:
         if process == 0:
             where = torch.tensor([os.getpid(), os.memfd_create("baton-nccl")])
-        tell(where)
+        broadcast(where)
         return FileStore("/proc/{}/fd/{}".format(*where.tolist()), count)
     if process == 0:
-        host = beside.getsockname()[0]
+        host = connection.getsockname()[0]
         store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
         where[0] = store.port
-        tell(where)
+        broadcast(where)
         return store
-    tell(where)
-    return TCPStore(beside.getpeername()[0], int(where[0]), count, is_master=False)
+    broadcast(where)
+    return TCPStore(connection.getpeername()[0], int(where[0]), count, is_master=False)

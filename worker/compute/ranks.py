@@ -69,7 +69,7 @@ class Ranks:
         return self.shard.process == 0
 
     def watch(self, process: int) -> None:
-        """In the leader: wait for the end of another process, and raise ProcessLost if it died."""
+        """Wait in the leader for the end of another process; raise ProcessLost if it died."""
         try:
             exchange([], [(self._connections[process, Purpose.WATCH], memoryview(bytearray(1)))])
         except ProcessLost:
@@ -178,10 +178,10 @@ class Ranks:
             self._nccl.gather_all(tensor, parts)
             return parts
         parts[self.shard.rank] = tensor
-        beside, message = self._beside, _bytes_of(tensor)
+        others, message = self._stage_connections, _bytes_of(tensor)
         exchange(
-            [(it, message) for it in beside.values()],
-            [(it, _bytes_of(parts[rank])) for rank, it in beside.items()],
+            [(it, message) for it in others.values()],
+            [(it, _bytes_of(parts[rank])) for rank, it in others.items()],
             self._timeout_s,
         )
         return parts
@@ -191,9 +191,9 @@ class Ranks:
         if self._nccl is not None:
             return self._nccl.gather(columns, parts)
         if self.shard.rank > 0:
-            return exchange([(self._beside[0], _bytes_of(columns))], [], self._timeout_s)
+            return exchange([(self._stage_connections[0], _bytes_of(columns))], [], self._timeout_s)
         parts[0].copy_(columns)
-        received = [(it, _bytes_of(parts[rank])) for rank, it in self._beside.items()]
+        received = [(it, _bytes_of(parts[rank])) for rank, it in self._stage_connections.items()]
         exchange([], received, self._timeout_s)
 
     def _step(self, process: int) -> Connection:
@@ -204,7 +204,7 @@ class Ranks:
         return [self._step(it) for it in range(1, self.shard.size * self.shard.stages)]
 
     @property
-    def _beside(self) -> dict[int, Connection]:
+    def _stage_connections(self) -> dict[int, Connection]:
         """The connections to the other shards of the stage, by their rank."""
         shards = (replace(self.shard, rank=it) for it in range(self.shard.size))
         return {it.rank: self._step(it.process) for it in shards if it.rank != self.shard.rank}

@@ -1,4 +1,4 @@
-"""How the processes of a model find each other, compare settings, and connect.
+"""The meeting of a model's processes: they find each other, compare settings, and connect.
 
 Process 0 listens at the rendezvous, and the others call it.  Only when all are there, with the same
 settings, do they connect to each other.  Until then a signal can end the wait.  Afterwards no
@@ -65,7 +65,7 @@ def meet(
     return asyncio.run(_Meeting(rendezvous, shard, settings, timeout_s, secret).hold())
 
 
-def connections_beside(size: int, stages: int) -> list[Caller]:
+def other_connections(size: int, stages: int) -> list[Caller]:
     """Return the connections besides the first one of each process to process 0.
 
     Shards of a stage add up their summands, and a shard sends to the same shard of the next stage.
@@ -90,7 +90,7 @@ class _Meeting:
     ) -> None:
         self._rendezvous, self._settings, self._secret = rendezvous, settings, secret
         self._number, self._count = shard.process, shard.size * shard.stages
-        self._beside = connections_beside(shard.size, shard.stages)
+        self._others = other_connections(shard.size, shard.stages)
         self._deadline = time.monotonic() + timeout_s
         self._is_sealed = bool(secret) and rendezvous.startswith("tcp://")
         self._made: Connections = {}
@@ -115,16 +115,16 @@ class _Meeting:
         addresses: dict[int, Any] = {}
 
         def greet(other: Connection) -> None:
-            theirs = self._hear(other)
+            theirs = self._receive(other)
             addresses[other.peer] = theirs["address"]
-            self._tell(other, {"settings": self._settings, "secret": secret.hex()})
+            self._send(other, {"settings": self._settings, "secret": secret.hex()})
             self._compare(theirs["settings"], other.peer)
 
         await self._admit(listener, [Caller(it, 0) for it in range(1, self._count)], greet)
         for other in self._made.values():
-            self._tell(other, list(addresses.items()))
+            self._send(other, list(addresses.items()))
         listener.secret = secret
-        await self._admit(listener, self._beside)
+        await self._admit(listener, self._others)
 
     async def _follow(self) -> None:
         first = await self._call(Caller(self._number, 0), self._secret)
@@ -136,18 +136,18 @@ class _Meeting:
             own = Address(family, (host, 0, *scope))
         listener = self._listen(own)
         address = own.place if family == socket.AF_UNIX else listener.socket.getsockname()
-        self._tell(first, {"settings": self._settings, "address": address})
-        theirs = self._hear(first)
+        self._send(first, {"settings": self._settings, "address": address})
+        theirs = self._receive(first)
         self._compare(theirs["settings"], 0)
-        addresses = dict(self._hear(first))  # once all have come
+        addresses = dict(self._receive(first))  # once all have come
         listener.secret = bytes.fromhex(theirs["secret"])
-        for it in self._beside:
+        for it in self._others:
             if it.caller == self._number:
                 place = addresses.get(it.called)  # of process 0 it is known
                 place = tuple(place) if isinstance(place, list) else place
                 called = Address(family, place) if place else None
                 await self._call(it, listener.secret, called)
-        await self._admit(listener, self._beside)
+        await self._admit(listener, self._others)
 
     async def _admit(
         self,
@@ -221,12 +221,12 @@ class _Meeting:
                     f"process {self._number} and {theirs.get(name)} for process {other}"
                 )
 
-    def _tell(self, other: Connection, words: object) -> None:
-        message = json.dumps(words).encode()
+    def _send(self, other: Connection, content: object) -> None:
+        message = json.dumps(content).encode()
         for part in (_LENGTH.pack(len(message)), message):
             exchange([(other, part)], [], self._left_s())
 
-    def _hear(self, other: Connection) -> Any:
+    def _receive(self, other: Connection) -> Any:
         length = bytearray(_LENGTH.size)
         exchange([], [(other, memoryview(length))], self._left_s())
         (num_bytes,) = _LENGTH.unpack(length)

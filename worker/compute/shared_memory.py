@@ -48,14 +48,14 @@ class HostMemory:
     def __len__(self) -> int:
         return len(self.bytes)
 
-    def pieces(self, places: Sequence[int], size: int) -> list[Bytes]:
+    def chunks(self, places: Sequence[int], size: int) -> list[Bytes]:
         return [self.bytes[place : place + size] for place in places]
 
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
         """Return the XXH3-64 of concatenated chunks."""
         digest = running_digest(seed)
-        for piece in self.pieces(places, size):
-            digest.update(piece.data)
+        for chunk in self.chunks(places, size):
+            digest.update(chunk.data)
         return digest.intdigest()
 
     def copy(
@@ -67,8 +67,8 @@ class HostMemory:
         seed: int,
     ) -> int:
         """Copy chunks; the digest is that of the copies, as the source may change meanwhile."""
-        copies = target.pieces(targets, size)
-        pairs = list(zip(self.pieces(places, size), copies, strict=True))
+        copies = target.chunks(targets, size)
+        pairs = list(zip(self.chunks(places, size), copies, strict=True))
         if self._copy_digested is not None:
             found = self._copy_digested(pairs, seed)
             if found is not None:

@@ -51,7 +51,7 @@ _PROMPT_ON_GPU = 64
 class Step(NamedTuple):
     """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
 
-    It may be cut into `num_pieces` that stages compute one after another: see
+    It may be cut into `num_microbatches` that stages compute one after another: see
     `worker.parallel.microbatches`.  Of layers that keep a state, `runs` say where states lie;
     `windowed` is the batch as layers with a window have it.
     """
@@ -60,7 +60,7 @@ class Step(NamedTuple):
     positions: torch.Tensor
     rows: torch.Tensor
     batch: PagedBatch
-    num_pieces: int = 1
+    num_microbatches: int = 1
     runs: Sequence[Run] = ()
     windowed: PagedBatch | None = None
 

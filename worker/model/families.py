@@ -1,4 +1,4 @@
-"""The families of models: what each `model_type` implies where config.json is silent.
+"""The families of models: the defaults and rules of each `model_type`.
 
 A family is a row of `FAMILIES`.  Its functions read the differences between layers.
 """
@@ -199,10 +199,10 @@ def one_rope(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
 
 def one_rope_or_yarn(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
     """All layers have the same rotation; YaRN is the default."""
-    said = {key: value for key, value in keys.items() if value}
-    if "rope_scaling" not in said and "rope_parameters" not in said:
-        said["rope_scaling"] = _YARN
-    return one_rope({"rope_theta": 150_000.0, **said}, head_dim, max_positions)
+    given = {key: value for key, value in keys.items() if value}
+    if "rope_scaling" not in given and "rope_parameters" not in given:
+        given["rope_scaling"] = _YARN
+    return one_rope({"rope_theta": 150_000.0, **given}, head_dim, max_positions)
 
 
 def one_rope_of_a_part(keys: Keys, head_dim: int, max_positions: int) -> Ropes:

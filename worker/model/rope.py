@@ -29,10 +29,10 @@ class Llama3Scaling(NamedTuple):
 
 
 class YarnScaling(NamedTuple):
-    """Keeps what turns `beta_fast` times over the original context, divides what turns `beta_slow`.
+    """Keeps frequencies of `beta_fast` turns per original context, divides those of `beta_slow`.
 
-    Between them the share grows with the number of the frequency; `truncate` widens that range to
-    whole numbers.  Queries and keys grow by `attention_factor`.
+    Between them the kept share grows with the index of the frequency; `truncate` widens that range
+    to whole numbers.  Queries and keys grow by `attention_factor`.
     """
 
     factor: float

@@ -149,7 +149,7 @@ class Shard:
         # Biases have outputs last, and so have stacked experts, which are transposed.
         outputs, inputs = (-2, -1) if kind == ".weight" else (-1, -2)
         if part in SUMMED and kind in (".bias", "_bias"):
-            # The sum of what all shards compute has its bias once.
+            # Only one shard adds the bias to the sum.
             length = config.hidden_size
             return Cut(outputs, range(length if self.rank == 0 else 0), length)
         if DIVIDED_BY[part] == "tokens":

@@ -46,7 +46,7 @@ def send_step(ranks: Ranks, step: Step) -> None:
     ranks.broadcast(
         _header(
             *(Verb.STEP, len(step.token_ids), len(tables), tables.shape[1], len(step.rows)),
-            *(step.num_pieces, len(step.runs), step.windowed is not None),
+            *(step.num_microbatches, len(step.runs), step.windowed is not None),
         )
     )
     ranks.broadcast(torch.cat([it.flatten() for it in _arrays(step)]))
@@ -58,7 +58,9 @@ def receive(ranks: Ranks) -> Order:
     verb, *numbers = header.tolist()
     if verb != Verb.STEP:
         return Order(Verb(verb), tuple(numbers))
-    num_tokens, num_sequences, num_columns, num_rows, num_pieces, num_runs, has_windows = numbers
+    num_tokens, num_sequences, num_columns, num_rows, num_microbatches, num_runs, has_windows = (
+        numbers
+    )
     sizes = [num_tokens, num_tokens, num_rows, num_tokens]
     sizes += [num_sequences + 1, num_sequences, num_sequences * num_columns, num_runs * 4]
     sizes += [num_tokens, num_sequences * num_columns] if has_windows else []
@@ -75,7 +77,7 @@ def receive(ranks: Ranks) -> Order:
         Run(start, stop, None if before == _NONE else before, after)
         for start, stop, before, after in of_runs.view(-1, 4).tolist()
     ]
-    step = Step(token_ids, positions, rows, batch, num_pieces, runs, windowed)
+    step = Step(token_ids, positions, rows, batch, num_microbatches, runs, windowed)
     return Order(Verb.STEP, step=step)
 
 

@@ -20,7 +20,7 @@ from worker.parallel.commands import Verb, send, send_step
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import ShardedKVCache
 from worker.parallel.kv_copies import OwnPart, RemotePart, Steps
-from worker.parallel.microbatches import compute, in_order, num_pieces
+from worker.parallel.microbatches import compute, in_order, num_microbatches
 from worker.parallel.partition import parts_of
 
 log = structlog.get_logger("worker")
@@ -102,15 +102,15 @@ class ShardedExecutor(TorchExecutor):
     def _compute(self, step: Step) -> torch.Tensor:
         assert self._model is not None and self._cache is not None
         stages, has_states = self._ranks.shard.stages, self.info.layout.has_state
-        pieces = num_pieces(len(step.token_ids), stages, has_states=has_states)
-        step = step._replace(num_pieces=pieces)
+        microbatches = num_microbatches(len(step.token_ids), stages, has_states=has_states)
+        step = step._replace(num_microbatches=microbatches)
         send_step(self._ranks, step)
         logits = in_order(step, compute(self._model, self._cache, step))
         self._steps.add()
         return logits
 
     def follow(self) -> None:
-        """In a follower: execute the leader's orders; see `worker.parallel.follower`."""
+        """Execute the leader's orders; see `worker.parallel.follower`."""
         assert self._model is not None
         follow(self._model, self._parts[self._ranks.shard.process], self._ranks)
 

@@ -20,7 +20,7 @@ from worker.executor.torch import Step, with_pools
 MIN_TOKENS: Final = 128
 
 
-def num_pieces(num_tokens: int, num_stages: int, *, has_states: bool) -> int:
+def num_microbatches(num_tokens: int, num_stages: int, *, has_states: bool) -> int:
     """Return the number of microbatches of a step: two for each stage, if they are large enough.
 
     A step with states is not cut: there is no state between two microbatches of a sequence.
@@ -36,21 +36,22 @@ def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]
     Returns:
         [r, vocab] float32 logits of each microbatch's rows in the leader, [0, vocab] in others.
     """
-    device, pieces, logits = model.device, cut(step), []
-    for piece in pieces:
+    device, microbatches, logits = model.device, cut(step), []
+    for microbatch in microbatches:
         token_ids, positions, rows = (
-            it.to(device) for it in (piece.token_ids, piece.positions, piece.rows)
+            it.to(device) for it in (microbatch.token_ids, microbatch.positions, microbatch.rows)
         )
-        batch = with_pools(cache, piece)
+        batch = with_pools(cache, microbatch)
         found = model.forward(token_ids, positions, cache.pool, batch, rows)
-        logits.append(found if len(pieces) == 1 else found.clone())  # the next one overwrites it
+        # The next microbatch overwrites the logits.
+        logits.append(found if len(microbatches) == 1 else found.clone())
     return logits
 
 
 def cut(step: Step) -> list[Step]:
-    if step.num_pieces == 1:
+    if step.num_microbatches == 1:
         return [step]
-    return [_piece(step, start, stop) for start, stop in pairwise(_borders(step))]
+    return [_microbatch(step, start, stop) for start, stop in pairwise(_borders(step))]
 
 
 def in_order(step: Step, logits: list[torch.Tensor]) -> torch.Tensor:
@@ -59,17 +60,17 @@ def in_order(step: Step, logits: list[torch.Tensor]) -> torch.Tensor:
         return logits[0]
     # Scored rows come after sampled ones, wherever in the step they are.
     inner = torch.tensor(_borders(step)[1:-1])
-    pieces = torch.bucketize(step.rows, inner, right=True)
-    order = pieces.sort(stable=True).indices
+    microbatches = torch.bucketize(step.rows, inner, right=True)
+    order = microbatches.sort(stable=True).indices
     return torch.cat(logits)[order.argsort().to(logits[0].device)]
 
 
 def _borders(step: Step) -> list[int]:
     num_tokens = len(step.token_ids)
-    return [num_tokens * it // step.num_pieces for it in range(step.num_pieces + 1)]
+    return [num_tokens * it // step.num_microbatches for it in range(step.num_microbatches + 1)]
 
 
-def _piece(step: Step, start: int, stop: int) -> Step:
+def _microbatch(step: Step, start: int, stop: int) -> Step:
     batch = step.batch
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     inside = ((starts < stop) & (ends > start)).nonzero().flatten()
@@ -78,7 +79,7 @@ def _piece(step: Step, start: int, stop: int) -> Step:
     context_lens = batch.context_lens[first:last] - (ends[first:last] - stop).clamp(min=0)
     rows = step.rows[(step.rows >= start) & (step.rows < stop)]
 
-    def piece_of(batch: PagedBatch) -> PagedBatch:
+    def part_of(batch: PagedBatch) -> PagedBatch:
         tables = batch.block_tables[first:last]
         return PagedBatch(batch.slots[start:stop], query_starts, context_lens, tables)
 
@@ -86,6 +87,6 @@ def _piece(step: Step, start: int, stop: int) -> Step:
         step.token_ids[start:stop],
         step.positions[start:stop],
         rows - start,
-        piece_of(batch),
-        windowed=None if step.windowed is None else piece_of(step.windowed),
+        part_of(batch),
+        windowed=None if step.windowed is None else part_of(step.windowed),
     )

@@ -42,11 +42,11 @@ def step_of(seed: int) -> Step:
 def described(order: Order) -> Any:
     if order.step is None:
         return order.verb, order.numbers
-    token_ids, positions, rows, whole, pieces, runs, windowed = order.step
+    token_ids, positions, rows, whole, microbatches, runs, windowed = order.step
     arrays = [token_ids, positions, rows]
     for batch in (whole,) if windowed is None else (whole, windowed):
         arrays += [batch.slots, batch.query_starts, batch.context_lens, batch.block_tables]
-    return order.verb, [it.tolist() for it in arrays], pieces, [*runs]
+    return order.verb, [it.tolist() for it in arrays], microbatches, [*runs]
 
 
 SEEDS = range(12)
