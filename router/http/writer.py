@@ -23,7 +23,7 @@ from router.api.completions.response import Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Send, resume
 from router.http.token_events import FastPath
-from wire.aio.fair_writes import Turns
+from wire.aio.fair_writes import FairWrites
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0

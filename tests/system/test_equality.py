@@ -1,7 +1,8 @@
 """Disaggregated greedy output equals `transformers` generate, token for token, fp32.
 
-Through HTTP, the router, a prefill worker, ZeroMQ and a decode worker, on small random checkpoints
-of every family, with equal and with different block sizes on the two sides.
+Through HTTP, the router, a prefill worker, ZeroMQ and a decode worker with another block size, on
+small random checkpoints: of plain layers, of layers with windows, and of layers with states.
+`tests/worker/compute/test_transformer.py` compares every family.
 """
 
 from __future__ import annotations
@@ -19,13 +20,8 @@ from tests.expected import NUM_TOKENS, VOCAB_SIZE, expectations
 # family, query heads, KV heads, prefill block size, decode block size
 CASES = [
     ("llama", 6, 2, 8, 32),
-    ("mistral", 4, 1, 16, 16),
-    ("qwen2", 6, 3, 16, 8),
-    ("qwen3", 4, 4, 64, 16),
-    ("qwen3_moe", 4, 2, 16, 8),
     ("qwen3_next", 4, 2, 16, 8),
-    ("gpt_oss", 4, 2, 16, 8),
-    ("gemma3_text", 4, 2, 16, 32),
+    ("gpt_oss", 4, 2, 16, 16),
 ]
 
 

@@ -22,14 +22,8 @@ from tests.expected import NUM_TOKENS, VOCAB_SIZE, Expected, expectations
 from worker.app import EXIT_CRASHED
 
 TENSOR, PIPELINE = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2")
-# family, how prefill and decode workers are divided: nearly every pair of what they may be
-CASES = [
-    ("llama", TENSOR, ()),
-    ("gemma3_text", (), TENSOR),
-    ("gpt_oss", PIPELINE, TENSOR),
-    ("qwen3_moe", TENSOR + PIPELINE, PIPELINE),
-    ("qwen3_next", TENSOR, PIPELINE),
-]
+# family (with windows, with states), how prefill and decode workers are divided
+CASES = [("gpt_oss", TENSOR + PIPELINE, TENSOR), ("qwen3_next", TENSOR, PIPELINE)]
 FLOAT32 = ("--dtype", "float32", "--device", "cpu")
 
 
@@ -88,7 +82,7 @@ def test_tokens_are_those_of_one_process(
 
 def test_a_process_that_dies_ends_its_worker_and_no_request(tmp_path: Path) -> None:
     """Another worker goes on with what it had; nothing of it is left; it can be started again."""
-    model, expected = checkpoint(tmp_path, "qwen3", range(600, 700, 10))
+    model, expected = checkpoint(tmp_path, "qwen3", range(600, 700, 20))
     flags = (*FLOAT32, *TENSOR, "--max-ubatch-tokens", "64")
     with (
         Cluster(tmp_path, local="0,0", model=model) as cluster,
@@ -109,17 +103,7 @@ def test_a_process_that_dies_ends_its_worker_and_no_request(tmp_path: Path) -> N
             cluster.until_idle()
 
 
-def test_no_process_outlives_its_leader(tmp_path: Path) -> None:
-    model, _ = checkpoint(tmp_path, "llama", ())
-    with Cluster(tmp_path, local="0,0", model=model) as cluster:
-        leader = cluster.worker("decode", 0, *FLOAT32, *TENSOR, *PIPELINE)
-        followers = descendants(leader.pid)
-        assert len(followers) == 3
-        leader.kill()
-        assert psutil.wait_procs(followers, timeout=10)[1] == []
-
-
-def test_processes_that_somebody_started_end_well_when_the_leader_is_told(tmp_path: Path) -> None:
+def test_followers_started_by_hand_exit_with_status_0_when_the_leader_does(tmp_path: Path) -> None:
     model, _ = checkpoint(tmp_path, "llama", ())
     meeting = ("--rendezvous", f"file://{tmp_path}/meeting")
     command = [sys.executable, "-m", "worker", "--model", model, *FLOAT32, *TENSOR, *meeting]
@@ -136,9 +120,9 @@ def test_processes_that_somebody_started_end_well_when_the_leader_is_told(tmp_pa
 
 
 def knock(port: int, sent: bytes) -> None:
-    """Connect to a port of this machine, send something, and hang up."""
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as stranger:
-        stranger.sendall(sent)
+    """Connect to a port of this machine, send bytes, and hang up."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as client:
+        client.sendall(sent)
 
 
 def listening(processes: Sequence[psutil.Process]) -> list[int]:
@@ -147,14 +131,13 @@ def listening(processes: Sequence[psutil.Process]) -> list[int]:
     return sorted({it.laddr.port for it in every if it.status == psutil.CONN_LISTEN})
 
 
-@pytest.mark.parametrize("has_keys", [False, True])
-def test_strangers_at_its_ports_change_nothing(has_keys: bool, tmp_path: Path) -> None:
-    """They cost no descriptor, no process, no answer, and no room in the log."""
+def test_unauthenticated_connections_change_nothing_and_no_process_outlives_its_leader(
+    tmp_path: Path,
+) -> None:
+    """Such connections cost no descriptor, no process, no response, and no room in the log."""
     model, [expected] = checkpoint(tmp_path, "llama", (17,))
-    keys: tuple[str, ...] = ()
-    if has_keys:
-        make_keys(tmp_path / "keys", ["router", "prefill-0", "decode-0"], list[object]().append)
-        keys = ("--keys", str(tmp_path / "keys"))
+    make_keys(tmp_path / "keys", ["router", "prefill-0", "decode-0"], list[object]().append)
+    keys = ("--keys", str(tmp_path / "keys"))
     with Cluster(tmp_path, local="0,0", model=model, args=keys) as cluster:
         cluster.worker("prefill", 0, *FLOAT32, *keys)
         leader = cluster.worker("decode", 0, *FLOAT32, *TENSOR, *PIPELINE, *keys)
@@ -164,7 +147,7 @@ def test_strangers_at_its_ports_change_nothing(has_keys: bool, tmp_path: Path) -
         num_lines = len(cluster.log().splitlines())
         draw = random.Random(7)
         for port in ports:
-            for _ in range(300):
+            for _ in range(100):
                 knock(port, bytes(8))
             for _ in range(20):
                 knock(port, draw.randbytes(draw.randrange(1, 4096)))
@@ -177,3 +160,6 @@ def test_strangers_at_its_ports_change_nothing(has_keys: bool, tmp_path: Path) -
         assert len(cluster.log().splitlines()) < num_lines + 30
         # The only ports are those for KV, which its leader guards; see test_security.
         assert listening(processes[1:]) == [] and len(ports) == 2
+        assert len(processes) == 4
+        leader.kill()
+        assert psutil.wait_procs(processes[1:], timeout=10)[1] == []

@@ -32,7 +32,7 @@ def perplexity(path: Path, **settings: Any) -> float:
     executor = TorchExecutor.load(path, name="held out", device="cpu", **settings)
     executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     losses = []
-    for ids in texts(seed=1, count=40):
+    for ids in texts(seed=1, count=20):
         batch = batch_of([(Text(ids, list(range(NUM_BLOCKS))), len(ids))], BLOCK_SIZE)
         logits = executor.forward(replace(batch, sample_rows=np.arange(len(ids), dtype=np.int32)))
         losses.append(
@@ -64,8 +64,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["demo", "trained"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("demo", "bfloat16"), ("demo", "float32"), ("trained", "bfloat16")]
+)
 def test_a_held_out_text_is_as_likely(
     name: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:

@@ -1,1 +1,1 @@
-"""How a model computes: its forward pass over paged KV, alone or with other processes."""
+"""Computes a model: its forward pass over paged KV, alone or with other processes."""

@@ -1,8 +1,7 @@
 """The forward pass on a CPU: programs of compiled loops over packed weights.
 
-A program is made once for a number of tokens; its operations read and write the same buffers each
-time it runs.  A shard has several, and between two of them it adds up with the others what each has
-computed.
+A program is built once for a number of tokens; its operations read and write the same buffers each
+time it runs.  A shard has several programs, with an all-reduce between two of them.
 """
 
 from __future__ import annotations
@@ -44,19 +43,16 @@ from worker.model.config import ModelConfig
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import Attention, ExpertMLP, Layer, Weights
 
-# Programs that are kept: decode steps have few numbers of tokens, prompts have any.
+# The size of the cache of programs: decode steps have few numbers of tokens, prompts have any.
 MAX_PROGRAMS = 64
 
 
 class CompiledTransformer:
-    """Computes with weights that are given away to it: it packs them layer by layer.
+    """Takes over the weights and packs them layer by layer; has the attributes of `Transformer`.
 
-    In bfloat16 every matrix product has bfloat16 on both sides; in any other dtype it is float32's,
-    whatever the weights are kept in.  `in_int8` the weights are rounded to 8 bits, and attention
-    alone is the dtype's.  All else is float32.
-
-    Attributes are those of `worker.compute.transformer.Transformer`.  With `ranks` it is a shard,
-    as `worker.compute.sharded` is.
+    In bfloat16 every matrix product has bfloat16 on both sides, otherwise float32, whatever dtype
+    the weights are stored in.  With `in_int8` weights are rounded to 8 bits, and only attention
+    uses the dtype.  All else is float32.  With `ranks` it is a shard.
     """
 
     dtype = torch.float32
@@ -73,7 +69,7 @@ class CompiledTransformer:
         config, self._ranks = self.config, ranks
         self.arithmetic = arithmetic_of(self.device, dtype)
         if dtype is torch.bfloat16:
-            # Of two equal processors one may be refused its tiles by the system.
+            # The system may refuse tiles on one of two equal processors.
             self.arithmetic += f" {best_way().name.lower()}"
         if in_int8:
             self.arithmetic += " int8"
@@ -83,9 +79,9 @@ class CompiledTransformer:
         self._packed: Packed = Int8Weight if in_int8 else in_floats
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm
-        # A stage that is not the last has none.
+        # Only the last stage has one.
         self._head = self._packed(weights.head) if len(weights.head) else None
-        # The panels hold the embeddings too where the two are one.
+        # A tied head's panels hold the embeddings, too.
         is_tied = weights.head is weights.embed
         self._embedding = self._head if self._head is not None and is_tied else weights.embed
         # Rounded as models were trained with it.
@@ -94,7 +90,7 @@ class CompiledTransformer:
             layer.rope: inverse_frequencies(layer.rope, self.device) for layer in config.layers
         }
         num_shared = config.num_heads // config.num_kv_heads
-        # By whether layers have a window: those have their own pool, tables and slots.
+        # By whether layers have a window: such layers have their own pool, tables and slots.
         self._items = {
             it: WorkItems(num_shared) for it in {own.window is not None for own in config.layers}
         }
@@ -109,14 +105,14 @@ class CompiledTransformer:
 
     @staticmethod
     def best_dtype(config: ModelConfig) -> torch.dtype:
-        """Return what this processor computes in fastest without losing what the weights say."""
+        """Return the fastest dtype on this processor that loses no precision of the weights."""
         is_paired = config.dtype == "bfloat16" and best_way() is not Way.VECTORS
         fits = CompiledTransformer.fits(config, torch.bfloat16)
         return torch.bfloat16 if is_paired and fits else torch.float32
 
     @staticmethod
     def knows(config: ModelConfig) -> bool:
-        """Whether there are loops for all that layers of this model have."""
+        """Return whether there are loops for all kinds of layers of this model."""
         has_shared = any(it.experts is not None and it.experts.shared_size for it in config.layers)
         return not (config.delta_layers or config.has_output_gate or has_shared)
 
@@ -124,10 +120,10 @@ class CompiledTransformer:
     def fits(
         config: ModelConfig, dtype: torch.dtype, *kept: torch.dtype, in_int8: bool = False
     ) -> bool:
-        """Whether the loops can compute this model: they know its layers, its widths are panels.
+        """Return whether the loops know the model's layers, and its widths are whole panels.
 
-        In bfloat16 and `in_int8` gate and up are so each by itself.  `kept` is what weights and KV
-        are kept in.
+        In bfloat16 and `in_int8` gate and up need whole panels each.  `kept` are the dtypes of
+        weights and KV.
         """
         if not CompiledTransformer.knows(config):
             return False
@@ -164,14 +160,11 @@ class CompiledTransformer:
         return logits if self._ranks is None else self._gathered(logits, self._ranks)
 
     def _int8_bytes(self) -> int:
-        """Return what the model takes once its matrices are int8."""
         parts = {self._norm, self._head, self._embedding}  # the last two may be one
-        return sum(map(bytes_of, parts)) + sum(
-            bytes_of(part) for layer in self._layers for part in layer
-        )
+        return bytes_of((*parts, *self._layers))
 
     def _gathered(self, logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Return the logits of all tokens; only the leader has any."""
+        """Gather the logits of all tokens in the leader."""
         vocab_size = self.config.vocab_size
         if not ranks.shard.is_last:
             return logits.new_empty(0, vocab_size)
@@ -190,7 +183,7 @@ class CompiledTransformer:
         return program
 
     def _make_room(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> None:
-        """Forget the programs if what they read or write lies elsewhere from now on."""
+        """Allocate larger buffers if needed, and drop the programs that use the old ones."""
         if any(pool is not self._pools.get(it) for it, pool in pools.items()):
             self._programs.clear()
             self._pools = pools
@@ -201,8 +194,8 @@ class CompiledTransformer:
             self._window_slots = torch.empty(num_tokens, dtype=torch.int32)
         if num_rows > len(self._logits):
             self._programs.clear()
-            # In powers of two, as sequences come one by one.  Not allocated anew in each step: 32
-            # rows of a large vocabulary are a thousand pages that the system would have to clear.
+            # In powers of two, as sequences come one by one.  Allocated once: 32 rows of a large
+            # vocabulary are a thousand pages that the system would have to clear in each step.
             room = 1 << (num_rows - 1).bit_length()
             self._logits = torch.empty(room, self._logits.shape[1])
 
@@ -210,7 +203,7 @@ class CompiledTransformer:
         return StepInputs(num_tokens, torch.stack([*self._frequencies.values()]))
 
     def _operations(self, num_tokens: int, num_rows: int) -> list[Operation | Call]:
-        """Return what is done from token ids to logits."""
+        """Return the operations from token ids to logits."""
         config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
@@ -251,7 +244,7 @@ class CompiledTransformer:
         return [*program, *self._end(hidden, num_rows)]
 
     def _begin(self, hidden: torch.Tensor) -> list[Operation | Call]:
-        """Return what makes the hidden states that the first layer reads."""
+        """Return the operations that embed tokens or receive the stage before's hidden states."""
         if self._ranks is not None and not self._ranks.shard.is_first:
             return [partial(self._ranks.receive, hidden)]
         token_ids = self._inputs.token_ids[: len(hidden)]
@@ -259,10 +252,12 @@ class CompiledTransformer:
         return [rows, *added_up(hidden, self._ranks)]
 
     def _end(self, hidden: torch.Tensor, num_rows: int) -> list[Operation | Call]:
-        """Return what is made of the hidden states that the last layer leaves."""
+        """Return the operations that compute logits, or send hidden states to the next stage."""
         if self._head is None:
             assert self._ranks is not None
-            return [partial(_send, hidden, self._ranks)]
+            ranks = self._ranks
+            # A copy, as the next step overwrites these hidden states.
+            return [lambda: ranks.send(hidden.clone())]
         last, rows = self._buffers.normed[:num_rows], self._inputs.rows[:num_rows]
         return [
             norm(hidden, self._norm, self.config.norm_eps, last, rows),
@@ -270,7 +265,7 @@ class CompiledTransformer:
         ]
 
     def _feed_forward(self, layer: _PackedLayer, num_tokens: int) -> list[Operation | Call]:
-        """Return what is done from normalized rows to what is added to `hidden`."""
+        """Return the operations from normalized rows to the addition to `hidden`."""
         config, buffers, mlp, ranks = self.config, self._buffers, layer.mlp, self._ranks
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         if isinstance(mlp, PackedExperts):
@@ -284,11 +279,6 @@ class CompiledTransformer:
             *mlp.gate_up.gated(normed, wide, gated, config.activation),
             *mlp.down.added(gated, hidden, planes, added, config.norm_eps, ranks),
         ]
-
-
-def _send(hidden: torch.Tensor, ranks: Ranks) -> None:
-    """Hand on a copy, as the next step writes its own hidden states where these are."""
-    ranks.send(hidden.clone())
 
 
 class _PackedLayer(NamedTuple):
@@ -318,7 +308,7 @@ class _PackedLayer(NamedTuple):
 
 
 class _Buffers:
-    """Where a step's numbers lie, for up to `num_tokens` tokens."""
+    """The buffers of a step of up to `num_tokens` tokens."""
 
     def __init__(
         self, config: ModelConfig, num_tokens: int, packed: Packed, dtype: torch.dtype

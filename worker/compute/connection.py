@@ -1,8 +1,8 @@
 """Connections between the processes of one model, and messages on several of them at once.
 
-Both ends know which message comes next and how long it is, so nothing but messages crosses a
-connection.  With keys each message is sealed with AES-256-GCM; its nonce is its number, so a
-message that was changed, repeated or left out ends the connection.
+Both ends know the length of the next message, so messages have no headers.  With keys each message
+is sealed with AES-256-GCM; its nonce is its number, so a message that was changed, repeated or left
+out ends the connection.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NONCE_BYTES: Final = 12
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the model is gone, does not answer, or its messages are damaged."""
+    """Another process of the model is gone, does not answer, or sent a damaged message."""
 
 
 class Connection:
     """A connection to the process number `peer`.  One thread may send while another receives.
 
-    `keys` seal what is sent and open what is received; None where nothing leaves the machine.
+    `keys` seal sent messages and open received ones; None for a connection within the machine.
     """
 
     def __init__(
@@ -52,40 +52,37 @@ class Connection:
         self._num_sent = self._num_received = 0
 
     def close(self) -> None:
-        """Send what is under way, and wake a thread that waits for a message."""
-        with suppress(OSError):  # the other end was first
+        """Flush sent messages, and wake a thread that waits for one."""
+        with suppress(OSError):  # the other end has closed it before
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def seal(self, message: Buffer) -> Buffer:
-        """Return the bytes that travel for the next message."""
         if self._ciphers is None:
             return message
         self._num_sent += 1
         return self._ciphers[0].encrypt(_nonce(self._num_sent), message, None)
 
     def room_for(self, message: memoryview) -> memoryview:
-        """Return where the bytes that travel for a message are received."""
-        return (
-            message if self._ciphers is None else memoryview(bytearray(len(message) + _TAG_BYTES))
-        )
+        """Return a buffer for the sealed bytes of a message."""
+        sealed_bytes = len(message) + _TAG_BYTES
+        return message if self._ciphers is None else memoryview(bytearray(sealed_bytes))
 
     def open(self, received: memoryview, message: memoryview) -> None:
-        """Fill a message from the bytes that were received for it."""
         if self._ciphers is None:
             return
         self._num_received += 1
         try:
             message[:] = self._ciphers[1].decrypt(_nonce(self._num_received), received, None)
         except InvalidTag:
-            raise ProcessLost(f"a message of process {self.peer} was changed on its way") from None
+            raise ProcessLost(f"a message of process {self.peer} was changed in transit") from None
 
     def send_some(self, rest: memoryview) -> memoryview:
-        """Send as much as there is room for, and return the rest."""
+        """Send as much as the socket takes, and return the rest."""
         return rest[self._try(lambda: self.socket.send(rest)) :]
 
     def receive_some(self, rest: memoryview) -> memoryview:
-        """Fill as much as has come, and return the rest."""
+        """Receive as much as there is, and return the rest of the buffer."""
         return rest[self._try(lambda: self.socket.recv_into(rest)) :]
 
     def _try(self, call: Callable[[], int]) -> int:
@@ -105,15 +102,10 @@ def exchange(
     receives: Sequence[tuple[Connection, memoryview]],
     timeout_s: float | None = None,
 ) -> None:
-    """Send messages and fill others with what comes, in any order and at the same time.
-
-    Args:
-        sends: At most one message, of at least one byte, for each connection.
-        receives: Likewise.
-        timeout_s: How long all of this may take; None is for ever.
+    """Send and receive at most one message, of at least one byte, on each connection.
 
     Raises:
-        ProcessLost: Another process is gone, or it took too long.
+        ProcessLost: Another process is gone, or all of this took longer than `timeout_s`.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     unsent = {it: memoryview(it.seal(message)) for it, message in sends}
@@ -133,7 +125,7 @@ def exchange(
 
 
 def _wait(unsent: Set[Connection], unread: Set[Connection], timeout_s: float | None) -> bool:
-    """Wait until a connection can go on; return False if none can in time."""
+    """Wait until a connection is ready; return False on timeout."""
     poll = select.poll()
     for it in unsent | unread:
         wanted = select.POLLOUT * (it in unsent) | select.POLLIN * (it in unread)

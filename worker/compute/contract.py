@@ -1,4 +1,4 @@
-"""What the engine and transfers ask of a KV cache."""
+"""The interface of a KV cache, for the engine and transfers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from worker.compute.window_blocks import WindowBlocks
 
 
 class Memory(Protocol):
-    """Memory that KV lies in, of this process or mapped to read: `HostMemory` or `DeviceMemory`.
+    """Memory of KV, of this process or mapped to read: `HostMemory` or `DeviceMemory`.
 
-    Attributes:
-        kind: "host" or "cuda".  Each kind has a digest of its own (SPEC 6.8), and copies go to
-            memory of the same kind only.
+    Its `kind` is "host" or "cuda".  Each kind has a digest of its own (SPEC 6.8).
     """
 
     @property
@@ -28,33 +26,27 @@ class Memory(Protocol):
     def copy(
         self, places: Sequence[int], size: int, target: Any, targets: Sequence[int], seed: int
     ) -> int:
-        """Copy pieces of `size` bytes from `places` to `targets`, both in bytes from the beginning.
+        """Copy chunks of `size` bytes from offsets `places` to offsets `targets` of `target`.
 
         Args:
             target: Memory of the same kind, or a result of `room`.
 
         Returns:
-            The digest of the copies, one after the other, seeded.
+            The seeded digest of the concatenated copies.
         """
 
     def room(self, num_bytes: int) -> Room:
-        """Allocate memory of the host that `copy` can write to."""
+        """Allocate host memory that `copy` can write to."""
 
 
 class Room(Protocol):
-    """Memory of the host that copies are written to."""
+    """Host memory for copies."""
 
     bytes: Bytes
 
 
 class LentMemory(Memory, Protocol):
-    """Memory of this process that others may map.
-
-    Attributes:
-        address: Where it begins.
-        descriptor: Opens it for another process.
-        about: What else that process has to know to map it; b"" for nothing.
-    """
+    """Memory of this process that others may map, given its `descriptor` and `about`."""
 
     @property
     def address(self) -> int: ...
@@ -63,39 +55,31 @@ class LentMemory(Memory, Protocol):
     @property
     def descriptor(self) -> int: ...
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
-        """Return the seeded digest of pieces of `size` bytes, one after the other."""
+        """Return the seeded digest of concatenated chunks of `size` bytes."""
 
 
 class KVCache(Protocol):
-    """The paged KV of one worker.  Caches inherit from this class, and may leave out what has a
-    default.
+    """The paged KV of one worker.  Caches inherit from this class and its defaults.
 
-    `pack` and `unpack` are called from several threads, perhaps at the same moment: the transfer
-    thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out
-    and in between two steps.  So each call needs buffers of its own, and a lock around what calls
-    share.
+    Several threads call `pack` and `unpack` at the same time: transfer threads while steps run, and
+    the engine's thread, which swaps between two steps.  So each call needs buffers of its own, and
+    a lock around shared data.  Callers never access a block while another call or step writes it.
 
-    KV of layers with a window lies beside the blocks that it still reaches, in blocks of their own
-    (`worker.compute.window_blocks`).  `pack` and `unpack` are given those for such layers.
-
-    A state lies with the block of the last token before it, in a slot
-    (`worker.compute.state_slots`).  When a sequence goes on behind a full block, the state that is
-    there stays as long as the engine wants: others may share the block and go on from it.
-
-    The callers keep apart who uses a block: what one call or step writes, no other reads or writes
-    meanwhile.
+    For layers with a window, `pack` and `unpack` are given window blocks
+    (`worker.compute.window_blocks`).  A state belongs to the block of the last token before it, and
+    lies in a slot (`worker.compute.state_slots`); the engine may keep the state at the end of a
+    full block for other sequences that share it.
 
     Attributes:
-        state_slots: Where states lie; asked for only if the layout has states.
-        window_blocks: Where KV of layers with a window lies; only if there are such layers.
-        num_shards, stages: In which places heads and layers are, so that no segment comes from two:
-            see `wire.transfer.plan`.
-        copies_at_once: How many transfer threads there are.
-        copies_wait: Whether a copy waits for a device or another process.  Where none does, small
-            ones run on the event loop, however many threads there are.
-        memory: What blocks lie in, if other processes can read it: a decode worker on the same
-            machine copies them out itself.
-        copy_digested: Copies out of mapped memory of the host faster than NumPy; None for none.
+        state_slots: Used only if the layout has states.
+        window_blocks: Used only if layers have windows.
+        num_shards, stages: How heads and layers are distributed; see `wire.transfer.plan`.
+        copies_at_once: The number of transfer threads.
+        copies_wait: Whether a copy waits for a device or another process.  If not, small copies run
+            on the event loop.
+        memory: The memory of the blocks, if other processes can map it: a decode worker on the same
+            machine copies from it.
+        copy_digested: A faster copy out of mapped host memory than NumPy's, or None.
     """
 
     num_blocks: int
@@ -116,7 +100,10 @@ class KVCache(Protocol):
 
         Returns:
             Contiguous bytes in the wire's order, [layer][k|v][kv_head][token][dim], or of a state
-            [layer][head]; the view keeps its memory alive and nobody writes to it again.
+            [layer][head].  The view keeps its memory alive, which is not written to again.
+
+        Raises:
+            ValueError: There is no such state, or the rectangle lies outside the table.
         """
 
     @abstractmethod
@@ -124,22 +111,22 @@ class KVCache(Protocol):
         """Copy a segment in the wire's order into a sequence's blocks.
 
         Raises:
-            ValueError: The segment's size does not fit the rectangle.
+            ValueError: The segment does not fit the rectangle, or the rectangle the table.
         """
 
     def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        """Return the bytes of `pack` where they lie; None if that is not one piece of host memory.
+        """Return the bytes of `pack` in place; None if they are not contiguous in host memory.
 
-        The blocks are held until the socket has let go of them.
+        The caller keeps the blocks until the socket has sent them.
         """
         return None
 
     def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
-        """Return at which byte of `memory` those of `pack` begin; None if they are not together."""
+        """Return the offset in `memory` of the bytes of `pack`; None if they are not contiguous."""
         return None
 
     def map_memory(self, descriptor: int, about: bytes) -> Memory:
-        """Map the `LentMemory` of another cache, to read.  The caller still closes the descriptor.
+        """Map the `LentMemory` of another cache to read; the caller closes the descriptor.
 
         Raises:
             OSError: This process cannot read it.

@@ -1,4 +1,4 @@
-"""Which device a model runs on, the best or the one a setting names, and how that one computes."""
+"""The device that a model runs on, and a name for its arithmetic."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def find_device(name: str) -> torch.device:
     """Return the device a setting names.
 
     Args:
-        name: "cpu", "cuda" or "cuda:N"; "auto" is a GPU that everything needed is there for, else
-            the CPU, and what a GPU lacks is logged.
+        name: "cpu", "cuda" or "cuda:N"; "auto" is a usable GPU, else the CPU, with the reason why
+            a GPU cannot be used in the log.
 
     Raises:
-        ModelError: It names none, or one that cannot be used; says what is missing.
+        ModelError: The name is wrong, or the device cannot be used; names the reason.
     """
     if name == "auto":
         return _best()
@@ -36,7 +36,7 @@ def find_device(name: str) -> torch.device:
 
 
 def arithmetic_of(device: torch.device, dtype: torch.dtype) -> str:
-    """Return a name for what the bits of numbers depend on: where it is equal, they are equal."""
+    """Return a name for the rounding of results: equal names compute equal bits."""
     is_cuda = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if is_cuda else target_name()
     return f"{device.type} {processor} {str(dtype).removeprefix('torch.')}"
@@ -52,7 +52,7 @@ def _best() -> torch.device:
 
 
 def _missing(index: int) -> str | None:
-    """Say why the kernels cannot run on a GPU, None if they can."""
+    """Return why the kernels cannot run on a GPU, or None."""
     from kernels.cuda.backend import require_device
 
     try:

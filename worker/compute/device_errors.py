@@ -1,8 +1,7 @@
-"""Errors of a GPU: how to tell them from others, and the sentence of CUDA in them.
+"""Recognizes errors of a GPU and finds CUDA's sentence in them, without torch or CuPy.
 
 CUDA reports an error late: at any later call, from any thread, and at every call from then on.  So
-nothing that the device has computed since can be trusted, and the process has to end.  Imports
-neither torch nor CuPy, whose errors these are.
+no later result of the device can be trusted, and the process must end.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-# Of a process whose device has failed: EX_OSERR.  systemd and routers start it again.
+# The exit status after a failed device, EX_OSERR: systemd and routers restart the process.
 EXIT_DEVICE_FAILED: Final = 71
 # torch.AcceleratorError; CuPy's of CUDA's runtime and driver; out of memory of both.
 _TYPES: Final = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError", "OutOfMemoryError"}
@@ -19,19 +18,19 @@ _BEGINNINGS: Final = ("CUDA error", "CUDA driver error", "CUDA out of memory", "
 
 
 def device_error(error: BaseException) -> str | None:
-    """Return CUDA's sentence, without the advice after it; None if no device is to blame."""
+    """Return CUDA's sentence, without the advice after it; None if the error is another one."""
     sentence = str(error).strip().partition("\n")[0]
     names = {kind.__name__ for kind in type(error).__mro__}
     return sentence if names & _TYPES or sentence.startswith(_BEGINNINGS) else None
 
 
 def report_copy(error: Exception, post: Callable[[Callable[[Any], object]], None]) -> None:
-    """Have the engine's thread raise what broke a copy of KV, if it has broken the device too.
+    """Raise the error of a copy of KV in the engine's thread, if it has broken the device.
 
-    A device that is only full goes on.
+    A device that is only out of memory continues.
 
     Args:
-        post: `EngineThread.post`: whatever is raised in a call ends the worker.
+        post: `EngineThread.post`: an error in a posted call ends the worker.
     """
     sentence = device_error(error)
     if sentence is None or "out of memory" in sentence.lower():

@@ -1,7 +1,7 @@
-"""Decode steps on a GPU as CUDA graphs: one launch where the host would start hundreds.
+"""Decode steps on a GPU as CUDA graphs: one launch instead of hundreds.
 
 A graph is recorded for each of a few batch sizes, before the worker serves; a smaller batch is
-padded, a larger one is computed as any other step.
+padded, a larger one is computed like any other step.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from worker.compute.transformer import Transformer
 
 log = structlog.get_logger("worker")
 
-# Batch sizes that are recorded: no batch is padded to more than twice its size.
+# The recorded batch sizes: no batch is padded to more than twice its size.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
-# After so many of them a line is logged.
+# Progress is logged after so many of them.
 _PROGRESS = 5
 
 
 class DecodeStep:
-    """A decode step of one size, and all that it reads beside the model and its cache.
+    """A decode step of one size, with all of its inputs but the model and the cache.
 
-    A recorded graph reads by address and keeps nothing alive.  So a step is an object and not a
-    function: all memory that is allocated before the recording is an attribute here, and the owner
-    of the graph owns this object.
+    A recorded graph reads by address and keeps nothing alive.  So all memory that is allocated
+    before the recording is an attribute here, and the owner of the graph owns this object.
     """
 
     def __init__(
@@ -50,11 +49,7 @@ class DecodeStep:
         gpu: Gpu,
         logits: torch.Tensor,
     ) -> None:
-        """Allocate on the cache's device, for `size` sequences; see `FixedPlan`.
-
-        Args:
-            logits: [>= size, vocab] float32, where the step writes its own.
-        """
+        """Allocate for `size` sequences (see `FixedPlan`); `logits` is [>= size, vocab] float32."""
         self.logits = logits[:size]
         self._model, self._pool, device = model, cache.pool, cache.pool.device
         self._token_ids, self._positions = torch.zeros(2, size, dtype=torch.int32, device=device)
@@ -83,7 +78,7 @@ class DecodeStep:
         batch: PagedBatch,
         drawn: torch.Tensor | None = None,
     ) -> None:
-        """Write the inputs of a step of at most `size` sequences; see `forward` below."""
+        """Write the inputs of a step of at most `size` sequences; see `DecodeGraphs.forward`."""
         count = len(token_ids)
         tables = [(self._token_ids[:count], token_ids.numpy())]
         tables += [(self._positions[:count], positions.numpy()), *self._plan.tables(batch)]
@@ -94,13 +89,13 @@ class DecodeStep:
             fill_in(self._token_ids[:count], drawn)
 
     def __call__(self) -> None:
-        """Compute the step, also for a recording; it writes `logits`."""
+        """Compute the step into `logits`, also for a recording."""
         self._model.forward(
             self._token_ids, self._positions, self._pool, self._batch, rows=None, out=self.logits
         )
 
 
-# Takes a step; returns a function that repeats it.  The step has to live as long as it is repeated.
+# Returns a function that repeats a step; the step must live as long.
 Record = Callable[[DecodeStep], Callable[[], None]]
 
 
@@ -121,16 +116,10 @@ class DecodeGraphs:
         gpu: Gpu,
         record: Record,
     ) -> None:
-        """Prepare; nothing is recorded yet.
-
-        Args:
-            cache: It has a spare block in each pool, which no sequence owns.
-            gpu: What the device has.
-            record: `record_graph`, or a stand-in for it where there is no GPU.
-        """
+        """Record nothing yet; `cache` needs a spare block in each pool, which no sequence owns."""
         num_columns = -(-max_model_len // cache.block_size)
         device = cache.pool.device
-        # One for all sizes, of which one is computed at a time.
+        # Shared by all sizes, as one is computed at a time.
         logits = torch.empty(SIZES[-1], model.config.vocab_size, device=device)
         self._make_step = partial(
             DecodeStep, model, cache, num_columns=num_columns, gpu=gpu, logits=logits
@@ -140,8 +129,8 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded] = {}
 
     def prepare(self) -> None:
-        """Record the steps of all sizes, which takes seconds; log how far it is."""
-        # The largest first: the others find room in what it has allocated.
+        """Record the steps of all sizes, which takes seconds; log the progress."""
+        # The largest first: the others fit into the memory that it has allocated.
         for number, size in enumerate(reversed(SIZES), 1):
             self._of(size)
             if number % _PROGRESS == 0 or number == len(SIZES):
@@ -149,10 +138,10 @@ class DecodeGraphs:
 
     @staticmethod
     def can_replay(rows: torch.Tensor, batch: PagedBatch) -> bool:
-        """Whether each sequence of a step has one token, and `rows` are all of them in order."""
+        """Return whether each sequence has one token, and `rows` are all of them in order."""
         num_sequences = len(batch.context_lens)
         is_decode = len(batch.slots) == len(rows) == num_sequences <= SIZES[-1]
-        # Of a prompt that is scored, the rows come after those that are sampled.
+        # The rows of a scored prompt come after those that are sampled.
         return bool(is_decode and (rows[1:] > rows[:-1]).all())
 
     def forward(
@@ -166,7 +155,7 @@ class DecodeGraphs:
 
         Args:
             token_ids: [T] int32; `positions` likewise, both in CPU memory.
-            drawn: int32 on the device: what `token_ids` below 0 stand for; see `fill_in`.
+            drawn: int32 on the device, for `token_ids` below 0; see `fill_in`.
 
         Returns:
             [T, vocab] float32 logits, valid until the next step.
@@ -187,7 +176,7 @@ class DecodeGraphs:
 
 
 def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
-    """Put tokens that were drawn on the device in the place of ids below 0: -1 - r is drawn[r]."""
+    """Replace ids below 0 by tokens that were drawn on the device: -1 - r is drawn[r]."""
     rows = (~token_ids).clamp_(min=0)
     torch.where(token_ids < 0, drawn[rows], token_ids, out=token_ids)
 
@@ -197,7 +186,7 @@ def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGr
     if not isinstance(model, Transformer):
         return None
     if any(layer.experts or layer.delta for layer in model.config.layers):
-        return None  # how many rows each expert has, the host waits for; states change their slots
+        return None  # the host waits for each expert's number of rows; states change slots
     return DecodeGraphs(
         model,
         cache,
@@ -208,12 +197,8 @@ def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGr
 
 
 def record_graph(step: DecodeStep, room: Any) -> Callable[[], None]:
-    """Record a step as a CUDA graph; implements `Record`.
-
-    Args:
-        room: torch's handle of memory that graphs share, of which one is replayed at a time.
-    """
-    # What only the first run compiles, loads or allocates must not happen while recording.
+    """Record a step as a CUDA graph in memory that graphs share; implements `Record`."""
+    # The first run compiles, loads and allocates, which must not happen while recording.
     aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

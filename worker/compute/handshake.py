@@ -1,14 +1,14 @@
-"""The handshake that admits only processes of the same worker to a process of a model.
+"""The handshake by which processes of one worker admit only each other.
 
-On one machine a Unix socket says of which user the other process is.  On every connection both
-ends then prove that they know a secret, before anything else is read.  Each sends an X25519 public
-key made for this connection; the proofs, and the keys that seal messages, are HMAC-SHA256 of the
-secret over all that was sent before and what both public keys come to.
+On one machine a Unix socket names the user of the other process.  On every connection both ends
+prove that they know a secret before they read anything else.  Each sends an X25519 public key made
+for this connection; the proofs, and the keys that seal messages, are HMAC-SHA256 with the secret
+over all bytes sent before and the agreed X25519 key.
 
     caller -> called   which connection this is (`Caller`), public key
     called -> caller   public key, proof
     caller -> called   proof
-    called -> caller   one byte: 1, or 0 if nobody waits for this connection
+    called -> caller   one byte: 1, or 0 if this connection is not expected
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from wire.aio.unix import is_own, user_of
 from worker.compute.connection import Connection
 
-# How long a connection may take to prove itself, and how many may be about to: of more the eldest
-# is cut.  Processes that are cut try again.
+# The time that a handshake may take, and the number of pending ones, beyond which the oldest is
+# cut.  Processes that are cut try again.
 HANDSHAKE_S: Final = 5.0
 MAX_PENDING: Final = 64
-# How long to wait where no descriptor is left to accept a connection.
+# The pause after a connection could not be accepted for lack of descriptors.
 PAUSE_S: Final = 0.1
 _MAGIC: Final = b"baton 1\0"
 _CALL: Final = struct.Struct("<8sHHB32s")
@@ -64,21 +64,21 @@ class Refused(ConnectionError):
 async def call(
     sock: socket.socket, caller: Caller, secret: bytes, *, is_sealed: bool
 ) -> Connection:
-    """Prove to a process that listens who this is, and let it prove itself.
+    """Authenticate to a listening process, and it to us.
 
     Raises:
-        Refused: It is of another user, or has another secret.
-        ValueError: It does not wait for this connection.
-        OSError: It has hung up, or does not answer.
+        Refused: It belongs to another user, or has another secret.
+        ValueError: It does not expect this connection.
+        OSError: It hung up, or does not answer.
     """
     if not _is_own(sock):
-        raise Refused(f"a process of user {user_of(sock)} listens there; choose another place")
+        raise Refused(f"a process of user {user_of(sock)} listens there; choose another address")
     loop, own = asyncio.get_running_loop(), X25519PrivateKey.generate()
-    said = _CALL.pack(_MAGIC, *caller, own.public_key().public_bytes_raw())
+    hello = _CALL.pack(_MAGIC, *caller, own.public_key().public_bytes_raw())
     async with asyncio.timeout(HANDSHAKE_S):
-        await loop.sock_sendall(sock, said)
+        await loop.sock_sendall(sock, hello)
         public, proof = await _receive(sock, _KEY_BYTES), await _receive(sock, _KEY_BYTES)
-        secrets = _Secrets(secret, said + public, own, public)
+        secrets = _Secrets(secret, hello + public, own, public)
         if not hmac.compare_digest(proof, secrets.derive("called")):
             raise Refused(
                 "a process listens there that has another key; give all processes of a worker the "
@@ -96,7 +96,7 @@ async def call(
 
 
 class Listener:
-    """Admits the connections that `missing` has, once each, if they know the secret."""
+    """Admits each connection in `missing` once, if it knows the secret."""
 
     def __init__(self, listening: socket.socket, secret: bytes, *, is_sealed: bool) -> None:
         listening.setblocking(False)
@@ -107,7 +107,7 @@ class Listener:
     async def admit(self) -> AsyncGenerator[tuple[Caller, Connection], None]:
         """Yield connections as they come, until none is missing."""
         loop, num_missing = asyncio.get_running_loop(), len(self.missing)
-        pending = dict[asyncio.Task[tuple[Caller, Connection] | None], None]()  # the eldest first
+        pending = dict[asyncio.Task[tuple[Caller, Connection] | None], None]()  # the oldest first
         accepting = asyncio.ensure_future(loop.sock_accept(self.socket))
         while num_missing:
             await asyncio.wait({accepting, *pending}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,21 +134,21 @@ class Listener:
                 return await self._handshake(sock)
         except (OSError, ValueError, asyncio.CancelledError) as error:
             sock.close()
-            self._refuse(str(error) or "it has not proved in time who it is")
+            self._refuse(str(error) or "it did not authenticate in time")
             return None
 
     async def _handshake(self, sock: socket.socket) -> tuple[Caller, Connection]:
         if not _is_own(sock):
             raise Refused(f"it is of user {user_of(sock)}")
         loop = asyncio.get_running_loop()
-        said = await _receive(sock, _CALL.size)
-        magic, number, called, purpose, public = _CALL.unpack(said)
+        hello = await _receive(sock, _CALL.size)
+        magic, number, called, purpose, public = _CALL.unpack(hello)
         if magic != _MAGIC:
-            raise Refused("it does not begin as processes of a worker do")
+            raise Refused("it does not speak this protocol")
         caller = Caller(number, called, Purpose(purpose))
         own = X25519PrivateKey.generate()
         answer = own.public_key().public_bytes_raw()
-        secrets = _Secrets(self.secret, said + answer, own, public)
+        secrets = _Secrets(self.secret, hello + answer, own, public)
         await loop.sock_sendall(sock, answer + secrets.derive("called"))
         proof = await _receive(sock, _KEY_BYTES)
         if not hmac.compare_digest(proof, secrets.derive("caller")):
@@ -162,7 +162,7 @@ class Listener:
         return caller, Connection(sock, caller.caller, keys if self._is_sealed else None)
 
     def _refuse(self, reason: str) -> None:
-        """Log at most one refusal a second, so that nobody fills the disk."""
+        """Log at most one refusal a second."""
         self._num_refused += 1
         now = time.monotonic()
         if now >= self._quiet_until:
@@ -177,9 +177,9 @@ class Listener:
 class _Secrets:
     """Secrets that only the two ends of one connection know."""
 
-    def __init__(self, secret: bytes, said: bytes, own: X25519PrivateKey, public: bytes) -> None:
+    def __init__(self, secret: bytes, hello: bytes, own: X25519PrivateKey, public: bytes) -> None:
         agreed = own.exchange(X25519PublicKey.from_public_bytes(public))
-        self._shared = hmac.digest(secret, said + agreed, "sha256")
+        self._shared = hmac.digest(secret, hello + agreed, "sha256")
 
     def derive(self, label: str) -> bytes:
         return hmac.digest(self._shared, label.encode(), "sha256")
@@ -190,13 +190,10 @@ async def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     while len(got) < num_bytes:
         got += (more := await loop.sock_recv(sock, num_bytes - len(got)))
         if not more:
-            raise ConnectionError("it hung up before it proved who it is")
+            raise ConnectionError("it hung up before it authenticated")
     return got
 
 
 def _is_own(sock: socket.socket) -> bool:
-    """Whether the other process is of this user.
-
-    TCP does not say; on other systems than Linux the mode of the socket's file is what counts.
-    """
+    """Return whether the other process belongs to this user, or a Unix socket cannot tell."""
     return sock.family != socket.AF_UNIX or sys.platform != "linux" or is_own(sock)

@@ -1,9 +1,8 @@
 """The paged KV of a torch model: its pool tensors, and their bytes in and out for the wire.
 
-On a CPU a whole block is what the wire wants: it is seen where it lies.  Packing makes one copy of
-anything else (through the kernels, in the wire's order) and hands out its memory; unpacking reads
-the received buffer in place.  Between a GPU and the host both go through
-`kernels.cuda.staging`, on a lane beside what computes.  Nothing here knows which sequence owns
+On a CPU a whole block has the wire's order and is viewed in place.  Anything else is copied once,
+by the kernels; unpacking reads the received buffer in place.  Copies between a GPU and the host go
+through `kernels.cuda.staging`, on a stream of their own.  Nothing here knows which sequence owns
 which block.
 """
 
@@ -36,11 +35,10 @@ log = structlog.get_logger("worker")
 class TorchKVCache(KVCache):
     """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D].
 
-    Those of layers with a window are in `window_pool`, of as many blocks as `window_blocks` has;
-    None for no such layers.  The executor has `spare_blocks` more for itself in both, behind those
-    that the engine knows.  Both lie in `memory`, where the system or the GPU's driver has such, so
-    that others can read them.  States, of layers that keep one, are in `states`,
-    [num_states, L, H, F] float32; None for none.
+    Layers with a window have `window_pool`, with the blocks of `window_blocks`, or None.  Both have
+    `spare_blocks` more for the executor, behind those that the engine knows.  Both lie in `memory`
+    that other processes can map, if the system or the GPU's driver supports it.  `states` are
+    [num_states, L, H, F] float32, or None.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class TorchKVCache(KVCache):
         self.copy_digested = _compiled_copy() if is_copied else None
         if not layout.windows:
             self.window_pool = None
-        # The pools that have layers, by whether these have a window.
+        # The pools with layers, by whether these have a window.
         pools = {False: self.pool, True: self.window_pool}
         self._pools = {it: pool for it, pool in pools.items() if pool is not None and pool.shape[1]}
         group = next((it for it in layout.groups if isinstance(it, StateGroup)), None)
@@ -86,7 +84,7 @@ class TorchKVCache(KVCache):
             shape_of_state = group.num_layers, group.num_heads, group.head_bytes // 4
             self.states = torch.zeros(num_states, *shape_of_state, device=device)
         self.mark()
-        # The bytes of each layer of each block, which lie together in host memory; by pool.
+        # The contiguous bytes of each layer of each block in host memory, by pool.
         self._layers: dict[bool, Bytes] = {}
         self._stagings: dict[bool, Staging] = {}
         for windowed, pool in self._pools.items():
@@ -94,31 +92,27 @@ class TorchKVCache(KVCache):
                 self._layers[windowed] = pool.flatten(2).view(torch.uint8).numpy()
             else:
                 self._stagings[windowed] = staging = Staging(pool, self._lane)
-                _tell(staging)
+                _log_staging(staging)
                 if staging.why_plain:
-                    self.memory = None  # our kernels cannot run here, so nobody copies by them
-        # Copies by the host take cores from a step, so there is one at a time; those by a device
-        # only have to be waited for.
+                    self.memory = None  # it could only be copied by kernels, which cannot run here
+        # Copies by the host take cores from a step, so there is one at a time.
         self.copies_wait = self._lane is not None
         self.copies_at_once = 1 if self._lane is None else IN_FLIGHT
 
     @property
     def pools(self) -> list[torch.Tensor]:
-        """The pools that have layers."""
         return [*self._pools.values()]
 
     def mark(self) -> None:
-        """Have copies from now on wait for all steps that were started so far; see `Lane`."""
+        """Make later copies wait for all steps that were started so far; see `Lane`."""
         if self._lane is not None:
             self._lane.mark()
 
     def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        """Return a rectangle's bytes where they lie, or None if they do not lie in one piece."""
         whole = self._whole(block_table, rectangle)
         return None if whole is None else whole.reshape(-1).data
 
     def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
-        """See `worker.compute.contract.KVCache`."""
         block = self._block(block_table, rectangle)
         if self.memory is None or block is None:
             return None
@@ -128,16 +122,15 @@ class TorchKVCache(KVCache):
         return pool.data_ptr() + values * pool.itemsize - self.memory.address
 
     def map_memory(self, descriptor: int, about: bytes) -> Memory:
-        """See `worker.compute.contract.KVCache`."""
         if not about or self._lane is None:
             return super().map_memory(descriptor, about)
         for staging in self._stagings.values():
-            if staging.why_plain:  # what packs nothing copies no pieces either
+            if staging.why_plain:  # its kernels cannot copy, either
                 raise OSError(staging.why_plain)
         return DeviceMemory.map(self._lane, descriptor, about)
 
     def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
-        """Return the memory of a rectangle that is one block of some layers, in host memory."""
+        """Return the bytes of a rectangle that is one block of some layers in host memory."""
         block = self._block(block_table, rectangle) if self._layers else None
         if block is None:
             return None
@@ -147,7 +140,7 @@ class TorchKVCache(KVCache):
     def _block(
         self, block_table: Sequence[int], rectangle: Rectangle
     ) -> tuple[bool, int, range] | None:
-        """Return (of the pool with a window, block, layers) if a rectangle is one whole block."""
+        """Return (has a window, block, layers) if a rectangle is one whole block."""
         if self.is_state(rectangle):
             return None
         windowed, layers, heads, tokens = self._place(rectangle)
@@ -159,16 +152,6 @@ class TorchKVCache(KVCache):
         return windowed, block, layers
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-        """Copy a rectangle of a sequence's KV out.
-
-        Returns:
-            Contiguous bytes in the wire's order [layer][k|v][kv_head][token][head_dim], or of a
-            state [layer][head]; the view keeps its memory alive and nobody writes to it again.
-
-        Raises:
-            ShapeError: The rectangle lies outside the layers or the block table.
-            ValueError: There is no such state.
-        """
         if self.is_state(rectangle):
             slot = self.state_slots.find(block_table, rectangle.tokens.start)
             return self.pack_state(slot, rectangle)
@@ -182,11 +165,6 @@ class TorchKVCache(KVCache):
         return segment.view(-1).view(torch.uint8).numpy().data
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
-        """Copy a segment in the wire's order into a sequence's blocks.
-
-        Raises:
-            ValueError: The segment's size does not fit the rectangle, or the rectangle the table.
-        """
         if self.is_state(rectangle):
             size = rectangle.num_bytes(self.layout)
             if len(segment) != size:
@@ -211,35 +189,31 @@ class TorchKVCache(KVCache):
             staging.unpack(block_table, layers, heads, tokens, values)
 
     def is_state(self, rectangle: Rectangle) -> bool:
-        """Whether a rectangle is of layers that keep a state."""
         return isinstance(self.layout.groups[rectangle.group], StateGroup)
 
     def _state(self, slot: int, rectangle: Rectangle) -> torch.Tensor:
-        """Return a part of the state in a slot."""
         _, layers, heads, _ = rectangle
         assert self.states is not None
         return self.states[slot, layers.start : layers.stop, heads.start : heads.stop]
 
     def pack_state(self, slot: int, rectangle: Rectangle) -> memoryview:
-        """Copy a rectangle of the state in a slot out; see `pack`."""
         with self._working():
             state = self._state(slot, rectangle).to("cpu", copy=True)
         return state.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def unpack_state(self, slot: int, rectangle: Rectangle, segment: Buffer) -> None:
-        """Copy a segment of the rectangle's size into the state in a slot."""
-        # Copied before it is read as numbers: what is received may lie at any address.
+        # Copied before it is read as numbers: a received segment may lie at any address.
         received = tensor_over(segment).clone().view(torch.float32)
         with self._working():
             state = self._state(slot, rectangle)
             state.copy_(received.view(state.shape))
 
     def _working(self) -> AbstractContextManager[None]:
-        """Have work inside wait for the last marked step and for no later one."""
+        """Make the work inside wait for the last marked step and for no later one."""
         return nullcontext() if self._lane is None else self._lane.working()
 
     def _place(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
-        """Return whether its layers have a window, layers as they lie there, heads and tokens."""
+        """Return (has a window, layers in the pool, heads, tokens)."""
         group, layers, heads, tokens = rectangle
         windowed = group in self._shapes[True].first_layers
         return windowed, self._shapes[windowed].layers(group, layers), heads, tokens
@@ -251,11 +225,7 @@ def _zeros(
     device: torch.device,
     lane: Lane | None,
 ) -> tuple[list[torch.Tensor], SharedMemory | DeviceMemory | None]:
-    """Make zeroed pools of so many blocks, and their memory if other processes can read it.
-
-    Returns:
-        [N, L, 2, Hkv, B, D] pools in the order of `wanted`, and what they lie in.
-    """
+    """Allocate zeroed pools [N, L, 2, Hkv, B, D], in memory that others can map, or None."""
     sizes = [
         (
             (number, it.num_layers, 2, it.num_kv_heads, block_size, it.head_dim),
@@ -289,16 +259,13 @@ def _zeros_on_device(
 
 
 def _compiled_copy() -> CopyDigested:
-    """Return what copies from other memory into that of a cache, compiled before it is needed."""
-    # Numba is for those whose cache lies in host memory.
-    from kernels.cpu import copying
+    from kernels.cpu import copying  # only caches in host memory need Numba
 
     copying.prepare()
     return copying.copy
 
 
-def _tell(staging: Staging) -> None:
-    """Log how KV is copied to and from the host, by size, or why only the slow way is left."""
+def _log_staging(staging: Staging) -> None:
     if staging.why_plain:
         log.warning("KV goes through pageable memory", reason=staging.why_plain)
     else:
@@ -311,11 +278,7 @@ def _described(table: Table) -> str:
 
 
 class _Memory:
-    """A buffer described to torch as writable bytes.
-
-    Torch warns about, or copies, what is read-only, as received bytes are; the tensor made of this
-    is only ever read.
-    """
+    """A buffer described to torch as writable, as torch warns about read-only ones."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = np.frombuffer(buffer, np.uint8)
@@ -329,7 +292,7 @@ class _Memory:
 
 
 def tensor_over(buffer: Buffer) -> torch.Tensor:
-    """Return the buffer's bytes as a uint8 tensor without copying them; do not write to it."""
+    """Return a uint8 tensor over the buffer's memory; do not write to it."""
     if len(buffer) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.asarray(_Memory(buffer)))

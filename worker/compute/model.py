@@ -1,4 +1,4 @@
-"""A model that computes: its tensors loaded, and the forward pass that fits them and the device."""
+"""Loads a model with the forward pass that fits it and the device."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ def load_model(
     """Load a model directory.
 
     Args:
-        dtype: What it computes in; None is the checkpoint's.
-        kv_dtype: What keys and values are kept in; None is `dtype`.
-        compiled: For the CPU: with compiled loops, or with torch in float32 where its shapes have
-            none.  None as a dtype is what the processor is best at then.  A model that computes in
-            float32 keeps the matrices of a 16-bit checkpoint in 16 bits and widens them as they are
-            read, so nothing but memory and time changes.
+        dtype: The dtype of computation; None is the checkpoint's.
+        kv_dtype: The dtype of keys and values; None is `dtype`.
+        compiled: For the CPU: use compiled loops, or torch in float32 for shapes that have none.
+            The default dtype is then the processor's fastest.  In float32 the matrices of a 16-bit
+            checkpoint stay in 16 bits and are widened as they are read.
         in_int8: Round the matrices to 8 bits, from the checkpoint's own dtype; compiled only.
-        ranks: With whom to compute it; None is alone.
+        ranks: The processes that compute it together; None for one.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
@@ -50,7 +49,7 @@ def load_model(
     shard = WHOLE if ranks is None else ranks.shard
     if not compiled:
         return _by_torch(load_weights(path, dtype, device, kv_dtype=kv_dtype, shard=shard), ranks)
-    # With the layers of all stages: they decide alike.
+    # With the layers of all stages, so that all of them decide alike.
     config = replace(shard, stage=0, stages=1).of(read_config(path))
     dtype = dtype or CompiledTransformer.best_dtype(config)
     if in_int8 and not CompiledTransformer.knows(config):

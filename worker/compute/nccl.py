@@ -1,7 +1,7 @@
 """Hidden states and sums between GPUs: NCCL, by torch.distributed.  It has never run.
 
-NCCL makes connections of its own, which know no keys; between machines they need a network that
-is trusted.  The GPUs of one machine meet in memory that this user alone can open.
+NCCL's own connections are not sealed; between machines they need a trusted network.  The GPUs of
+one machine meet in memory that only this user can open.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-Tell = Callable[[torch.Tensor], None]
+Broadcast = Callable[[torch.Tensor], None]
 
 
 class NCCL:
-    """One process among those of a model that have a GPU each."""
-
-    def __init__(self, shard: Shard, beside: socket.socket, timeout_s: float, tell: Tell) -> None:
-        """Meet the others; `beside` and `tell` as in `common_store`."""
-        import torch.distributed as dist  # not before: what has no GPU does without
+    def __init__(
+        self, shard: Shard, connection: socket.socket, timeout_s: float, broadcast: Broadcast
+    ) -> None:
+        """Meet the others; `connection` and `broadcast` as in `common_store`."""
+        import torch.distributed as dist  # slow, and only needed with GPUs
 
         self._dist, count = dist, shard.size * shard.stages
         dist.init_process_group(
             "nccl",
-            store=common_store(shard.process, count, beside, tell),
+            store=common_store(shard.process, count, connection, broadcast),
             rank=shard.process,
             world_size=count,
             timeout=timedelta(seconds=timeout_s),
         )
         self._sending: dist.Work | None = None
-        for stage in range(shard.stages):  # everybody has to make everybody's groups
+        for stage in range(shard.stages):  # every process must create every group
             first = replace(shard, rank=0, stage=stage).process
             members = [*range(first, first + shard.size)]
             group = dist.new_group(members, timeout=timedelta(seconds=timeout_s))
@@ -57,42 +57,43 @@ class NCCL:
         self._dist.gather(columns, parts or None, dst=self._first, group=self._stage)
 
     def send(self, hidden: torch.Tensor, process: int) -> None:
-        """Hand hidden states to a process, once it has those of the step before."""
+        """Send hidden states to a process, once it has those of the step before."""
         if self._sending is not None:
             self._sending.wait()
         self._sending = self._dist.isend(hidden, process)  # which keeps the tensor
 
     def receive(self, hidden: torch.Tensor, process: int) -> None:
-        """Fill `hidden` with what a process hands on."""
         self._dist.recv(hidden, process)
 
     def leave(self) -> None:
-        """Part from the others, who have got all that was sent."""
+        """Finish sending, and leave the group."""
         if self._sending is not None:
             self._sending.wait()
         self._dist.destroy_process_group()
 
 
-def common_store(process: int, count: int, beside: socket.socket, tell: Tell) -> Store:
+def common_store(
+    process: int, count: int, connection: socket.socket, broadcast: Broadcast
+) -> Store:
     """Return a store that all processes share, in which NCCL finds the others.
 
     Args:
-        beside: A connection between process 0 and another, which says where they are.
-        tell: Replaces numbers by those of process 0.
+        connection: A connection between process 0 and another, for their addresses.
+        broadcast: Broadcasts process 0's numbers.
     """
     from torch._C._distributed_c10d import FileStore, TCPStore
 
     where = torch.zeros(2, dtype=torch.int64)
-    if beside.family == socket.AF_UNIX:
+    if connection.family == socket.AF_UNIX:
         if process == 0:
             where = torch.tensor([os.getpid(), os.memfd_create("baton-nccl")])
-        tell(where)
+        broadcast(where)
         return FileStore("/proc/{}/fd/{}".format(*where.tolist()), count)
     if process == 0:
-        host = beside.getsockname()[0]
+        host = connection.getsockname()[0]
         store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
         where[0] = store.port
-        tell(where)
+        broadcast(where)
         return store
-    tell(where)
-    return TCPStore(beside.getpeername()[0], int(where[0]), count, is_master=False)
+    broadcast(where)
+    return TCPStore(connection.getpeername()[0], int(where[0]), count, is_master=False)

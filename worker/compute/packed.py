@@ -24,17 +24,17 @@ from worker.model.families import Experts
 from worker.model.weights import ExpertMLP, GatedMLP, Linear
 
 Weight = PackedWeight | PairedWeight | Int8Weight
-# What a shard does between two operations, with others.
+# Communication between shards, between two operations.
 Call = Callable[[], object]
 Packed = type[PackedWeight] | type[PairedWeight] | type[Int8Weight]
 
 
 class Projection(NamedTuple):
-    """A matrix, or a stack of them, with what is added to its products."""
+    """A matrix, or a stack of them, with its bias, and a norm of the result."""
 
     weight: Weight
     bias: torch.Tensor | None
-    norm: torch.Tensor | None  # of what is added
+    norm: torch.Tensor | None
 
     @classmethod
     def packed(
@@ -45,7 +45,6 @@ class Projection(NamedTuple):
         is_gated: bool = False,
         norm: torch.Tensor | None = None,
     ) -> Projection:
-        """Pack a matrix; one `is_gated` holds gate and up."""
         weight: Weight
         if is_gated and not issubclass(packed, PackedWeight):
             weight = packed(matrix.weight, is_gated=True)
@@ -56,13 +55,8 @@ class Projection(NamedTuple):
         missing = weight.num_columns - matrix.bias.shape[-1]
         return cls(weight, pad(matrix.bias.float(), (0, missing)), norm)
 
-    @property
-    def nbytes(self) -> int:
-        """What it takes."""
-        return sum(map(bytes_of, self))
-
     def of(self, x: torch.Tensor, y: torch.Tensor, groups: Groups | None = None) -> Operation:
-        """Make y = x W^T + b."""
+        """Compute y = x W^T + b."""
         return self.weight.times(x, y, bias=self.bias, groups=groups)
 
     def added(
@@ -74,14 +68,14 @@ class Projection(NamedTuple):
         eps: float,
         ranks: Ranks | None = None,
     ) -> list[Operation | Call]:
-        """Make y += x W^T + b, normalized if there is a norm for it.
+        """Compute y += x W^T + b, or y += norm(x W^T + b).
 
-        `planes` is room for x as int8 weights take it, `added` for what is normalized; `ranks` have
-        other columns of x.
+        `planes` is a buffer for x in the format of int8 weights, `added` one for the input of the
+        norm; `ranks` have other columns of x.
         """
-        program, x = self._taken(x, planes)
+        program, x = self._as_input(x, planes)
         if self.norm is None:
-            times = self.weight.times(x, y, bias=self.bias, is_added=keeps_sum(ranks))
+            times = self.weight.times(x, y, bias=self.bias, is_added=adds_residual(ranks))
             return [*program, times, *added_up(y, ranks)]
         times = self.weight.times(x, added, bias=self.bias)
         norm_added = norm(added, self.norm, eps, y, is_added=True)
@@ -90,15 +84,15 @@ class Projection(NamedTuple):
     def added_by_token(
         self, x: torch.Tensor, y: torch.Tensor, planes: torch.Tensor, groups: Groups
     ) -> list[Operation | Call]:
-        """Add its share of each row of x W^T + b to the row of y of its token; see `added`."""
-        program, x = self._taken(x, planes)
+        """Add each row of x W^T + b, times its share, to its token's row of y; see `added`."""
+        program, x = self._as_input(x, planes)
         times = self.weight.times(x, y, bias=self.bias, groups=groups, is_by_token=True)
         return [*program, times]
 
-    def _taken(
+    def _as_input(
         self, x: torch.Tensor, planes: torch.Tensor
     ) -> tuple[list[Operation | Call], torch.Tensor]:
-        """Return x as the product takes it, after the operations that make it so."""
+        """Return the operations that convert x to the format of the weight, and the result."""
         if isinstance(self.weight, Int8Weight):
             return [to_planes(x, planes)], planes
         return [], x
@@ -111,37 +105,30 @@ class Projection(NamedTuple):
         activation: Activation,
         groups: Groups | None = None,
     ) -> list[Operation]:
-        """Make y = activation(gate) * up; `wide` is room for both."""
+        """Compute y = activation(gate) * up; `wide` is a buffer for both."""
         if isinstance(self.weight, PackedWeight):
             return [self.of(x, wide, groups), gate(wide, y, activation)]
-        times = self.weight.times_gated(x, y, bias=self.bias, activation=activation, groups=groups)
-        return [times]
+        return [self.weight.times_gated(x, y, bias=self.bias, activation=activation, groups=groups)]
 
 
 class PackedMLP(NamedTuple):
-    """A feed-forward for all tokens."""
+    """A dense feed-forward; `down` has the norm of its output."""
 
     gate_up: Projection
     down: Projection
 
     @classmethod
     def of(cls, mlp: GatedMLP, packed: Packed, post_norm: torch.Tensor | None) -> PackedMLP:
-        """Pack it; `post_norm` is of what it adds."""
         return cls(
             gate_up=Projection.packed(mlp.gate_up, packed, is_gated=True),
             down=Projection.packed(mlp.down, packed, norm=post_norm),
         )
 
-    @property
-    def nbytes(self) -> int:
-        """What it takes."""
-        return self.gate_up.nbytes + self.down.nbytes
-
 
 class PackedExperts(NamedTuple):
-    """A feed-forward made of experts.
+    """A mixture of experts.
 
-    Their router is float32 in every dtype: what is rounded there is another expert, not a last bit.
+    The router is float32 in every dtype: rounding there would choose another expert.
     """
 
     config: Experts
@@ -151,18 +138,12 @@ class PackedExperts(NamedTuple):
 
     @classmethod
     def of(cls, mlp: ExpertMLP, packed: Packed) -> PackedExperts:
-        """Pack them."""
         return cls(
             config=mlp.config,
             router=Projection.packed(mlp.router, PackedWeight),
             gate_up=Projection.packed(mlp.gate_up, packed, is_gated=True),
             down=Projection.packed(mlp.down, packed),
         )
-
-    @property
-    def nbytes(self) -> int:
-        """What they take."""
-        return self.router.nbytes + self.gate_up.nbytes + self.down.nbytes
 
     def added(
         self,
@@ -173,9 +154,9 @@ class PackedExperts(NamedTuple):
         activation: Activation,
         ranks: Ranks | None = None,
     ) -> list[Operation | Call]:
-        """Add to `hidden` what each token's experts make of its `normed` row.
+        """Add the output of each token's experts for its `normed` row to `hidden`.
 
-        `exact_norm` writes these rows to `room.exact`, None where they are float32 as they are.
+        `exact_norm` writes these rows in float32 to `room.exact`; None if `normed` is float32.
         """
         config, num_tokens = self.config, len(hidden)
         num_rows = num_tokens * config.top_k
@@ -190,19 +171,19 @@ class PackedExperts(NamedTuple):
             *routes.choose(logits, is_normalized=config.is_normalized),
             routes.spread(normed, spread),
             *self.gate_up.gated(spread, wide, gated, activation, routes.groups),
-            *zeros_unless(keeps_sum(ranks), hidden),
+            *([] if adds_residual(ranks) else [hidden.zero_]),
             *self.down.added_by_token(gated, hidden, planes, routes.groups),
             *added_up(hidden, ranks),
         ]
 
 
 class ExpertRoom:
-    """Where the numbers of experts lie, for up to `num_tokens` tokens.
+    """Buffers of a mixture of experts, for up to `num_tokens` tokens.
 
     Attributes:
-        exact: Rows as the router reads them, where products read others.
-        logits: The router's.
-        spread: A row for each expert that a token goes to; what follows likewise.
+        exact: The router's input in float32, if products read another dtype.
+        logits: The router's output.
+        spread: A row for each expert of each token; the other buffers likewise.
     """
 
     def __init__(self, experts: Experts, hidden_size: int, num_tokens: int, packed: Packed) -> None:
@@ -217,7 +198,7 @@ class ExpertRoom:
 
 
 def in_one_call(parts: Iterable[Operation | Call]) -> Call:
-    """Make programs of what is between calls: where there are no calls, of all of it one."""
+    """Join the operations between two calls to programs, and all of these to one call."""
     calls: list[Call] = []
     operations: list[Operation] = []
     for part in parts:
@@ -237,26 +218,23 @@ def in_one_call(parts: Iterable[Operation | Call]) -> Call:
     return run
 
 
-def keeps_sum(ranks: Ranks | None) -> bool:
-    """Whether this shard puts what was there before, which all have, into the sum: one must."""
+def adds_residual(ranks: Ranks | None) -> bool:
+    """Return whether this shard adds the residual before the all-reduce; exactly one shard does."""
     return ranks is None or ranks.shard.rank == 0
 
 
-def zeros_unless(is_kept: bool, summand: torch.Tensor) -> list[Call]:
-    """Return the call that clears a sum before it is added to, unless it is kept."""
-    return [] if is_kept else [summand.zero_]
-
-
 def added_up(summand: torch.Tensor, ranks: Ranks | None) -> list[Call]:
-    """Return the call that makes the summand of each shard the sum of all; alone there is none."""
+    """Return the all-reduce of a summand, or nothing for a single shard."""
     return [] if ranks is None or ranks.shard.size == 1 else [partial(ranks.add_up, summand)]
 
 
 def gated_rows(num_rows: int, size: int, packed: Packed) -> torch.Tensor:
-    """Return room for what `Projection.gated` makes."""
+    """Allocate the output of `Projection.gated`."""
     return torch.empty(num_rows, size) if packed is Int8Weight else packed.inputs(num_rows, size)
 
 
 def bytes_of(part: Any) -> int:
-    """Return what a tensor or a packed part takes; None nothing."""
-    return 0 if part is None else int(part.nbytes)
+    """Return the size of a tensor, a packed weight, or a tuple of such; 0 for anything else."""
+    if isinstance(part, tuple):
+        return sum(map(bytes_of, part))
+    return int(getattr(part, "nbytes", 0))

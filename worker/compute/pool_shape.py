@@ -1,4 +1,4 @@
-"""How the groups of a layout share two pools of blocks: layers with a window have their own.
+"""The order of layers in the two pools of blocks, of which layers with a window have their own.
 
 In a pool the layers lie one group after another.
 """
@@ -14,11 +14,7 @@ Window = int | None
 
 
 def layers_by_window(windows: Sequence[Window]) -> dict[Window, list[int]]:
-    """Return the layers that see every position, then those of each window, the smallest first.
-
-    Args:
-        windows: Of each layer of a model.
-    """
+    """Group the layers of a model: first those that see all, then by window, the smallest first."""
     groups: dict[Window, list[int]] = {}
     for window in sorted(set(windows), key=lambda it: it or 0):
         groups[window] = [layer for layer, own in enumerate(windows) if own == window]
@@ -26,7 +22,7 @@ def layers_by_window(windows: Sequence[Window]) -> dict[Window, list[int]]:
 
 
 def places(windows: Sequence[Window]) -> list[int]:
-    """Return where in its pool each layer of a model lies."""
+    """Return the index of each layer of a model in its pool."""
     order = [layer for layers in layers_by_window(windows).values() for layer in layers]
     num_whole = windows.count(None)  # those that see every position are first in the order
     found = (order.index(layer) for layer in range(len(windows)))
@@ -34,7 +30,7 @@ def places(windows: Sequence[Window]) -> list[int]:
 
 
 class PoolShape(NamedTuple):
-    """What each block of a pool has room for; `first_layers` are those of its groups, by group."""
+    """The shape of each block of a pool; `first_layers` is the first layer of each group."""
 
     num_layers: int
     num_kv_heads: int
@@ -44,13 +40,10 @@ class PoolShape(NamedTuple):
 
     @classmethod
     def of(cls, layout: KVLayout, *, windowed: bool) -> PoolShape:
-        """Return the shape of the pool of layers with a window, or of those that see all.
-
-        It may have no layers.
+        """Return the shape of the pool of layers with or without a window; it may have no layers.
 
         Raises:
-            ValueError: There are no keys and values, or their sizes differ, within a group or
-                between two.
+            ValueError: There are no keys and values, or their sizes differ.
         """
         num_layers, first_layers, kinds = 0, dict[int, int](), set[tuple[int, int, int, str]]()
         for index, group in enumerate(layout.groups):
@@ -69,6 +62,5 @@ class PoolShape(NamedTuple):
         return cls(num_layers, num_kv_heads, key_dim, dtype, first_layers)
 
     def layers(self, group: int, layers: range) -> range:
-        """Return where layers of a group lie in the pool."""
         first = self.first_layers[group]
         return range(first + layers.start, first + layers.stop)

@@ -1,7 +1,7 @@
-"""The processes that compute one model together, and what they send each other during a step.
+"""The processes that compute one model together, and their communication during a step.
 
-Between CPUs all goes over the connections of `worker.compute.rendezvous`; between GPUs hidden
-states and sums go by NCCL (`worker.compute.nccl`).
+CPUs use the connections of `worker.compute.rendezvous`; GPUs exchange hidden states and sums by
+NCCL (`worker.compute.nccl`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from worker.compute.nccl import NCCL
 from worker.compute.rendezvous import meet
 from worker.model.shard import Shard
 
-# What has to be the same: where there are fewer GPUs than processes, `auto` gives one of them none.
+# Must be equal: with fewer GPUs than processes, `auto` gives one of them none.
 _DEVICE: Final = (
     "the kind of device (a GPU for each process, or --device cpu where there are fewer)"
 )
 
 
 class Ranks:
-    """One process among those of a model; all must call the same methods in the same order.
+    """One of the processes of a model; all must call the same methods in the same order.
 
-    A method raises ProcessLost, a RuntimeError, if another process has died: at once, as its
-    connections close.
+    Methods raise ProcessLost, a RuntimeError, as soon as another process has died.
     """
 
     def __init__(
@@ -42,17 +41,9 @@ class Ranks:
         settings: Mapping[str, object] | None = None,
         secret: bytes = b"",
     ):
-        """Wait until all processes have come.
+        """Wait until all processes have come; see `worker.compute.rendezvous.meet`.
 
-        Args:
-            rendezvous: A URL that all are given; see `worker.compute.rendezvous`.
-            timeout_s: How long to wait, here and within a step, before the others count as dead.
-            settings: What else must be the same in all; see `worker.compute.rendezvous`.
-            secret: What only these processes know; with it what crosses a network is sealed.
-
-        Raises:
-            ValueError: They do not belong together.
-            TimeoutError: Not all have come.
+        `timeout_s` is how long to wait, here and within a step, before the others count as dead.
         """
         self.shard, self._timeout_s = shard, timeout_s
         ours = {
@@ -66,24 +57,19 @@ class Ranks:
         self._sender = ThreadPoolExecutor(1, "hand-on")
         self._sending: Future[None] | None = None
         self._room = torch.empty(0, dtype=torch.uint8)
-        self.is_ending = False  # set before others are told to end: their going is no loss then
+        self.is_ending = False  # set before the others are told to end
         self._nccl = None
         if device.type == "cuda":
             first = next(iter(self._connections.values()))
             self._nccl = NCCL(shard, first.socket, timeout_s, self.broadcast)
-        self.total(0)  # all have all connections, and nobody needs the rendezvous any more
+        self.total(0)  # a barrier: nobody needs the rendezvous any more
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process tells the others what to do."""
         return self.shard.process == 0
 
     def watch(self, process: int) -> None:
-        """In the leader: wait until another process has gone.
-
-        Raises:
-            ProcessLost: It has died, and not ended as it was told to.
-        """
+        """Wait in the leader for the end of another process; raise ProcessLost if it died."""
         try:
             exchange([], [(self._connections[process, Purpose.WATCH], memoryview(bytearray(1)))])
         except ProcessLost:
@@ -91,7 +77,7 @@ class Ranks:
                 raise
 
     def leave(self) -> None:
-        """Part from the others, who have got all that was sent; what else they wait for fails."""
+        """Finish sending and close the connections, which fails what the others still wait for."""
         if self._sending is not None:
             self._sending.result()
         self._sender.shutdown()
@@ -102,10 +88,7 @@ class Ranks:
         self._connections = {}
 
     def broadcast(self, numbers: torch.Tensor) -> None:
-        """Replace numbers in host memory by those of the leader, process 0.
-
-        Between two requests the leader may send none for long.
-        """
+        """Replace numbers in host memory by the leader's, without a timeout."""
         message = _bytes_of(numbers)
         if self.is_leader:
             exchange([(it, message) for it in self._others], [])
@@ -113,15 +96,13 @@ class Ranks:
             exchange([], [(self._step(0), message)])
 
     def total(self, number: int) -> int:
-        """Return the sum of every process's number."""
         return sum(self._collect(number))
 
     def agree(self, text: str) -> bool:
-        """Return whether all processes say the same."""
+        """Return whether all processes have the same text."""
         return len(set(self._collect(crc32(text.encode())))) == 1
 
     def _collect(self, number: int) -> list[int]:
-        """Return every process's number, by process."""
         numbers = torch.zeros(self.shard.size * self.shard.stages, dtype=torch.int64)
         numbers[self.shard.process] = number
         messages = [_bytes_of(it) for it in numbers]
@@ -132,19 +113,16 @@ class Ranks:
         self.broadcast(numbers)
         return [int(it) for it in numbers]
 
-    def hand(self, tensor: torch.Tensor, process: int) -> None:
-        """Send a tensor in host memory from the leader to a process, or back to it (0)."""
+    def send_to(self, tensor: torch.Tensor, process: int) -> None:
+        """Send a tensor in host memory from the leader to a process, or to the leader (0)."""
         exchange([(self._connections[process, Purpose.COPIES], _bytes_of(tensor))], [])
 
-    def take(self, tensor: torch.Tensor, process: int) -> None:
-        """Fill a tensor with what a process, or to it the leader (0), hands over."""
+    def receive_from(self, tensor: torch.Tensor, process: int) -> None:
+        """Fill a tensor that a process, or the leader (0), sends."""
         exchange([], [(self._connections[process, Purpose.COPIES], _bytes_of(tensor))])
 
     def add_up(self, summand: torch.Tensor) -> None:
-        """Replace the summand of each shard of the stage by the sum.
-
-        Every row is added up in the order of the shards, whoever shares the batch.
-        """
+        """All-reduce within the stage, in the order of the shards for every row."""
         if self.shard.size == 1:
             return
         summands = self._gather_all(summand)
@@ -157,10 +135,9 @@ class Ranks:
             summand.copy_(total)
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
-        """Put the [R, C] of each shard of the stage side by side, in the stage's first process.
+        """Concatenate the [R, C] of the stage's shards to [R, size * C] in its first process.
 
-        Returns:
-            [R, size * C]; in the other processes [0, size * C].
+        The others get [0, size * C].
         """
         size, (num_rows, num_columns) = self.shard.size, columns.shape
         if size == 1:
@@ -172,10 +149,7 @@ class Ranks:
         return parts.transpose(0, 1).reshape(-1, size * num_columns)
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Hand hidden states to the next stage, without waiting until it wants them.
-
-        Those of the step before have to be gone: a stage is never more than one step ahead.
-        """
+        """Send hidden states to the next stage in the background, at most one step ahead."""
         process = replace(self.shard, stage=self.shard.stage + 1).process
         if self._nccl is not None:
             return self._nccl.send(hidden, process)
@@ -185,16 +159,16 @@ class Ranks:
         self._sending = self._sender.submit(exchange, message, [], self._timeout_s)
 
     def receive(self, hidden: torch.Tensor) -> None:
-        """Fill `hidden` with what the stage before hands on."""
+        """Fill `hidden` with the hidden states of the stage before."""
         process = replace(self.shard, stage=self.shard.stage - 1).process
         if self._nccl is not None:
             return self._nccl.receive(hidden, process)
         exchange([], [(self._step(process), _bytes_of(hidden))], self._timeout_s)
 
     def _gather_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor of each shard of the stage; those of others until the next call."""
+        """Return the tensor of each shard of the stage, valid until the next call."""
         size, num_bytes = self.shard.size, tensor.numel() * tensor.itemsize
-        if len(self._room) < size * num_bytes:  # made again for each, it would cost page faults
+        if len(self._room) < size * num_bytes:  # a new buffer each time would cost page faults
             self._room = tensor.new_empty(size * num_bytes, dtype=torch.uint8)
         parts = [
             self._room[it * num_bytes : (it + 1) * num_bytes].view(tensor.dtype).view(tensor.shape)
@@ -204,10 +178,10 @@ class Ranks:
             self._nccl.gather_all(tensor, parts)
             return parts
         parts[self.shard.rank] = tensor
-        beside, message = self._beside, _bytes_of(tensor)
+        others, message = self._stage_connections, _bytes_of(tensor)
         exchange(
-            [(it, message) for it in beside.values()],
-            [(it, _bytes_of(parts[rank])) for rank, it in beside.items()],
+            [(it, message) for it in others.values()],
+            [(it, _bytes_of(parts[rank])) for rank, it in others.items()],
             self._timeout_s,
         )
         return parts
@@ -217,9 +191,9 @@ class Ranks:
         if self._nccl is not None:
             return self._nccl.gather(columns, parts)
         if self.shard.rank > 0:
-            return exchange([(self._beside[0], _bytes_of(columns))], [], self._timeout_s)
+            return exchange([(self._stage_connections[0], _bytes_of(columns))], [], self._timeout_s)
         parts[0].copy_(columns)
-        received = [(it, _bytes_of(parts[rank])) for rank, it in self._beside.items()]
+        received = [(it, _bytes_of(parts[rank])) for rank, it in self._stage_connections.items()]
         exchange([], received, self._timeout_s)
 
     def _step(self, process: int) -> Connection:
@@ -227,11 +201,10 @@ class Ranks:
 
     @property
     def _others(self) -> list[Connection]:
-        """In the leader: the connections to all others."""
         return [self._step(it) for it in range(1, self.shard.size * self.shard.stages)]
 
     @property
-    def _beside(self) -> dict[int, Connection]:
+    def _stage_connections(self) -> dict[int, Connection]:
         """The connections to the other shards of the stage, by their rank."""
         shards = (replace(self.shard, rank=it) for it in range(self.shard.size))
         return {it.rank: self._step(it.process) for it in shards if it.rank != self.shard.rank}

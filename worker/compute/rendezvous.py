@@ -1,8 +1,8 @@
-"""How the processes of a model find each other, agree on settings, and connect.
+"""The meeting of a model's processes: they find each other, compare settings, and connect.
 
-Process 0 listens where they meet, and the others call it.  All are there and have the same settings
-before any connects to another: a process that waits for one that computes something else would
-wait for long.  Until then a signal can end the wait.  Nobody listens after the meeting.
+Process 0 listens at the rendezvous, and the others call it.  Only when all are there, with the same
+settings, do they connect to each other.  Until then a signal can end the wait.  Afterwards no
+process listens.
 
     file:///PATH        a Unix socket of that name, for this user alone; others add .1, .2, ...
     abstract://NAME     the same under names that are in no file system, which Linux has
@@ -32,7 +32,7 @@ from worker.model.shard import Shard
 Connections = dict[tuple[int, Purpose], Connection]
 Settings = Mapping[str, object]
 
-# How often to look whether process 0 has come; a signal is noticed as late as that.
+# The interval of attempts to reach process 0, and the longest delay of a signal.
 _LOOK_S: Final = 0.05
 _LENGTH: Final = struct.Struct("<I")
 MAX_MESSAGE_BYTES: Final = 1 << 20
@@ -41,8 +41,6 @@ _EVERYWHERE: Final = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
 class Address(NamedTuple):
-    """An address that a socket of this family binds or connects to."""
-
     family: socket.AddressFamily
     place: Any
 
@@ -54,23 +52,23 @@ def meet(
 
     Args:
         rendezvous: One of the URLs above.
-        settings: What must be the same in all, under the names that an operator knows.
-        secret: What only processes of this worker know.  Without one everybody who reaches a port
-            is trusted, and messages cross the network as they are.
+        settings: Must be equal in all processes; the names are those that an operator knows.
+        secret: The secret of this worker's processes.  Without one everybody who reaches a port is
+            trusted, and messages cross the network unsealed.
 
     Raises:
-        ValueError: Another is here already as this process, or has other settings or secret.
-        TimeoutError: Not all have come.
-        ProcessLost: One that had come is gone.
-        OSError: The place cannot be opened.
+        ValueError: This process has come twice, or has other settings or another secret.
+        TimeoutError: A process has not come.
+        ProcessLost: A process that had come is gone.
+        OSError: The address cannot be opened.
     """
     return asyncio.run(_Meeting(rendezvous, shard, settings, timeout_s, secret).hold())
 
 
-def connections_beside(size: int, stages: int) -> list[Caller]:
-    """Return which connections are made beside the first ones, of each process to process 0.
+def other_connections(size: int, stages: int) -> list[Caller]:
+    """Return the connections besides the first one of each process to process 0.
 
-    Shards of a stage add up their summands, and a shard hands on to the same of the next stage.
+    Shards of a stage add up their summands, and a shard sends to the same shard of the next stage.
     """
     shards = [Shard.of_process(it, size, stages) for it in range(size * stages)]
     found = list[Caller]()
@@ -92,7 +90,7 @@ class _Meeting:
     ) -> None:
         self._rendezvous, self._settings, self._secret = rendezvous, settings, secret
         self._number, self._count = shard.process, shard.size * shard.stages
-        self._beside = connections_beside(shard.size, shard.stages)
+        self._others = other_connections(shard.size, shard.stages)
         self._deadline = time.monotonic() + timeout_s
         self._is_sealed = bool(secret) and rendezvous.startswith("tcp://")
         self._made: Connections = {}
@@ -110,23 +108,23 @@ class _Meeting:
 
     async def _lead(self) -> None:
         family, place = _find(self._rendezvous)
-        # The name of this machine may lead to its loopback, here alone.
+        # The name of this machine may resolve to its loopback, only here.
         if family != socket.AF_UNIX and ip_address(place[0]).is_loopback:
             place = (_EVERYWHERE[family], *place[1:])
         listener, secret = self._listen(Address(family, place)), secrets.token_bytes()
         addresses: dict[int, Any] = {}
 
         def greet(other: Connection) -> None:
-            theirs = self._hear(other)
+            theirs = self._receive(other)
             addresses[other.peer] = theirs["address"]
-            self._tell(other, {"settings": self._settings, "secret": secret.hex()})
+            self._send(other, {"settings": self._settings, "secret": secret.hex()})
             self._compare(theirs["settings"], other.peer)
 
         await self._admit(listener, [Caller(it, 0) for it in range(1, self._count)], greet)
         for other in self._made.values():
-            self._tell(other, list(addresses.items()))
+            self._send(other, list(addresses.items()))
         listener.secret = secret
-        await self._admit(listener, self._beside)
+        await self._admit(listener, self._others)
 
     async def _follow(self) -> None:
         first = await self._call(Caller(self._number, 0), self._secret)
@@ -138,18 +136,18 @@ class _Meeting:
             own = Address(family, (host, 0, *scope))
         listener = self._listen(own)
         address = own.place if family == socket.AF_UNIX else listener.socket.getsockname()
-        self._tell(first, {"settings": self._settings, "address": address})
-        theirs = self._hear(first)
+        self._send(first, {"settings": self._settings, "address": address})
+        theirs = self._receive(first)
         self._compare(theirs["settings"], 0)
-        addresses = dict(self._hear(first))  # once all have come
+        addresses = dict(self._receive(first))  # once all have come
         listener.secret = bytes.fromhex(theirs["secret"])
-        for it in self._beside:
+        for it in self._others:
             if it.caller == self._number:
                 place = addresses.get(it.called)  # of process 0 it is known
                 place = tuple(place) if isinstance(place, list) else place
                 called = Address(family, place) if place else None
                 await self._call(it, listener.secret, called)
-        await self._admit(listener, self._beside)
+        await self._admit(listener, self._others)
 
     async def _admit(
         self,
@@ -157,7 +155,6 @@ class _Meeting:
         callers: Iterable[Caller],
         greet: Callable[[Connection], None] | None = None,
     ) -> None:
-        """Wait for those that call this process."""
         listener.missing = {it for it in callers if it.called == self._number}
         try:
             async with asyncio.timeout(self._left_s()), aclosing(listener.admit()) as admitted:
@@ -172,7 +169,7 @@ class _Meeting:
     async def _call(
         self, caller: Caller, secret: bytes, address: Address | None = None
     ) -> Connection:
-        """Connect to a process that listens at the address, or where all meet, or will soon."""
+        """Connect to a process at the address or the rendezvous; retry until it listens."""
         while True:
             family, place = address or _find(self._rendezvous)
             sock = socket.socket(family)
@@ -207,7 +204,7 @@ class _Meeting:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 raise ValueError(
-                    f"a worker meets, or has met, at --rendezvous {self._rendezvous}; give each "
+                    f"--rendezvous {self._rendezvous} is in use, or was used before; give each "
                     "worker and each start a new file, or a port of its own"
                 ) from None
             if not place.startswith("\0"):
@@ -224,17 +221,17 @@ class _Meeting:
                     f"process {self._number} and {theirs.get(name)} for process {other}"
                 )
 
-    def _tell(self, other: Connection, words: object) -> None:
-        message = json.dumps(words).encode()
+    def _send(self, other: Connection, content: object) -> None:
+        message = json.dumps(content).encode()
         for part in (_LENGTH.pack(len(message)), message):
             exchange([(other, part)], [], self._left_s())
 
-    def _hear(self, other: Connection) -> Any:
+    def _receive(self, other: Connection) -> Any:
         length = bytearray(_LENGTH.size)
         exchange([], [(other, memoryview(length))], self._left_s())
         (num_bytes,) = _LENGTH.unpack(length)
         if num_bytes > MAX_MESSAGE_BYTES:
-            raise ProcessLost(f"process {other.peer} has sent what is no message")
+            raise ProcessLost(f"process {other.peer} sent a message of {num_bytes} bytes")
         message = bytearray(num_bytes)
         exchange([], [(other, memoryview(message))], self._left_s())
         return json.loads(message)

@@ -1,7 +1,4 @@
-"""The forward pass of one shard: what `worker.compute.transformer` computes, with others.
-
-Every process of a model computes every step, in the same order.
-"""
+"""The forward pass of one shard; every process of a model computes every step, in one order."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ from worker.model.weights import Weights
 
 
 class ShardedTransformer(Transformer):
-    """Computes the part of a model that its weights are; its logits are the leader's alone.
-
-    Attributes are those of `worker.compute.transformer.Transformer`; the config is its part's.
-    """
+    """Computes the part of a model that its weights are; only the leader has logits."""
 
     def __init__(self, weights: Weights, ranks: Ranks) -> None:
         super().__init__(weights)
@@ -29,14 +23,14 @@ class ShardedTransformer(Transformer):
             hidden = self._empty(len(token_ids), self.config.hidden_size)
             self._ranks.receive(hidden)
             return hidden
-        # Each shard has the rows of some tokens; of all others it adds zero.
+        # Each shard has the rows of some tokens, and adds zero for all others.
         rows = self._shard.rows(token_ids, self.config.vocab_size)
         hidden = super()._embed(rows.clamp(min=0))
         hidden.masked_fill_((rows < 0)[:, None], 0)
         self._ranks.add_up(hidden)
         return hidden
 
-    def _whole(self, summand: torch.Tensor) -> torch.Tensor:
+    def _all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
         self._ranks.add_up(summand)
         return summand
 

@@ -1,7 +1,7 @@
-"""Memory that other processes of this machine may read: no file, sealed, gone with who uses it.
+"""Memory that other processes of this machine may map to read: a sealed memfd of Linux.
 
-It is a memfd of Linux.  Whoever gets its descriptor can map it to read and no other way, and its
-size never changes.  Where a system has none, a cache keeps its KV in memory of its own alone.
+Its descriptor allows nothing but reading, its size never changes, and the last user frees it.  On
+other systems a cache keeps its KV in private memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from wire.parts import Buffer
 from wire.transfer import running_digest
 
 Bytes = npt.NDArray[np.uint8]
-# Copies each source to its target and returns the digest of the copies, seeded; None if it cannot.
+# Copies each source to its target and returns the seeded digest of the copies; None if it cannot.
 CopyDigested = Callable[[Sequence[tuple[Bytes, Bytes]], int], int | None]
 
-# From <linux/fcntl.h>; Python has names for some only, and none on other systems.
+# From <linux/fcntl.h>; Python names only some of them, and none on other systems.
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SEAL: Final = 0x1
@@ -36,28 +36,26 @@ _SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WR
 
 
 class HostMemory:
-    """Memory of the host: `bytes` is all of it; to write if it is our own."""
+    """Host memory: `bytes` is all of it, writable if it is our own."""
 
     kind: Final = "host"
     about: Final = b""
 
     def __init__(self, memory: Bytes, copy_digested: CopyDigested | None = None) -> None:
-        """`copy_digested` does what `copy` does, faster."""
         self.bytes, self.address = memory, address_of(memory)
         self._copy_digested = copy_digested
 
     def __len__(self) -> int:
         return len(self.bytes)
 
-    def pieces(self, places: Sequence[int], size: int) -> list[Bytes]:
-        """Return what lies at these places."""
+    def chunks(self, places: Sequence[int], size: int) -> list[Bytes]:
         return [self.bytes[place : place + size] for place in places]
 
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
-        """Return the XXH3-64 of pieces of so many bytes, one after the other."""
+        """Return the XXH3-64 of concatenated chunks."""
         digest = running_digest(seed)
-        for piece in self.pieces(places, size):
-            digest.update(piece.data)
+        for chunk in self.chunks(places, size):
+            digest.update(chunk.data)
         return digest.intdigest()
 
     def copy(
@@ -68,9 +66,9 @@ class HostMemory:
         targets: Sequence[int],
         seed: int,
     ) -> int:
-        """Copy pieces to other memory; return the digest of the copies, not of what lies here."""
-        copies = target.pieces(targets, size)
-        pairs = list(zip(self.pieces(places, size), copies, strict=True))
+        """Copy chunks; the digest is that of the copies, as the source may change meanwhile."""
+        copies = target.chunks(targets, size)
+        pairs = list(zip(self.chunks(places, size), copies, strict=True))
         if self._copy_digested is not None:
             found = self._copy_digested(pairs, seed)
             if found is not None:
@@ -82,15 +80,14 @@ class HostMemory:
         return digest.intdigest()
 
     def room(self, num_bytes: int) -> HostMemory:
-        """Return memory for copies."""
         return HostMemory(np.empty(num_bytes, np.uint8))
 
 
 class SharedMemory(HostMemory):
-    """Zeros at first, of our own; `descriptor` opens it to read only.
+    """Zeroed memory of our own; `descriptor` opens it to read only.
 
     Raises:
-        OSError: The system has no such memory, or not so much.
+        OSError: The system does not support it, or lacks memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -101,7 +98,7 @@ class SharedMemory(HostMemory):
             with suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is `advise`
             super().__init__(np.frombuffer(mapping, np.uint8))
-            # After our own mapping, which goes on being written to: nobody gets another such.
+            # After our own mapping, which stays writable: later ones cannot be.
             _control(descriptor, _F_ADD_SEALS, _SEALS)
             self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
@@ -112,13 +109,9 @@ class SharedMemory(HostMemory):
 def zeros(
     *wanted: tuple[tuple[int, ...], Any],
 ) -> tuple[list[npt.NDArray[Any]], SharedMemory | None]:
-    """Return arrays of zeros, and the memory they all lie in; None where there is no such memory.
-
-    Args:
-        wanted: Shape and dtype of each.
-    """
+    """Allocate zeroed arrays of these shapes and dtypes, in shared memory if there is any."""
     sizes = [int(np.prod(shape, dtype=np.int64)) * np.dtype(it).itemsize for shape, it in wanted]
-    # Each begins at a page, as arrays of their own would.
+    # Each begins at a page, as a separate array would.
     ends = list(accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
     try:
         if sys.platform != "linux" or not ends[-1]:
@@ -135,17 +128,14 @@ def zeros(
 
 
 def address_of(memory: Buffer | Bytes) -> int:
-    """Return where memory of the host begins."""
     return np.frombuffer(memory, np.uint8).ctypes.data
 
 
 def map_memory(descriptor: int) -> Bytes:
-    """Map memory of another process, to read.  The descriptor is still the caller's to close.
-
-    The other process may write to it at any time; it cannot take any of it away.
+    """Map memory of another process, which may write to it but not shrink it.
 
     Raises:
-        OSError: It is no such memory, or not sealed against getting smaller.
+        OSError: It is no such memory, or not sealed against shrinking.
     """
     if not _control(descriptor, _F_GET_SEALS, 0) & _F_SEAL_SHRINK:
         raise PermissionError("the memory is not sealed against getting smaller")
@@ -157,7 +147,6 @@ def map_memory(descriptor: int) -> Bytes:
 
 
 def _control(descriptor: int, command: int, argument: int) -> int:
-    # Not on every system; imported where it is needed.
-    import fcntl
+    import fcntl  # not on every system
 
     return fcntl.fcntl(descriptor, command, argument)

@@ -1,10 +1,9 @@
-"""Where states of sequences lie: a slot for each state that is kept, found by block and position.
+"""The slots of sequences' states, found by block and position.
 
-A state is named by the tokens before it: by the block of the last of them, and how many there are.
-There are far fewer slots than blocks, for a state may take as much as thousands of tokens' KV.
-The engine says which states are needed no more (`worker.engine.states`), and leaves enough slots
-free for a step.  Bookkeeping only; the bytes are the cache's.  All that changes it is called by the
-engine's thread.
+A state is identified by the tokens before it: the block of the last one, and their number.  There
+are far fewer slots than blocks, as a state may be as large as the KV of thousands of tokens.  The
+engine frees states (`worker.engine.states`) and leaves enough slots for a step.  This is only
+bookkeeping, changed by the engine's thread alone; the cache has the bytes.
 """
 
 from __future__ import annotations
@@ -33,24 +32,19 @@ class StateSlots:
         return len(self._free)
 
     def __contains__(self, block: int) -> bool:
-        """Whether a state lies with a block."""
         return block in self._slots
 
     @property
     def blocks(self) -> frozenset[int]:
-        """Those with which a state lies."""
+        """The blocks that have a state."""
         return frozenset(self._slots)
 
     def has(self, block: int, position: int) -> bool:
-        """Whether the state after so many tokens is there, the last of them in this block."""
+        """Return whether there is a state after `position` tokens, the last one in this block."""
         return position in self._slots.get(block, ())
 
     def find(self, block_table: Sequence[int] | Int32, position: int) -> int:
-        """Return the slot of a sequence's state after so many tokens.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Return the slot of a sequence's state after so many tokens, or raise ValueError."""
         block = self._block(block_table, position)
         slot = self._slots.get(block, {}).get(position)
         if slot is None:
@@ -58,36 +52,32 @@ class StateSlots:
         return slot
 
     def take(self, block_table: Sequence[int] | Int32, position: int) -> int:
-        """Return a slot for the state after so many tokens; the same one if it is taken twice.
-
-        Raises:
-            IndexError: None is free.
-        """
+        """Return the slot for the state after so many tokens; IndexError if none is free."""
         of_block = self._slots.setdefault(self._block(block_table, position), {})
         if position not in of_block:
             of_block[position] = self._free.pop()
         return of_block[position]
 
     def forget(self, block: int, *, but: int | None = None) -> None:
-        """Give back the slots of the states that lie with a block; not of that after `but`."""
+        """Free the slots of a block's states, except the state after `but` tokens."""
         of_block = self._slots.pop(block, {})
         if but in of_block:
             self._slots[block] = {but: of_block.pop(but)}
         self._free.extend(of_block.values())
 
     def runs(self, query_starts: Int32, context_lens: Int32, block_tables: Int32) -> list[Run]:
-        """Return the runs of a step, and take slots for the states behind them.
+        """Return the runs of a step, and take slots for the states at their ends.
 
-        What a sequence computes is one run; but if a block becomes full before its end and there is
-        a slot to spare, the state behind the last such block is kept as well, so that others can go
-        on from it: those with the same prompt, too, who have to compute its last token.
+        A sequence has one run; but if it fills a block before its end and there is a spare slot, a
+        second run keeps the state at the end of its last full block for other sequences, also for
+        those with the same prompt, which still compute its last token.
 
         Args:
-            query_starts: [S + 1] the first row of each sequence, and the number of all.
-            context_lens: [S] the tokens of each sequence, those of the step included.
+            query_starts: [S + 1] the first row of each sequence, and the number of rows.
+            context_lens: [S] the tokens of each sequence, including those of the step.
             block_tables: [S, M].
         """
-        # Each sequence needs one slot; what is left is for states at ends of blocks.
+        # Each sequence needs one slot; the others are for states at ends of blocks.
         spare = self.num_free - len(context_lens)
         runs: list[Run] = []
         rows = query_starts.tolist()
@@ -97,7 +87,7 @@ class StateSlots:
             first, before = end - (stop - start), None
             if first:
                 before = self.find(table, first)
-                # A sequence that goes on from here needs nothing from before.
+                # A sequence that continues from here needs no earlier state.
                 self.forget(self._block(table, first), but=first)
             border = (end - 1) // self._block_size * self._block_size
             if first < border and spare > 0:
@@ -109,5 +99,4 @@ class StateSlots:
         return runs
 
     def _block(self, block_table: Sequence[int] | Int32, position: int) -> int:
-        """Return the block of the last of so many tokens."""
         return int(block_table[(position - 1) // self._block_size])

@@ -1,8 +1,7 @@
 """The forward pass over paged KV by torch and the kernels, on any device.
 
-One step of a transformer of the Llama family computes T tokens of any number of sequences side by
-side; only the kernels of attention need to know which token belongs to which sequence.  No autograd
-and no torch modules: tensors and functions.
+One step computes T tokens of any number of sequences; only the kernels of attention need to know
+which token belongs to which sequence.  No autograd and no torch modules: tensors and functions.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from worker.model.weights import Attention, DeltaNet, Weights
 
 
 class Transformer:
-    """Computes in the dtype of the weights it is given.
+    """Computes in the dtype of its weights.
 
     Attributes:
-        kv_dtype: What keys and values are kept in.
-        dtype: What is computed in.
-        arithmetic: What its numbers depend on, beside the tensors (`arithmetic_of`).
-        parameter_bytes: What the tensors of the checkpoint took when they were read.
+        arithmetic: See `arithmetic_of`.
+        parameter_bytes: The size of the checkpoint's tensors when they were read.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -44,7 +41,7 @@ class Transformer:
         self._ropes = list(dict.fromkeys(layer.rope for layer in self.config.layers))
         frequencies = [inverse_frequencies(rope, self.device) for rope in self._ropes]
         self._frequencies = torch.stack(frequencies)
-        # Where in its pool of KV each layer lies that has attention, the others in that of states.
+        # The index of each layer in its pool of KV, or in that of states.
         in_pool, in_states = iter(places(self.config.windows)), count()
         self._places = [
             next(in_pool if layer.delta is None else in_states) for layer in self.config.layers
@@ -65,9 +62,9 @@ class Transformer:
         Args:
             token_ids: [T] on the device; `positions` likewise.
             pool: [N, L, 2, Hkv, B, D] of the layers that see every position, in the order of
-                `worker.compute.pool_shape`; that of the others is `batch.windowed`'s.
-            rows: [R] tokens whose logits are wanted; None for all of them.
-            out: [R, vocab] float32, where to write the logits; None for a new tensor.
+                `worker.compute.pool_shape`; the others' pool is in `batch.windowed`.
+            rows: [R] tokens whose logits are computed; None for all of them.
+            out: [R, vocab] float32 for the logits; None for a new tensor.
 
         Returns:
             [R, vocab] float32 logits, valid until the next step.
@@ -86,32 +83,29 @@ class Transformer:
                 added = self._attention(
                     layer.attention, layer.config, normed, rotation, pool, place, batch
                 )
-            added = self._whole(added)
+            added = self._all_reduce(added)
             if layer.attention_post_norm is not None:
                 added = kernels.rms_norm(added, layer.attention_post_norm, eps)
             normed = kernels.add_rms_norm(hidden, added, layer.mlp_norm, eps)
-            added = self._whole(layer.mlp(normed))
+            added = self._all_reduce(layer.mlp(normed))
             if layer.mlp_post_norm is not None:
                 added = kernels.rms_norm(added, layer.mlp_post_norm, eps)
             normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
         logits = self._logits(hidden, normed if rows is None else normed[rows])
         return logits.float() if out is None else out.copy_(logits)
 
-    # What a process that has a part of the model does with others: `worker.compute.sharded`.
+    # `worker.compute.sharded` overrides these three.
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return what the first layer reads."""
         hidden = embedding(token_ids, self._weights.embed)
         if self._embedding_scale != 1:
             hidden *= self._embedding_scale
         return hidden
 
-    def _whole(self, summand: torch.Tensor) -> torch.Tensor:
-        """Return what a layer adds, given what this process has computed of it."""
+    def _all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
         return summand
 
     def _logits(self, _hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the wanted rows, given what the last layer left."""
         return linear(normed, self._weights.head)
 
     def _attention(
@@ -126,7 +120,7 @@ class Transformer:
     ) -> torch.Tensor:
         config, window = self.config, own.window
         if window is not None:
-            assert batch.windowed is not None, "layers with a window are given their pool"
+            assert batch.windowed is not None, "layers with a window need their pool"
             pool, batch = batch.windowed
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
         gates_from = config.num_heads + 2 * config.num_kv_heads
@@ -146,7 +140,7 @@ class Transformer:
         self, layer: DeltaNet, hidden: torch.Tensor, place: int, batch: PagedBatch
     ) -> torch.Tensor:
         states, heads, eps = batch.states, layer.config, self.config.norm_eps
-        assert states is not None, "layers that keep a state are given the states of a step"
+        assert states is not None, "layers with a state need the states of a step"
         number, per_key, depth = heads.num_heads, heads.values_per_key, heads.key_dim
         # In float32 from here to the norm, whatever the model's dtype.
         rows, betas = layer.inputs(hidden).float().tensor_split((-2 * number * per_key,), dim=1)
@@ -158,7 +152,7 @@ class Transformer:
         seen = torch.unflatten(seen, -1, (heads.channels, -1))
         mixed = convolve(mixed, layer.convolution, seen, states)
         query, key, value = mixed.tensor_split((depth, 2 * depth), dim=-1)
-        found = delta_rule(
+        output = delta_rule(
             _unit(query) * depth**-0.5,
             _unit(key),
             torch.unflatten(value, -1, (per_key, -1)),
@@ -167,11 +161,11 @@ class Transformer:
             torch.unflatten(matrices, -1, (per_key, depth, -1)),
             states,
         )
-        normed = torch_rms_norm(found, (heads.value_dim,), layer.norm, eps)
+        normed = torch_rms_norm(output, (heads.value_dim,), layer.norm, eps)
         gated = normed * silu(torch.unflatten(gate, -1, (per_key, -1)))
         return layer.out(gated.flatten(1).to(hidden.dtype))
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
-    """Return the heads with length 1, or nearly so if they are short."""
+    """Normalize heads to length 1."""
     return heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

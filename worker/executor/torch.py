@@ -47,7 +47,7 @@ _PROMPT_ON_GPU = 64
 class Step(NamedTuple):
     """One step for `worker.compute.transformer.Transformer.forward`, in host memory.
 
-    Pipeline stages may compute it as `num_pieces` microbatches (`worker.parallel.microbatches`).
+    Pipeline stages may compute it as `num_microbatches` parts (`worker.parallel.microbatches`).
     `runs` locate the states; `windowed` is the batch for layers with a window.
     """
 
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     positions: torch.Tensor
     rows: torch.Tensor
     batch: PagedBatch
-    num_pieces: int = 1
+    num_microbatches: int = 1
     runs: Sequence[Run] = ()
     windowed: PagedBatch | None = None
 

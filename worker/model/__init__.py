@@ -1,1 +1,1 @@
-"""What a model is: read from Hugging Face directories, and cut for several processes."""
+"""Reads models from Hugging Face directories, and cuts them for several processes."""

@@ -1,8 +1,8 @@
-"""What a Hugging Face directory says about its model, as data the transformer needs.
+"""Reads the config.json of a Hugging Face directory into the data that the transformer needs.
 
-What families (`worker.model.families`) differ in is a field of `ModelConfig`, what layers differ in
-is one of `LayerConfig`: the transformer never asks which family it runs.  Anything this module does
-not know how to honour is refused with an error that names the key, never ignored.
+Differences between families (`worker.model.families`) are fields of `ModelConfig`, those between
+layers fields of `LayerConfig`: the transformer never asks which family it runs.  A key that cannot
+be honoured is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker.model.rope import Rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 ACTIVATIONS: Final = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Keys that would change what is computed, and that no family here has switched on.
+# Keys that would change the computation, and that no family here switches on.
 REFUSED: Final = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -30,13 +30,13 @@ REFUSED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What a layer may have otherwise than its neighbours.
+    """The fields in which layers of one model differ.
 
     Attributes:
         window: How many positions a query sees, its own included; None: all.
-        rope: How queries and keys are rotated.
-        experts: What its feed-forward is made of; None: it is one, for all tokens.
-        delta: The heads of its delta net, which keeps a state; None: it has attention.
+        rope: The rotation of queries and keys.
+        experts: None: the feed-forward is dense.
+        delta: None: the layer has attention instead of a delta net.
     """
 
     window: int | None
@@ -50,16 +50,14 @@ class ModelConfig:
     """One model's shape.
 
     Attributes:
-        intermediate_size: Of feed-forwards that are not made of experts.
-        attention_scale: What products of queries and keys are multiplied by.
-        norm_shift: What is added to the weights of norms.
+        intermediate_size: The size of dense feed-forwards.
+        attention_scale: The factor on products of queries and keys.
+        norm_shift: The number added to the weights of norms.
         has_sinks: Whether each head has a score that takes part in the softmax without a value.
-        has_output_gate: Whether what attention finds is gated.
-        post_norms: Whether what attention and feed-forward add is normalized, too.
-        embedding_scale: What embeddings are multiplied by.
-        is_multimodal: Whether the checkpoint has more than the text part, which alone is read.
+        has_output_gate: Whether the output of attention is gated, by rows next to each query's.
+        post_norms: Whether the outputs of attention and feed-forward are normalized.
+        is_multimodal: Whether the checkpoint has other parts than text, which are not read.
         dtype: The checkpoint's.
-        eos_token_ids: Any of them ends a text.
     """
 
     family: str
@@ -90,7 +88,6 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
         return len(self.layers)
 
     @property
@@ -146,10 +143,10 @@ def _parse(config: Keys, eos_token_ids: frozenset[int]) -> ModelConfig:
     bias, o_bias = family.attention_bias, False
     if bias is None:
         bias = o_bias = flag(config, "attention_bias", default=family.is_biased)
-    try:
-        ropes = family.ropes(config, head_dim, max_positions)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
+    ropes = family.ropes(config, head_dim, max_positions)
+    query_scalar = float(head_dim)
+    if family.query_scalar is not None:
+        query_scalar = positive(config, "query_pre_attn_scalar", family.query_scalar)
     num_layers = count(config, "num_hidden_layers")
     windows, experts = family.windows(config, num_layers), family.experts(config, num_layers)
     delta = family.delta(config, num_layers)
@@ -168,7 +165,7 @@ def _parse(config: Keys, eos_token_ids: frozenset[int]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        attention_scale=_query_scalar(config, family, head_dim) ** -0.5,
+        attention_scale=query_scalar**-0.5,
         norm_eps=_norm_eps(config),
         norm_shift=family.norm_shift,
         has_sinks=family.has_sinks,
@@ -203,22 +200,14 @@ def _is_mxfp4(config: Keys) -> bool:
 
 def _activation(config: Keys, family: Family) -> Activation:
     if family.is_clamped:
-        steep, limit = (
-            positive(config, "swiglu_alpha", 1.702),
-            positive(config, "swiglu_limit", 7.0),
-        )
+        steep = positive(config, "swiglu_alpha", 1.702)
+        limit = positive(config, "swiglu_limit", 7.0)
         return Activation(steep, 0.0, limit=limit, shift=1.0)
     name = config.get(family.activation_key, family.activation)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         allowed = ", ".join(ACTIVATIONS)
         raise ModelError(f"{family.activation_key} is {name!r}, not one of {allowed}")
     return ACTIVATIONS[name]
-
-
-def _query_scalar(config: Keys, family: Family, head_dim: int) -> float:
-    if family.query_scalar is None:
-        return float(head_dim)
-    return positive(config, "query_pre_attn_scalar", family.query_scalar)
 
 
 def _num_kv_heads(config: Keys, family: Family, num_heads: int) -> int:

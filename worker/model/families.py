@@ -1,7 +1,6 @@
-"""The families of models: what each `model_type` implies where config.json is silent.
+"""The families of models: the defaults and rules of each `model_type`.
 
-A family is a row of `FAMILIES`: mostly a choice among what others have as well.  What its layers
-differ in is read by its functions.
+A family is a row of `FAMILIES`.  Its functions read the differences between layers.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ Windows = tuple[int | None, ...]
 
 
 class Ropes(NamedTuple):
-    """How heads are rotated in layers that see all positions, and in those that have a window."""
+    """The rotation in layers that see all positions, and in those with a window."""
 
     everywhere: Rope
     windowed: Rope
 
 
-def no_windows(_keys: Keys, num_layers: int) -> Windows:
-    """Every layer sees all positions."""
+def on_no_layer(_keys: Keys, num_layers: int) -> tuple[None, ...]:
+    """No layer has a window, or experts, or a state."""
     return (None,) * num_layers
 
 
@@ -38,7 +37,7 @@ def same_window(keys: Keys, num_layers: int) -> Windows:
 def same_window_if_used(keys: Keys, num_layers: int) -> Windows:
     """With `use_sliding_window`, every layer has `sliding_window`."""
     is_used = flag(keys, "use_sliding_window")
-    return (same_window if is_used else no_windows)(keys, num_layers)
+    return same_window(keys, num_layers) if is_used else on_no_layer(keys, num_layers)
 
 
 def windows_if_used(keys: Keys, num_layers: int) -> Windows:
@@ -55,23 +54,21 @@ def windows_between(keys: Keys, num_layers: int) -> Windows:
 
 
 def windows_by_turns(keys: Keys, num_layers: int) -> Windows:
-    """Layers by `layer_types`, or every second, the first among them."""
+    """Layers by `layer_types`, or every second from the first on."""
     return _by_type(keys, num_layers, _window(keys, 128), lambda layer: layer % 2 == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward in parts, of which each token goes to some.
+    """A mixture of experts: a router sends each token to `top_k` of them.
 
     Attributes:
-        num_experts: How many there are.
-        top_k: How many of them a token goes to.
-        intermediate_size: Of each of them.
-        is_normalized: Whether the shares of a token's experts add up to 1.
-        has_bias: Whether they, and what chooses among them, add a bias to their products.
-        is_stacked: Whether a checkpoint has one matrix of all, turned over, where rows of gate and
-            up alternate.
-        shared_size: Of one that every token goes to as well, by its own gate; 0: there is none.
+        intermediate_size: The size of each expert.
+        is_normalized: Whether the weights of a token's experts add up to 1.
+        has_bias: Whether experts and router have biases.
+        is_stacked: Whether a checkpoint has one transposed matrix of all experts, in which rows of
+            gate and up alternate.
+        shared_size: The size of the expert that every token goes to, with its own gate; 0: none.
     """
 
     num_experts: int
@@ -83,13 +80,8 @@ class Experts:
     shared_size: int = 0
 
 
-# Of each layer; None: its feed-forward is one.
+# For each layer; None: its feed-forward is dense.
 ExpertLayers = tuple[Experts | None, ...]
-
-
-def no_experts(_keys: Keys, num_layers: int) -> ExpertLayers:
-    """Every layer has one feed-forward for all tokens."""
-    return (None,) * num_layers
 
 
 def sparse_layers(keys: Keys, num_layers: int) -> ExpertLayers:
@@ -98,17 +90,17 @@ def sparse_layers(keys: Keys, num_layers: int) -> ExpertLayers:
     key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
     num_experts = count(keys, key, 128, minimum=0)
     if num_experts == 0:
-        return no_experts(keys, num_layers)
+        return on_no_layer(keys, num_layers)
     top_k, size = _top_k(keys, 8, num_experts), count(keys, "moe_intermediate_size", 768)
     experts = Experts(num_experts, top_k, size, flag(keys, "norm_topk_prob"))
     return _on_some_layers(experts, keys, num_layers)
 
 
 def sparse_layers_with_shared(keys: Keys, num_layers: int) -> ExpertLayers:
-    """As `sparse_layers`, and every token goes to one more expert, which all share."""
+    """As `sparse_layers`, with a shared expert."""
     num_experts = count(keys, "num_experts", 512, minimum=0)
     if num_experts == 0:
-        return no_experts(keys, num_layers)
+        return on_no_layer(keys, num_layers)
     experts = Experts(
         num_experts,
         _top_k(keys, 10, num_experts),
@@ -130,7 +122,7 @@ def _on_some_layers(experts: Experts, keys: Keys, num_layers: int) -> ExpertLaye
 
 
 def stacked_experts(keys: Keys, num_layers: int) -> ExpertLayers:
-    """Every layer has experts, of `intermediate_size`; their checkpoint has them in one."""
+    """Every layer has experts of `intermediate_size`, stacked in the checkpoint."""
     num_experts = count(keys, "num_local_experts", 128)
     experts = Experts(
         num_experts,
@@ -145,10 +137,10 @@ def stacked_experts(keys: Keys, num_layers: int) -> ExpertLayers:
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The heads of a layer that keeps a state instead of keys and values: a gated delta net.
+    """The heads of a gated delta net, which keeps a state instead of keys and values.
 
     Attributes:
-        num_heads: Of keys; each has `values_per_key` heads of values.
+        num_heads: Key heads; each has `values_per_key` value heads.
         width: How many tokens the convolution before it sees.
     """
 
@@ -160,23 +152,18 @@ class DeltaHeads:
 
     @property
     def channels(self) -> int:
-        """How many numbers of a token the convolution has of one head: query, key and values."""
+        """The size of a head's query, key and values together, which the convolution reads."""
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     @property
     def state_size(self) -> int:
-        """How many numbers one head remembers of all tokens before."""
+        """The size of the state of one head."""
         matrices = self.values_per_key * self.key_dim * self.value_dim
         return self.channels * (self.width - 1) + matrices
 
 
-# Of each layer; None: it has attention.
+# For each layer; None: it has attention.
 DeltaLayers = tuple[DeltaHeads | None, ...]
-
-
-def no_delta(_keys: Keys, num_layers: int) -> DeltaLayers:
-    """Every layer has attention."""
-    return (None,) * num_layers
 
 
 def delta_between(keys: Keys, num_layers: int) -> DeltaLayers:
@@ -205,21 +192,21 @@ def delta_between(keys: Keys, num_layers: int) -> DeltaLayers:
 
 
 def one_rope(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """All layers rotate alike."""
+    """All layers have the same rotation."""
     rope = read_rope(keys, head_dim, max_positions)
     return Ropes(rope, rope)
 
 
 def one_rope_or_yarn(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """All layers rotate alike, by YaRN where config.json does not say."""
-    said = {key: value for key, value in keys.items() if value}
-    if "rope_scaling" not in said and "rope_parameters" not in said:
-        said["rope_scaling"] = _YARN
-    return one_rope({"rope_theta": 150_000.0, **said}, head_dim, max_positions)
+    """All layers have the same rotation; YaRN is the default."""
+    given = {key: value for key, value in keys.items() if value}
+    if "rope_scaling" not in given and "rope_parameters" not in given:
+        given["rope_scaling"] = _YARN
+    return one_rope({"rope_theta": 150_000.0, **given}, head_dim, max_positions)
 
 
 def one_rope_of_a_part(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """All layers rotate alike `partial_rotary_factor` of each head, a quarter by itself."""
+    """All layers rotate `partial_rotary_factor` of each head, a quarter by default."""
     key, parameters = "partial_rotary_factor", keys.get("rope_parameters")
     nested = parameters if isinstance(parameters, dict) else {}
     part = positive({**keys, **nested}, key, 0.25)
@@ -238,9 +225,9 @@ def one_rope_of_a_part(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
 
 
 def ropes_by_type(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """By `rope_parameters` of each type of layer.
+    """Layers rotate by the `rope_parameters` of their type.
 
-    Or, as before transformers 5: `rope_theta` with `rope_scaling`, and `rope_local_base_freq`.
+    Before transformers 5 these were `rope_theta` with `rope_scaling`, and `rope_local_base_freq`.
     """
     by_type, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
     types = ("full_attention", "sliding_attention")
@@ -260,29 +247,21 @@ def ropes_by_type(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
 
 
 class Family(NamedTuple):
-    """What a `model_type` implies.
+    """The defaults and the rules of a `model_type`; see also `worker.model.config.ModelConfig`.
 
     Attributes:
-        num_heads: Where config.json does not say; None: it must; `vocab_size` likewise.
-        num_kv_heads: Likewise; None: as many as query heads.
-        head_dim: Likewise; None: hidden_size / num_attention_heads.
-        max_positions: Likewise.
-        attention_bias: Of query, key and value; None: the key attention_bias decides, for the
-            output as well, and `is_biased` where config.json does not say.
+        num_kv_heads: None: as many as query heads.
+        head_dim: None: hidden_size / num_attention_heads.
+        attention_bias: For query, key and value; None: the key attention_bias decides, for the
+            output as well, with `is_biased` as its default.
         has_mlp_bias: Whether the key mlp_bias counts.
-        qk_norm: Whether queries and keys are normalized, head by head.
-        post_norms: Whether what attention and feed-forward add is normalized, too.
-        norm_shift: What is added to the weights of norms.
-        query_scalar: Where `query_pre_attn_scalar` does not say, whose root queries are divided by;
+        num_heads: None: config.json must name it; `vocab_size` likewise.
+        query_scalar: The default of `query_pre_attn_scalar`, by whose root queries are divided;
             None: the head_dim.
         scaled_embedding: Whether embeddings are multiplied by the root of their size.
-        tied_embeddings: Where `tie_word_embeddings` does not say.
-        has_sinks: Whether each head has a score without a value.
-        has_output_gate: Whether what attention finds is gated, by rows beside each query's.
-        is_clamped: Whether gates have a limit, and are those of `swiglu_alpha`.
-        activation_key: What gates the feed-forward; `activation` where config.json does not say.
+        is_clamped: Whether the gate is the clamped one of gpt-oss, with `swiglu_alpha`.
         windows: Reads the windows of so many layers; `experts` and `delta` likewise.
-        ropes: Reads how heads of such a size are rotated, up to so many positions.
+        ropes: Reads the rotation of heads of this size, up to so many positions.
     """
 
     num_kv_heads: int | None
@@ -304,9 +283,9 @@ class Family(NamedTuple):
     is_clamped: bool = False
     activation_key: str = "hidden_act"
     activation: str = "silu"
-    windows: Callable[[Keys, int], Windows] = no_windows
-    experts: Callable[[Keys, int], ExpertLayers] = no_experts
-    delta: Callable[[Keys, int], DeltaLayers] = no_delta
+    windows: Callable[[Keys, int], Windows] = on_no_layer
+    experts: Callable[[Keys, int], ExpertLayers] = on_no_layer
+    delta: Callable[[Keys, int], DeltaLayers] = on_no_layer
     ropes: Callable[[Keys, int, int], Ropes] = one_rope
 
 
@@ -371,7 +350,7 @@ FAMILIES: Final = {
         ropes=one_rope_or_yarn,
     ),
     "gemma3_text": _GEMMA3,
-    "gemma3": _GEMMA3,  # with pictures, of which nothing is read: see `ModelConfig.is_multimodal`
+    "gemma3": _GEMMA3,  # with images, which are not read: see `ModelConfig.is_multimodal`
 }
 
 
@@ -391,7 +370,7 @@ def _by_type(
 
 
 def _layer_types(keys: Keys, num_layers: int, other: str) -> list[str] | None:
-    """Return what kind each layer is of, full_attention or an `other`; None: nobody says."""
+    """Return the type of each layer, full_attention or `other`; None: the key is missing."""
     types = keys.get("layer_types")
     if types is None:
         return None

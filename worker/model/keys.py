@@ -1,4 +1,4 @@
-"""What the keys of a config.json may hold, and the error that names one which does not."""
+"""Reads a key of a config.json, or raises the error that names it and its wrong value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def count(keys: Keys, key: str, default: int | None = None, *, minimum: int = 1)
 
 
 def flag(keys: Keys, key: str, *, default: bool = False) -> bool:
-    """Return true or false."""
     value = keys.get(key, default)
     if not isinstance(value, bool):
         raise ModelError(f"{key} is {value!r}, not true or false")

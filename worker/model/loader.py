@@ -1,13 +1,14 @@
 """Reads safetensors files, whole or sharded, straight into a model's memory.
 
-Each tensor, or what a shard keeps of it, is copied into the rows it belongs in, which may have
-another dtype, so a model is never in memory twice.  A checkpoint has to fill every tensor and hold
-no other: a model with a part missing would answer with noise.
+Each tensor, or the part of it that a shard keeps, is copied into its rows, which may have another
+dtype, so a model is never in memory twice.  A checkpoint must fill every tensor and hold no other:
+a model with a part missing would answer with noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from worker.model.mxfp4 import BLOCK, BLOCKS, SCALES, widen_into
 from worker.model.shard import WHOLE, Cut, Shard
 from worker.model.weights import Tensors, Weights
 
-# What all tensors are called that belong to no text.
+# The name given to all tensors that do not belong to the text part.
 _NO_TEXT = ""
-# What they begin with that guess tokens further ahead.
+# The prefix of tensors for multi-token prediction.
 _AHEAD = "mtp."
 
 
@@ -46,59 +47,75 @@ def load_weights(
     config = read_config(path)
     dtype = dtype or getattr(torch, config.dtype)
     weights = Weights(config, dtype, device, kv_dtype, shard)
-    missing, halves = weights.named_tensors(), Tensors()
-    cuts = {name: shard.cut(config, name) for name in missing}
+    missing = weights.named_tensors()
     # Some checkpoints with tied embeddings store the output matrix as well.
     ignored = {"lm_head.weight", _NO_TEXT} if config.tied_embeddings else {_NO_TEXT}
     if not shard.is_whole:
         whole = Weights(config, dtype, torch.device("meta")).named_tensors()
         ignored |= whole.keys() - missing.keys()
+    cuts = {name: shard.cut(config, name) for name in missing}
+    loading = _Loading(missing, cuts, ignored, config.is_multimodal)
     for file in checkpoint_files(path):
-        _load_file(file, missing, halves, cuts, ignored, is_multimodal=config.is_multimodal)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                loading.load(tensors)
+        except (SafetensorError, ValueError) as error:
+            raise ModelError(f"{file}: {error}") from error
     if missing:
         raise ModelError(f"{path}: the checkpoint lacks {_some(missing)}")
     weights.finish_loading()
     return weights
 
 
-def _load_file(
-    file: Path,
-    missing: Tensors,
-    halves: Tensors,
-    cuts: Mapping[str, Cut | None],
-    ignored: Set[str],
-    *,
-    is_multimodal: bool,
-) -> None:
-    """Fill what one file holds and strike it from `missing`.
+@dataclass
+class _Loading:
+    """Fills tensors from one file after another and strikes them from `missing`.
 
-    Of a matrix of MXFP4 `halves` keeps what is found first: its blocks, or its scales.
+    `halves` are the blocks or scales of MXFP4 matrices whose other half has not been found yet.
     """
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            held = {_text_name(name) if is_multimodal else name: name for name in tensors.keys()}
-            names = {
-                it
-                for it in held
-                if not it.startswith(_AHEAD) and it not in ignored and _matrix_of(it) not in ignored
-            }
-            for name in sorted(names - missing.keys()):
-                if (matrix := _matrix_of(name)) in missing:
-                    source = tensors.get_slice(held[name])
-                    halves[name] = _half(source, cuts[matrix], file, held[name])
-                    _widen(matrix, missing, halves, cuts[matrix], file)
-                    names.discard(name)
-            extra = {held[it] for it in names - missing.keys() if not it.endswith(".inv_freq")}
-            if extra:
-                raise ModelError(f"{file}: unknown (or repeated) tensors {_some(extra)}")
-            for name in names & missing.keys():
-                target, cut = missing.pop(name), cuts[name]
-                if cut is None:
-                    _fill(target, tensors.get_tensor(held[name]), file, held[name])
-                else:
-                    _fill_part(target, cut, tensors.get_slice(held[name]), file, held[name])
-    except SafetensorError as error:
-        raise ModelError(f"{file}: {error}") from error
+
+    missing: Tensors
+    cuts: dict[str, Cut | None]
+    ignored: set[str]
+    is_multimodal: bool
+    halves: Tensors = field(default_factory=Tensors)
+
+    def load(self, tensors: Any) -> None:
+        """Load an open file.
+
+        Raises:
+            ValueError: A tensor is unknown, repeated, or of another shape or dtype; names it.
+        """
+        stored = {_text_name(it) if self.is_multimodal else it: it for it in tensors.keys()}
+        wanted = {it for it in stored if not self.ignored & {it, _matrix_of(it)}}
+        names = {it for it in wanted if not it.startswith(_AHEAD)}
+        for name in sorted(names - self.missing.keys()):
+            if (matrix := _matrix_of(name)) in self.missing:
+                source = tensors.get_slice(stored[name])
+                self.halves[name] = _read_half(source, self.cuts[matrix], stored[name])
+                self._widen(matrix)
+                names.discard(name)
+        extra = {stored[it] for it in names - self.missing.keys() if not it.endswith(".inv_freq")}
+        if extra:
+            raise ValueError(f"unknown (or repeated) tensors {_some(extra)}")
+        for name in names & self.missing.keys():
+            target, cut = self.missing.pop(name), self.cuts[name]
+            if cut is None:
+                _fill(target, tensors.get_tensor(stored[name]), stored[name])
+            else:
+                _fill_part(target, cut, tensors.get_slice(stored[name]), stored[name])
+
+    def _widen(self, name: str) -> None:
+        """Fill a matrix of MXFP4 once both halves are there."""
+        if name + BLOCKS in self.halves and name + SCALES in self.halves:
+            # Its rows are those of the matrix, which the checkpoint's other dtypes transpose.
+            target, cut = self.missing.pop(name).transpose(1, 2), self.cuts[name]
+            skipped = cut.kept.start % BLOCK if cut is not None and cut.dim == -2 else 0
+            blocks, scales = self.halves.pop(name + BLOCKS), self.halves.pop(name + SCALES)
+            try:
+                widen_into(target, blocks, scales, skipped=skipped)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
 
 def _matrix_of(name: str) -> str:
@@ -106,32 +123,8 @@ def _matrix_of(name: str) -> str:
     return name.removesuffix(BLOCKS).removesuffix(SCALES)
 
 
-def _half(source: Any, cut: Cut | None, file: Path, name: str) -> torch.Tensor:
-    """Read the blocks, or their scales, that hold what is kept of a matrix."""
-    if cut is None:
-        return torch.as_tensor(source[:])
-    dim, kept, length, _ = cut
-    if dim == -1:  # outputs, which are rows here
-        return _part(source, 1, kept, length, file, name)
-    groups = range(kept.start // BLOCK, -(-kept.stop // BLOCK))
-    return _part(source, 2, groups, -(-length // BLOCK), file, name)
-
-
-def _widen(name: str, missing: Tensors, halves: Tensors, cut: Cut | None, file: Path) -> None:
-    """Fill a matrix of MXFP4 once both halves are there."""
-    if name + BLOCKS in halves and name + SCALES in halves:
-        # Its rows are those of the matrix, which the checkpoint's other dtypes have turned over.
-        target = missing.pop(name).transpose(1, 2)
-        skipped = cut.kept.start % BLOCK if cut is not None and cut.dim == -2 else 0
-        blocks, scales = halves.pop(name + BLOCKS), halves.pop(name + SCALES)
-        try:
-            widen_into(target, blocks, scales, skipped=skipped)
-        except ValueError as error:
-            raise ModelError(f"{file}: {name}: {error}") from error
-
-
 def _text_name(name: str) -> str:
-    """Return what a checkpoint of text alone calls a tensor of a multimodal one.
+    """Return the name of a multimodal checkpoint's tensor in a checkpoint of text alone.
 
     Some begin with "model.", as transformers 5 writes them, others do not.
     """
@@ -144,36 +137,47 @@ def _text_name(name: str) -> str:
     return name
 
 
-def _fill(target: torch.Tensor, source: torch.Tensor, file: Path, name: str) -> None:
+def _read_half(source: Any, cut: Cut | None, name: str) -> torch.Tensor:
+    """Read the blocks, or their scales, that hold the kept part of a matrix."""
+    if cut is None:
+        return torch.as_tensor(source[:])
+    dim, kept, length, _ = cut
+    if dim == -1:  # outputs, which are rows here
+        return _read_part(source, 1, kept, length, name)
+    groups = range(kept.start // BLOCK, -(-kept.stop // BLOCK))
+    return _read_part(source, 2, groups, -(-length // BLOCK), name)
+
+
+def _read_part(source: Any, dim: int, kept: range, length: int, name: str) -> torch.Tensor:
+    """Read some of the `length` indices that a dimension of a tensor must have."""
+    shape = source.get_shape()
+    if len(shape) <= dim or shape[dim] != length:
+        raise ValueError(
+            f"{name} is {tuple(shape)}, config.json asks for {length} in dimension {dim}"
+        )
+    return torch.as_tensor(source[(slice(None),) * dim + (slice(kept.start, kept.stop),)])
+
+
+def _fill(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
     if source.shape != target.shape:
-        raise ModelError(
-            f"{file}: {name} is {tuple(source.shape)}, config.json asks for {tuple(target.shape)}"
+        raise ValueError(
+            f"{name} is {tuple(source.shape)}, config.json asks for {tuple(target.shape)}"
         )
     if not source.is_floating_point() or source.itemsize == 1:
-        raise ModelError(f"{file}: {name} is {source.dtype}; quantized tensors are not supported")
+        raise ValueError(f"{name} is {source.dtype}; quantized tensors are not supported")
     target.copy_(source)
 
 
-def _fill_part(target: torch.Tensor, cut: Cut, source: Any, file: Path, name: str) -> None:
-    """Fill with a part of a tensor, of which no more is read; zero what is beyond its end."""
+def _fill_part(target: torch.Tensor, cut: Cut, source: Any, name: str) -> None:
+    """Fill with a part of a tensor, of which no more is read; zero the padding behind it."""
     dim, kept, length, further = cut
     dim += target.dim()
     start = 0
     for indices in (kept, *further):
-        part = _part(source, dim, indices, length, file, name)
-        _fill(target.narrow(dim, start, len(indices)), part, file, name)
+        part = _read_part(source, dim, indices, length, name)
+        _fill(target.narrow(dim, start, len(indices)), part, name)
         start += len(indices)
     target.narrow(dim, start, target.shape[dim] - start).zero_()
-
-
-def _part(source: Any, dim: int, kept: range, length: int, file: Path, name: str) -> torch.Tensor:
-    """Read these of the `length` indices that a dimension of a tensor has to have."""
-    shape = source.get_shape()
-    if len(shape) <= dim or shape[dim] != length:
-        raise ModelError(
-            f"{file}: {name} is {tuple(shape)}, config.json asks for {length} in dimension {dim}"
-        )
-    return torch.as_tensor(source[(slice(None),) * dim + (slice(kept.start, kept.stop),)])
 
 
 def _some(names: Iterable[str]) -> str:

@@ -11,25 +11,25 @@ from typing import Final
 
 import torch
 
-# What a name of the checkpoint ends in; without it, it is that of the matrix.
+# The ends of names in the checkpoint; without them a name is that of the matrix.
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
 BLOCK = 2 * BLOCK_BYTES
 _SIZES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES: Final = (*_SIZES, *(-size for size in _SIZES))
 _PAIRS = torch.tensor([(_VALUES[byte % 16], _VALUES[byte // 16]) for byte in range(256)])
-# The last is no number, says the format.
+# The format defines the last as NaN.
 _POWERS = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
 
 
 def widen_into(
     target: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, *, skipped: int = 0
 ) -> None:
-    """Fill the matrices of a target, one after another: never is more than one float32.
+    """Fill the matrices of a target one after another, so that only one is float32 at a time.
 
     Args:
         target: [E, rows, columns] of any float dtype.
-        blocks: [E, rows, groups, BLOCK_BYTES] uint8, as many as skipped + columns reach into.
+        blocks: [E, rows, groups, BLOCK_BYTES] uint8, enough for skipped + columns.
         scales: [E, rows, groups] uint8.
         skipped: How many columns lie before those of the target.
 

@@ -1,23 +1,26 @@
-"""Rotary position embeddings: the frequencies a config asks for, and the angles of positions.
+"""Rotary position embeddings: the frequencies that a config asks for, and the angles of positions.
 
-Frequencies: plain, scaled linearly, or as in Llama 3 and YaRN (high frequencies kept, low ones
-divided, a ramp between).  Both spellings of config.json are read: `rope_parameters` (transformers
-5) and `rope_theta` with `rope_scaling`.  Other types (dynamic, longrope) are refused.  Pairs are
-(i, i + D / 2), as in every checkpoint of Hugging Face; angles are float32 in any dtype.
+Frequencies are plain, scaled linearly, or scaled as in Llama 3 or YaRN, which keep high frequencies
+and divide low ones, with a ramp between.  Both spellings of config.json are read: `rope_parameters`
+(transformers 5) and `rope_theta` with `rope_scaling`.  Other types (dynamic, longrope) are refused.
+Dimension i pairs with i + D / 2, as in every checkpoint of Hugging Face; angles are float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+from wire.process.model import ModelError
+from worker.model.keys import Keys, flag, positive
+
 
 class Llama3Scaling(NamedTuple):
-    """Wavelengths up to original / high_freq stay, those over original / low_freq are divided."""
+    """Keeps wavelengths up to original / high_freq, divides those over original / low_freq."""
 
     factor: float
     low_freq_factor: float
@@ -26,10 +29,10 @@ class Llama3Scaling(NamedTuple):
 
 
 class YarnScaling(NamedTuple):
-    """What turns `beta_fast` times over the original context stays, `beta_slow` times is divided.
+    """Keeps frequencies of `beta_fast` turns per original context, divides those of `beta_slow`.
 
-    Between them the share grows with the number of the frequency; `truncate` widens that range to
-    whole numbers.  Queries and keys grow by `attention_factor`.
+    Between them the kept share grows with the index of the frequency; `truncate` widens that range
+    to whole numbers.  Queries and keys grow by `attention_factor`.
     """
 
     factor: float
@@ -42,9 +45,9 @@ class YarnScaling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of the first `head_dim` dimensions, base `theta`; `num_still` more stay as they are.
+    """Rotation of the first `head_dim` dimensions, base `theta`; `num_still` more do not rotate.
 
-    `scaling`: none, a divisor, or a rule.
+    `scaling` is None, a divisor of all frequencies, or a rule.
     """
 
     head_dim: int
@@ -54,14 +57,14 @@ class Rope:
 
     @property
     def score_factor(self) -> float:
-        """What scores are multiplied with, which saves doing so to both query and key."""
+        """The factor on attention scores that replaces one on both queries and keys."""
         return self.scaling.attention_factor**2 if isinstance(self.scaling, YarnScaling) else 1.0
 
     @property
     def order(self) -> list[int]:
-        """The dimensions of a head, ordered so that all of them are pairs (i, i + D / 2).
+        """The dimensions of a head in the order that makes all of them pairs (i, i + D / 2).
 
-        Those that stay are pairs, too, whose angle is 0.
+        Dimensions that do not rotate become pairs with angle 0.
         """
         rotated, whole = self.head_dim, self.head_dim + self.num_still
         first, second = range(rotated // 2), range(rotated // 2, rotated)
@@ -69,35 +72,68 @@ class Rope:
         return [*first, *range(rotated, middle), *second, *range(middle, whole)]
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
+def read_rope(config: Keys, head_dim: int, max_positions: int) -> Rope:
     """Read the rotary keys of a config.json.
 
     Raises:
-        ValueError: A type that is not known, or a parameter missing or out of range; names the key.
+        ModelError: The type is unknown, or a parameter is missing or out of range; names the key.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key) or {}
     if not isinstance(parameters, dict):
-        raise ValueError(f"{key} is {parameters!r}, not an object")
+        raise ModelError(f"{key} is {parameters!r}, not an object")
     if any(isinstance(value, dict) for value in parameters.values()):
-        raise ValueError(f"{key} differs between layer types, which is not supported")
+        raise ModelError(f"{key} differs between layer types, which is not supported")
     for source in (parameters, config):
         if source.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor: this family rotates whole heads, it must be 1")
-    theta = _positive(
-        {"rope_theta": 10_000.0, **_only(config, "rope_theta"), **parameters}, "rope_theta"
-    )
+            raise ModelError("partial_rotary_factor: this family rotates whole heads, it must be 1")
+    theta = positive(parameters if "rope_theta" in parameters else config, "rope_theta", 10_000.0)
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind == "default":
         return Rope(head_dim, theta)
     if kind == "linear":
-        return Rope(head_dim, theta, _positive(parameters, "factor"))
-    if kind in _READERS:
-        original = {"original_max_position_embeddings": max_positions, **parameters}
-        original |= _only(config, "original_max_position_embeddings") | {"rope_theta": theta}
-        return Rope(head_dim, theta, _READERS[kind](original))
-    known = ", ".join(("default", "linear", *_READERS))
-    raise ValueError(f"{key}: rope_type is {kind!r}, not one of {known}")
+        return Rope(head_dim, theta, positive(parameters, "factor"))
+    if kind not in _READERS:
+        known = ", ".join(("default", "linear", *_READERS))
+        raise ModelError(f"{key}: rope_type is {kind!r}, not one of {known}")
+    length = "original_max_position_embeddings"
+    source = parameters if config.get(length) is None else config
+    original = int(positive(source, length, max_positions))
+    return Rope(head_dim, theta, _READERS[kind](parameters, theta, original))
+
+
+def _llama3(parameters: Keys, _theta: float, original: int) -> Llama3Scaling:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = (positive(parameters, name) for name in names)
+    if high <= low:
+        raise ModelError("high_freq_factor must be over low_freq_factor")
+    return Llama3Scaling(factor, low, high, original)
+
+
+def _yarn(parameters: Keys, theta: float, original: int) -> YarnScaling:
+    factor = positive(parameters, "factor")
+
+    def growth(weight: float = 1.0) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    usual = growth()
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        weights = (positive(parameters, key) for key in ("mscale", "mscale_all_dim"))
+        usual = growth(next(weights)) / growth(next(weights))
+    fast, slow = positive(parameters, "beta_fast", 32.0), positive(parameters, "beta_slow", 1.0)
+    attention_factor = positive(parameters, "attention_factor", usual)
+    truncate = flag(parameters, "truncate", default=True)
+    if theta <= 1:
+        raise ModelError(f"rope_theta is {theta}; yarn needs one over 1")
+    if fast <= slow:
+        raise ModelError("beta_fast must be over beta_slow")
+    return YarnScaling(factor, fast, slow, original, attention_factor, truncate)
+
+
+_READERS: Final[dict[str, Callable[[Keys, float, int], Llama3Scaling | YarnScaling]]] = {
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
@@ -122,24 +158,11 @@ def _frequencies(rope: Rope) -> torch.Tensor:
     return (1 - kept) * plain / rope.scaling.factor + kept * plain
 
 
-def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return [..., T, 2, D / 2] float32 cosines and sines of [T] positions, as kernels take them.
-
-    Args:
-        frequencies: [..., D / 2] float32: of all ropes at once a GPU starts three kernels.
-    """
-    angles = positions[:, None] * frequencies[..., None, :]
-    rotation = angles.new_empty(*angles.shape[:-1], 2, angles.shape[-1])
-    torch.cos(angles, out=rotation[..., 0, :])
-    torch.sin(angles, out=rotation[..., 1, :])
-    return rotation
-
-
 def _kept_by_yarn(rope: Rope, scaling: YarnScaling) -> torch.Tensor:
-    """Return [D / 2] which share of each frequency is kept."""
+    """Return [D / 2] shares of each frequency that are kept."""
 
     def index_of(turns: float) -> float:
-        """Return the place of the frequency that turns so often over the original context."""
+        """Return the index of the frequency that turns so often over the original context."""
         wavelength = scaling.original_max_positions / turns / (2 * math.pi)
         return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -147,58 +170,19 @@ def _kept_by_yarn(rope: Rope, scaling: YarnScaling) -> torch.Tensor:
     if scaling.truncate:
         first, last = float(math.floor(first)), float(math.ceil(last))
     first, last = max(first, 0.0), min(last, rope.head_dim - 1.0)
-    # A range of nothing is a step; that it is so wide is the custom of others.
+    # An empty range is a step; transformers gives it this width.
     width = last - first or 0.001
-    places = torch.arange(rope.head_dim // 2, dtype=torch.float32)
-    return 1 - ((places - first) / width).clamp(0.0, 1.0)
+    indices = torch.arange(rope.head_dim // 2, dtype=torch.float32)
+    return 1 - ((indices - first) / width).clamp(0.0, 1.0)
 
 
-def _llama3(parameters: Mapping[str, Any]) -> Llama3Scaling:
-    scaling = Llama3Scaling(
-        _positive(parameters, "factor"),
-        _positive(parameters, "low_freq_factor"),
-        _positive(parameters, "high_freq_factor"),
-        int(_positive(parameters, "original_max_position_embeddings")),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ValueError("high_freq_factor must be over low_freq_factor")
-    return scaling
+def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Return [..., T, 2, D / 2] float32 cosines and sines of [T] positions, as kernels take them.
 
-
-def _yarn(parameters: Mapping[str, Any]) -> YarnScaling:
-    factor = _positive(parameters, "factor")
-
-    def growth(weight: float = 1.0) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    given = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": growth()}
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        both = (_positive(parameters, key) for key in ("mscale", "mscale_all_dim"))
-        given["attention_factor"] = growth(next(both)) / growth(next(both))
-    given |= {key: _positive(parameters, key) for key in given if parameters.get(key) is not None}
-    truncate = parameters.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise ValueError(f"truncate is {truncate!r}, not true or false")
-    if parameters["rope_theta"] <= 1:
-        raise ValueError(f"rope_theta is {parameters['rope_theta']}; yarn needs one over 1")
-    if given["beta_fast"] <= given["beta_slow"]:
-        raise ValueError("beta_fast must be over beta_slow")
-    original = int(_positive(parameters, "original_max_position_embeddings"))
-    return YarnScaling(factor, original_max_positions=original, truncate=truncate, **given)
-
-
-_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Llama3Scaling | YarnScaling]]] = {
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
-
-
-def _only(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {key: config[key]} if config.get(key) is not None else {}
-
-
-def _positive(parameters: Mapping[str, Any], key: str) -> float:
-    value = parameters.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{key} is {value!r}, not a positive number")
-    return float(value)
+    `frequencies` are [..., D / 2] float32: for all ropes at once a GPU starts three kernels.
+    """
+    angles = positions[:, None] * frequencies[..., None, :]
+    rotation = angles.new_empty(*angles.shape[:-1], 2, angles.shape[-1])
+    torch.cos(angles, out=rotation[..., 0, :])
+    torch.sin(angles, out=rotation[..., 1, :])
+    return rotation

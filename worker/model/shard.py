@@ -1,8 +1,8 @@
-"""Which part of a model one process of several computes: some heads and columns of some layers.
+"""The part of a model that one of several processes computes: some heads of some layers.
 
-Layers are cut into stages, and each stage into shards as Megatron cuts it: what reads whole rows of
-hidden states (query, key and value; gate and up) has its outputs divided, what adds to them (o;
-down) its inputs, so that the shards' results only have to be added up.
+Layers are cut into stages, and each stage into shards as Megatron cuts it: matrices that read
+hidden states (query, key and value; gate and up) are divided by their outputs, those that add to
+them (o; down) by their inputs, so that the shards' results only need an all-reduce.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from wire.process.model import ModelError
 from worker.model.config import LayerConfig, ModelConfig
 from worker.model.families import DeltaHeads
 
-# What the tensors of a checkpoint are divided by, under what their names end in; all others are
-# whole in every shard, as what chooses experts is.
+# The unit by which a checkpoint's tensors are divided, by the end of their names; all others, such
+# as routers of experts, are whole in every shard.
 DIVIDED_BY: Final = {
     "q_proj": "heads",
     "k_proj": "kv_heads",
@@ -38,16 +38,16 @@ DIVIDED_BY: Final = {
     "dt": "key_heads",  # dt_bias
     "out_proj": "key_heads",
 }
-# Of these a shard has some inputs, and computes a summand of every output.
+# A shard has some inputs of these, and computes a summand of every output.
 SUMMED: Final = ("o_proj", "down_proj", "out_proj")
 _PART = re.compile(r"(\w+?)(\.weight|\.bias|_bias)?$")
 
 
 class Cut(NamedTuple):
-    """What is kept of a checkpoint's tensor: these of the `length` indices of one dimension.
+    """The indices of one dimension of a checkpoint's tensor that a shard keeps, out of `length`.
 
     The dimension is counted from the last, -1, as experts may have one more before the others.
-    Behind those `kept` come those of `further` ranges.
+    `further` ranges follow those `kept`.
     """
 
     dim: int
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of one process, shard `rank` of `size` of stage `stage` of `stages`."""
+    """Shard `rank` of `size` of stage `stage` of `stages`."""
 
     rank: int = 0
     size: int = 1
@@ -67,72 +67,67 @@ class Shard:
 
     @classmethod
     def of_process(cls, number: int, size: int, stages: int) -> Shard:
-        """Return the part of process `number` of size x stages, of which number 0 leads.
+        """Return the part of process `number` of size x stages; number 0 leads.
 
-        It computes in the last stage: logits, many times as large as token ids, stay there.
+        The leader is in the last stage: logits, many times as large as token ids, stay there.
         """
         return cls(number % size, size, stages - 1 - number // size, stages)
 
     @property
     def process(self) -> int:
-        """The number of the process that computes this part."""
         return (self.stages - 1 - self.stage) * self.size + self.rank
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the model."""
         return self.size == self.stages == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds tokens."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it computes logits."""
         return self.stage == self.stages - 1
 
     @property
     def arithmetic(self) -> str:
-        """What numbers depend on besides: a sum of the sums of shards is rounded otherwise."""
+        """A suffix for `arithmetic_of`: shards round their sums differently."""
         return f" in {self.size} shards" if self.size > 1 else ""
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of the stage; the last stages, as they have the head, get fewer."""
+        """Return the layers of the stage; the last stages, with the head, get fewer."""
         first, end = (-(-num_layers * it // self.stages) for it in (self.stage, self.stage + 1))
         return range(first, end)
 
     def heads(self, num_heads: int) -> range:
-        """Return which heads are kept, where there are as many in every shard."""
         own = num_heads // self.size
         return range(self.rank * own, (self.rank + 1) * own)
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return which heads of keys and values are kept; several shards may have the same one."""
+        """Return the KV heads of the shard; several shards may have the same one."""
         first = self.rank * num_kv_heads // self.size
         return range(first, first + max(1, num_kv_heads // self.size))
 
     def tokens(self, vocab_size: int) -> range:
-        """Return whose rows of embedding and head are kept; the last shards may have fewer."""
+        """Return the tokens whose rows of embedding and head the shard has."""
         rows = self.num_rows(vocab_size)
         return range(min(self.rank * rows, vocab_size), min((self.rank + 1) * rows, vocab_size))
 
     def num_rows(self, vocab_size: int) -> int:
-        """Return how many rows embedding and head have in every shard, padded ones included."""
+        """Return the rows of embedding and head in every shard, with padding."""
         return -(-vocab_size // self.size)
 
     def rows(self, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return which of the rows of `tokens` is each token's; -1 if another shard has it."""
+        """Return the row of each token in this shard; -1 if another shard has it."""
         kept = self.tokens(vocab_size)
         rows = token_ids - kept.start
         return rows.masked_fill_((rows < 0) | (rows >= len(kept)), -1)
 
     def of(self, config: ModelConfig) -> ModelConfig:
-        """Return the shape of this part; the vocabulary is still the whole one.
+        """Return the shape of this part; the vocabulary stays whole.
 
         Raises:
-            ModelError: The model cannot be divided like this; names what can.
+            ModelError: The model cannot be divided like this; names the numbers that work.
         """
         self._check(config)
         own = self.layers(config.num_layers)
@@ -145,19 +140,16 @@ class Shard:
         )
 
     def cut(self, config: ModelConfig, name: str) -> Cut | None:
-        """Return what is kept of the tensor that a checkpoint of the whole model has by this name.
-
-        None: all of it.
-        """
+        """Return the part of the checkpoint's tensor of this name that is kept; None: all of it."""
         found = _PART.search(name)
         assert found is not None
         part, kind = found.groups()
         if self.size == 1 or part not in DIVIDED_BY:
             return None
-        # Biases have outputs last, and so have matrices of all experts in one, turned over.
+        # Biases have outputs last, and so have stacked experts, which are transposed.
         outputs, inputs = (-2, -1) if kind == ".weight" else (-1, -2)
         if part in SUMMED and kind in (".bias", "_bias"):
-            # The sum of what all shards compute has its bias once.
+            # Only one shard adds the bias to the sum.
             length = config.hidden_size
             return Cut(outputs, range(length if self.rank == 0 else 0), length)
         if DIVIDED_BY[part] == "tokens":
@@ -181,10 +173,9 @@ class Shard:
         return Cut(dim, range(first * width, (first + own) * width), count * width)
 
     def _cut_delta(self, heads: DeltaHeads, part: str, dim: int) -> Cut:
-        """Return what is kept of a tensor of a delta net: what belongs to some heads of keys."""
         values = heads.values_per_key * heads.value_dim
         own = self.heads(heads.num_heads)
-        if part == "conv1d":  # of all heads the queries, then the keys, then the values
+        if part == "conv1d":  # the queries of all heads, then the keys, then the values
             first, *further = (
                 _wide(own, width, before * heads.num_heads)
                 for width, before in (
@@ -202,7 +193,6 @@ class Shard:
         return Cut(dim, _wide(own, width), heads.num_heads * width)
 
     def _divided(self, layer: LayerConfig) -> LayerConfig:
-        """Return a layer of which a shard has some heads, and a part of each expert."""
         experts, delta = layer.experts, layer.delta
         if experts is not None:
             experts = replace(
@@ -237,12 +227,12 @@ WHOLE: Final = Shard()
 
 
 def _wide(heads: range, width: int, before: int = 0) -> range:
-    """Return the indices of heads of a width, behind so many others."""
+    """Return the indices of heads of a width, after so many others."""
     return range(before + heads.start * width, before + heads.stop * width)
 
 
 def _undivided(config: ModelConfig, size: int) -> str | None:
-    """Say which number does not divide into shards, if one does not."""
+    """Return an error text naming the number that does not divide into shards, or None."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
         return f"num_attention_heads is {heads}, no multiple of {size} shards"

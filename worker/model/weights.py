@@ -1,6 +1,7 @@
-"""The tensors of a model: what a checkpoint fills and a forward pass reads.
+"""The tensors of a model, which a checkpoint fills and a forward pass reads.
 
 Projections that read the same input are stored as one matrix (query, key and value; gate and up).
+`named` methods return the memory of each tensor by its name in a Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Linear:
     """y = x W^T + b, whose rows may be several projections of the checkpoint, one after another.
 
     Attributes:
-        weight: [rows, in_features]; of `num_experts` each has its own: [E, rows, in_features].
-        bias: [rows] or [E, rows]; None for none.
+        weight: [rows, in_features], or [E, rows, in_features] for experts.
+        bias: [rows], [E, rows] or None.
     """
 
     __slots__ = ("bias", "parts", "weight")
@@ -41,19 +42,16 @@ class Linear:
         device: torch.device,
         num_experts: int | None = None,
     ) -> None:
-        shape = (
-            (sum(parts.values()),) if num_experts is None else (num_experts, sum(parts.values()))
-        )
+        num_rows = sum(parts.values())
+        shape = (num_rows,) if num_experts is None else (num_experts, num_rows)
         self.parts = parts
         self.weight = torch.empty(*shape, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(shape, dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, rows] for [T, in_features]."""
         return linear(x, self.weight, self.bias)
 
     def named(self, prefix: str) -> Tensors:
-        """Return the checkpoint's names and the rows each fills."""
         if self.weight.ndim == 2:
             return self._named(prefix, self.weight, self.bias)
         tensors: Tensors = {}
@@ -63,7 +61,7 @@ class Linear:
         return tensors
 
     def named_as_one(self, name: str) -> Tensors:
-        """Return what a checkpoint calls the matrices and biases of all experts, turned over."""
+        """Return the transposed tensors that a checkpoint has for stacked experts."""
         assert self.bias is not None
         return {name: self.weight.transpose(1, 2), f"{name}_bias": self.bias}
 
@@ -79,7 +77,7 @@ class Linear:
 
 
 def widen(part: object) -> None:
-    """Make every matrix of a layer, or of a part of one, float32."""
+    """Convert every matrix of a layer, or of a part of one, to float32."""
     if isinstance(part, Linear):
         part.weight = part.weight.float()
         part.bias = None if part.bias is None else part.bias.float()
@@ -97,37 +95,29 @@ class GatedMLP:
     activation: Activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, hidden] for [T, hidden]."""
         return self.down(kernels.gate(self.gate_up(x), self.activation))
 
     def named(self, prefix: str) -> Tensors:
-        """Return the checkpoint's names and the rows each fills."""
         return self.gate_up.named(prefix) | self.down.named(prefix)
 
 
 @dataclass(slots=True)
 class SharedMLP:
-    """y = sigmoid(gate(x)) * mlp(x): the expert that every token goes to."""
+    """y = sigmoid(gate(x)) * mlp(x), the expert of every token."""
 
     mlp: GatedMLP
     gate: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, hidden] for [T, hidden]."""
         return self.gate(x).sigmoid() * self.mlp(x)
 
     def named(self, prefix: str) -> Tensors:
-        """Return the checkpoint's names and the rows each fills."""
         return self.mlp.named(prefix + "shared_expert.") | self.gate.named(prefix)
 
 
 @dataclass(slots=True)
 class ExpertMLP:
-    """y = the sum of share * expert(x) over a token's experts; each expert is a gated MLP.
-
-    Attributes:
-        shared: What is added to it, of every token; None for nothing.
-    """
+    """y = the sum of share * expert(x) over a token's experts, plus shared(x) if there is one."""
 
     config: Experts
     router: Linear
@@ -137,17 +127,15 @@ class ExpertMLP:
     shared: SharedMLP | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, hidden] for [T, hidden]."""
         top_k, is_normalized = self.config.top_k, self.config.is_normalized
         experts, shares = kernels.route(self.router(x), top_k, is_normalized=is_normalized)
         gate_up, down = self.gate_up, self.down
         biases = None if gate_up.bias is None or down.bias is None else (gate_up.bias, down.bias)
         matrices = gate_up.weight, down.weight
-        made = kernels.expert_mlp(x, experts, shares, *matrices, self.activation, biases)
-        return made if self.shared is None else made + self.shared(x)
+        y = kernels.expert_mlp(x, experts, shares, *matrices, self.activation, biases)
+        return y if self.shared is None else y + self.shared(x)
 
     def named(self, prefix: str) -> Tensors:
-        """Return the checkpoint's names and the rows each fills."""
         experts, router = prefix + "experts.", self.router.named(prefix)
         if self.shared is not None:
             router |= self.shared.named(prefix)
@@ -157,7 +145,7 @@ class ExpertMLP:
         return router | self.gate_up.named(experts) | self.down.named(experts)
 
     def finish_loading(self) -> None:
-        """Put the rows of gates before those of up, where they alternate."""
+        """Put the rows of gate before those of up, where a checkpoint alternates them."""
         if self.config.is_stacked:
             for tensor in (self.gate_up.weight, self.gate_up.bias):
                 for rows in () if tensor is None else tensor:
@@ -169,10 +157,10 @@ class Attention:
     """The tensors of attention.
 
     Attributes:
-        num_heads: Of queries.
-        qkv: With rows of the output's gate behind them, if it has one.
-        qk_norm: [Hq + Hkv, D], a row for each head; None for none.
-        sinks: [Hq] float32; None for none.
+        num_heads: The number of query heads.
+        qkv: Followed by the rows of the output's gate, if it has one.
+        qk_norm: [Hq + Hkv, D], a row for each head, or None.
+        sinks: [Hq] float32 or None.
     """
 
     num_heads: int
@@ -181,12 +169,10 @@ class Attention:
     sinks: torch.Tensor | None
     o: Linear
 
-    def matrices(self, prefix: str) -> Tensors:
-        """Return the checkpoint's names and the rows each fills."""
+    def named(self, prefix: str) -> Tensors:
         return self.qkv.named(prefix + "self_attn.") | self.o.named(prefix + "self_attn.")
 
-    def others(self, prefix: str) -> Tensors:
-        """Return the names of all else, and the memory of each."""
+    def named_others(self, prefix: str) -> Tensors:
         prefix, tensors = prefix + "self_attn.", Tensors()
         if self.sinks is not None:
             tensors[prefix + "sinks"] = self.sinks
@@ -197,7 +183,7 @@ class Attention:
         return tensors
 
     def finish_loading(self, config: ModelConfig, rope: Rope) -> None:
-        """Give each head its norm, and put rows where the forward pass looks for them."""
+        """Give each head its norm, and order rows as the forward pass needs them."""
         num_heads = self.num_heads
         if self.qk_norm is not None:
             self.qk_norm += config.norm_shift
@@ -217,20 +203,20 @@ class Attention:
 
 
 def _gates_last(heads: torch.Tensor, num_heads: int) -> None:
-    """Put the gates, of which each lies behind its head's query, behind keys and values."""
+    """Move the gates, each of which follows its head's query, behind keys and values."""
     queries, gates, rest = heads[: 2 * num_heads : 2], heads[1 : 2 * num_heads : 2], 2 * num_heads
     heads.copy_(torch.cat((queries, heads[rest:], gates)))
 
 
 @dataclass(slots=True)
 class DeltaNet:
-    """The tensors of a gated delta net; of each head what belongs to it lies together.
+    """The tensors of a gated delta net, each grouped by head.
 
     Attributes:
         inputs: Rows of query, key, values and gates of each head, then beta and decay of each.
-        convolution: [H, C, W] float32, of query, key and values; at first as a checkpoint has it.
-        decay: [H, R] float32, how fast a head forgets; `decay_bias` is added to what a token says.
-        norm: [V] float32, of what a head finds.
+        convolution: [H, C, W] float32, over query, key and values.
+        decay: [H, R] float32; `decay_bias` is added to the decay that a token asks for.
+        norm: [V] float32, of each head's output.
     """
 
     config: DeltaHeads
@@ -241,13 +227,11 @@ class DeltaNet:
     norm: torch.Tensor
     out: Linear
 
-    def matrices(self, prefix: str) -> Tensors:
-        """Return the checkpoint's names and the rows each fills."""
+    def named(self, prefix: str) -> Tensors:
         prefix += "linear_attn."
         return self.inputs.named(prefix) | self.out.named(prefix)
 
-    def others(self, prefix: str) -> Tensors:
-        """Return the names of all else, and the memory of each."""
+    def named_others(self, prefix: str) -> Tensors:
         prefix += "linear_attn."
         return {
             prefix + "conv1d.weight": self.convolution,
@@ -257,7 +241,7 @@ class DeltaNet:
         }
 
     def finish_loading(self) -> None:
-        """Put the channels of each head together: in a checkpoint all queries come first."""
+        """Group the channels by head: a checkpoint has all queries first."""
         heads = self.config
         dims = (heads.key_dim, heads.key_dim, heads.values_per_key * heads.value_dim)
         parts = torch.split(self.convolution[:, 0], [heads.num_heads * dim for dim in dims])
@@ -271,8 +255,8 @@ class Layer:
     """The tensors of one decoder layer.
 
     Attributes:
-        attention_norm: Of what attention reads, or the delta net; `mlp_norm` likewise.
-        attention_post_norm: Of what attention adds; None for none; `mlp_post_norm` likewise.
+        attention_norm: For the input of attention or delta net; `mlp_norm` likewise.
+        attention_post_norm: For its output, or None; `mlp_post_norm` likewise.
     """
 
     config: LayerConfig
@@ -284,7 +268,6 @@ class Layer:
     mlp_post_norm: torch.Tensor | None
 
     def norms(self) -> Tensors:
-        """Return the checkpoint's names of the norms of whole rows, and the memory of each."""
         norms = {"input_layernorm.weight": self.attention_norm}
         if self.attention_post_norm is None or self.mlp_post_norm is None:
             return norms | {"post_attention_layernorm.weight": self.mlp_norm}
@@ -296,15 +279,13 @@ class Layer:
 
 
 class Weights:
-    """A decoder-only transformer's tensors; `named_tensors` says what a checkpoint has to fill.
+    """The tensors of a decoder-only transformer, or of a shard of one.
 
-    Of a shard, those that it computes with: only the first stage embeds, only the last has a head.
+    Only the first stage has an embedding, only the last a head.
 
     Attributes:
-        config: The shape of the part that these are.
-        kv_dtype: What keys and values are to be kept in.
-        weight_dtype: What the matrices are kept in; norms and sinks are float32.
-        parameter_bytes: What they take.
+        config: The shape of this part.
+        weight_dtype: The dtype of matrices; norms and sinks are float32.
     """
 
     def __init__(
@@ -331,24 +312,24 @@ class Weights:
         self.parameter_bytes = sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     def named_tensors(self) -> Tensors:
-        """Return each tensor's name in a Hugging Face checkpoint and the memory it belongs in."""
         tensors: Tensors = {}
-        # The name of a tied head, too, which has other memory where other processes embed.
+        # A tied head has memory of its own where another process embeds.
         is_tied = self.config.tied_embeddings
         if len(self.embed) or (is_tied and len(self.head)):
             tensors["model.embed_tokens.weight"] = self.embed if len(self.embed) else self.head
         for index, layer in enumerate(self.layers, self._first_layer):
             prefix = f"model.layers.{index}."
             tensors |= {prefix + name: norm for name, norm in layer.norms().items()}
-            tensors |= layer.attention.matrices(prefix) | layer.mlp.named(prefix + "mlp.")
-            tensors |= layer.attention.others(prefix)
+            # Random checkpoints are drawn in this order.
+            tensors |= layer.attention.named(prefix) | layer.mlp.named(prefix + "mlp.")
+            tensors |= layer.attention.named_others(prefix)
         tensors["model.norm.weight"] = self.norm
         if not is_tied and len(self.head):
             tensors["lm_head.weight"] = self.head
         return tensors
 
     def finish_loading(self) -> None:
-        """Complete what checkpoints hold once and the forward pass wants otherwise."""
+        """Convert tensors from the checkpoint's order and form to the forward pass's."""
         shift = self.config.norm_shift
         self.norm += shift
         for layer in self.layers:
@@ -362,13 +343,13 @@ class Weights:
                 layer.attention.finish_loading(self.config, layer.config.rope)
 
     def release_layers(self) -> Iterator[Layer]:
-        """Give the layers away one by one, from the first: whoever drops one frees its memory."""
+        """Yield the layers and forget them: dropping one frees its memory."""
         self.layers.reverse()
         while self.layers:
             yield self.layers.pop()
 
     def widen(self) -> None:
-        """Make every matrix float32, as norms and sinks are."""
+        """Convert every matrix to float32."""
         for layer in self.layers:
             widen(layer)
         is_tied = self.head is self.embed
@@ -391,12 +372,12 @@ class Weights:
     def _attention(self) -> Attention:
         config, hidden = self.config, self.config.hidden_size
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        asked = 2 * query if config.has_output_gate else query
+        query_rows = 2 * query if config.has_output_gate else query
         num_rotated = config.num_heads + config.num_kv_heads
         return Attention(
             num_heads=config.num_heads,
             qkv=self._linear(
-                {"q_proj": asked, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias
+                {"q_proj": query_rows, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias
             ),
             qk_norm=self._norm(num_rotated, config.head_dim) if config.qk_norm else None,
             sinks=self._norm(config.num_heads) if config.has_sinks else None,
@@ -446,13 +427,9 @@ class Weights:
     def _linear(
         self, parts: dict[str, int], in_features: int, bias: bool, num_experts: int | None = None
     ) -> Linear:
+        dtype, device = self.weight_dtype, self.device
         return Linear(
-            parts,
-            in_features,
-            bias=bias,
-            dtype=self.weight_dtype,
-            device=self.device,
-            num_experts=num_experts,
+            parts, in_features, bias=bias, dtype=dtype, device=device, num_experts=num_experts
         )
 
     def _norm(self, *shape: int) -> torch.Tensor:

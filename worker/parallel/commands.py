@@ -1,7 +1,7 @@
-"""What the process that leads a model tells the others: int32 numbers, in host memory.
+"""Orders of the leader to the other processes of a model: int32 numbers in host memory.
 
-An order is a header of `HEADER` numbers, which says how many follow, and these.  A follower trusts
-them: they come from its own worker.
+An order is a header of `HEADER` numbers, which has the sizes of the arrays that follow.  A follower
+trusts them, as they come from its own worker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from worker.compute.ranks import Ranks
 from worker.executor.torch import Step
 
 HEADER: Final = 8
-_NONE: Final = -1  # a run that begins its sequence has no state before it
+_NONE: Final = -1  # for the state before a run that begins its sequence
 
 
 class Verb(IntEnum):
-    """What a follower is to do: `ALLOCATE` its KV cache, compute a `STEP`, or `END`."""
+    """`ALLOCATE` the KV cache, compute a `STEP`, or `END`."""
 
     ALLOCATE = 1
     STEP = 2
@@ -36,31 +36,31 @@ class Order(NamedTuple):
     step: Step | None = None
 
 
-def tell(ranks: Ranks, verb: Verb, *numbers: int) -> None:
-    """Tell the others something short."""
+def send(ranks: Ranks, verb: Verb, *numbers: int) -> None:
+    """Broadcast an order that is not a step."""
     ranks.broadcast(_header(verb, *numbers))
 
 
-def tell_step(ranks: Ranks, step: Step) -> None:
-    """Tell the others to compute a step."""
+def send_step(ranks: Ranks, step: Step) -> None:
     tables = step.batch.block_tables
     ranks.broadcast(
         _header(
             *(Verb.STEP, len(step.token_ids), len(tables), tables.shape[1], len(step.rows)),
-            *(step.num_pieces, len(step.runs), step.windowed is not None),
+            *(step.num_microbatches, len(step.runs), step.windowed is not None),
         )
     )
     ranks.broadcast(torch.cat([it.flatten() for it in _arrays(step)]))
 
 
-def hear(ranks: Ranks) -> Order:
-    """Wait for the leader's next order."""
+def receive(ranks: Ranks) -> Order:
     header = torch.empty(HEADER, dtype=torch.int32)
     ranks.broadcast(header)
     verb, *numbers = header.tolist()
     if verb != Verb.STEP:
         return Order(Verb(verb), tuple(numbers))
-    num_tokens, num_sequences, num_columns, num_rows, num_pieces, num_runs, has_windows = numbers
+    num_tokens, num_sequences, num_columns, num_rows, num_microbatches, num_runs, has_windows = (
+        numbers
+    )
     sizes = [num_tokens, num_tokens, num_rows, num_tokens]
     sizes += [num_sequences + 1, num_sequences, num_sequences * num_columns, num_runs * 4]
     sizes += [num_tokens, num_sequences * num_columns] if has_windows else []
@@ -77,7 +77,7 @@ def hear(ranks: Ranks) -> Order:
         Run(start, stop, None if before == _NONE else before, after)
         for start, stop, before, after in of_runs.view(-1, 4).tolist()
     ]
-    step = Step(token_ids, positions, rows, batch, num_pieces, runs, windowed)
+    step = Step(token_ids, positions, rows, batch, num_microbatches, runs, windowed)
     return Order(Verb.STEP, step=step)
 
 

@@ -1,6 +1,6 @@
-"""The executor of a model that several processes compute: each has one, of its part.
+"""The executor of one process of a model: the leader's takes the engine's steps, others follow it.
 
-The engine steps the leader's, and the others follow: all compute, the leader alone samples.
+All compute, only the leader samples.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from worker.compute.ranks import Ranks
 from worker.executor.contract import Capabilities, MemoryRequirements
 from worker.executor.torch import Step, TorchExecutor, make_cache
 from worker.model.config import ModelError, read_config
-from worker.parallel.commands import Verb, tell, tell_step
+from worker.parallel.commands import Verb, send, send_step
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import ShardedKVCache
-from worker.parallel.kv_copies import Asking, Own, Steps
-from worker.parallel.microbatches import compute, in_order, num_pieces
+from worker.parallel.kv_copies import OwnPart, RemotePart, Steps
+from worker.parallel.microbatches import compute, in_order, num_microbatches
 from worker.parallel.partition import parts_of
 
 log = structlog.get_logger("worker")
@@ -32,7 +32,7 @@ def create(
     """Load this process's part of a model; see `TorchExecutor.load`.
 
     Raises:
-        ModelError: See there; or the model does not divide like this.
+        ModelError: See there; or the model cannot be divided like this.
         ConnectionError: Another process is gone.
     """
     path = Path(model_path)
@@ -50,7 +50,7 @@ class ShardedExecutor(TorchExecutor):
     _ranks: Ranks
 
     def join(self, ranks: Ranks, path: Path) -> None:
-        """Compute with others from now on; wait until they have loaded their parts.
+        """Wait until the others have loaded their parts.
 
         Raises:
             ModelError: Processors are of different kinds, which would choose different experts.
@@ -64,10 +64,11 @@ class ShardedExecutor(TorchExecutor):
         self._ranks, shard = ranks, ranks.shard
         self._parts = parts_of(self.info.layout, read_config(path), shard.size, shard.stages)
         self._steps = Steps()
-        self._asking: list[Asking] = []
-        self.capabilities = self._all_together(self.capabilities)
+        self._asking: list[RemotePart] = []
+        self.capabilities = self._summed(self.capabilities)
 
-    def _all_together(self, own: Capabilities) -> Capabilities:
+    def _summed(self, own: Capabilities) -> Capabilities:
+        """Return the capabilities of all processes together."""
         shard, memory = self._ranks.shard, own.memory
         number = shard.size * shard.stages
         limit = self.info.max_model_len
@@ -88,33 +89,28 @@ class ShardedExecutor(TorchExecutor):
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> ShardedKVCache:
-        """Make the paged KV cache that later batches address, in every process."""
         assert self._model is not None, "allocate after shutdown"
         sizes = num_blocks, block_size, num_states, num_window_blocks
-        tell(self._ranks, Verb.ALLOCATE, *sizes)
+        send(self._ranks, Verb.ALLOCATE, *sizes)
         own, *others = self._parts
         self._cache = make_cache(self._model, own.layout, *sizes)
-        self._asking = [Asking(self._ranks, part, self._steps) for part in others]
-        mine = own, Own(self._cache, own)
+        self._asking = [RemotePart(self._ranks, part, self._steps) for part in others]
+        mine = own, OwnPart(self._cache, own)
         theirs = zip(others, self._asking, strict=True)
         return ShardedKVCache(self.info.layout, self._cache, [mine, *theirs])
 
     def _compute(self, step: Step) -> torch.Tensor:
         assert self._model is not None and self._cache is not None
         stages, has_states = self._ranks.shard.stages, self.info.layout.has_state
-        pieces = num_pieces(len(step.token_ids), stages, has_states=has_states)
-        step = step._replace(num_pieces=pieces)
-        tell_step(self._ranks, step)
+        microbatches = num_microbatches(len(step.token_ids), stages, has_states=has_states)
+        step = step._replace(num_microbatches=microbatches)
+        send_step(self._ranks, step)
         logits = in_order(step, compute(self._model, self._cache, step))
         self._steps.add()
         return logits
 
     def follow(self) -> None:
-        """In a process that does not lead: do what the leader says, to the end.
-
-        Raises:
-            RuntimeError: The leader or another process has died.
-        """
+        """Execute the leader's orders; see `worker.parallel.follower`."""
         assert self._model is not None
         follow(self._model, self._parts[self._ranks.shard.process], self._ranks)
 
@@ -123,13 +119,13 @@ class ShardedExecutor(TorchExecutor):
         if self._model is not None:
             try:
                 self._end()
-            except RuntimeError as error:  # this is how one learns that others have died
+            except RuntimeError as error:  # others have died
                 log.warning("the processes of the model have parted", reason=str(error))
         super().shutdown()
 
     def _end(self) -> None:
         self._ranks.is_ending = True
-        tell(self._ranks, Verb.END)
+        send(self._ranks, Verb.END)
         for asking in self._asking:
             asking.end()
         self._ranks.leave()

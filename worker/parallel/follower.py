@@ -1,4 +1,4 @@
-"""A process that computes its part of a model as the leader tells it, and knows of no requests."""
+"""A process that computes its part of a model by the leader's orders, and knows no requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 from worker.compute.ranks import Ranks
 from worker.executor.torch import make_cache
-from worker.parallel.commands import Verb, hear
+from worker.parallel.commands import Verb, receive
 from worker.parallel.kv_copies import Steps, answer
 from worker.parallel.microbatches import compute
 from worker.parallel.partition import Part
@@ -20,13 +20,13 @@ log = structlog.get_logger("worker")
 
 
 def follow(model: Model, part: Part, ranks: Ranks) -> None:
-    """Do what the leader says, until it says that this was all.
+    """Execute the leader's orders until `Verb.END`.
 
     Raises:
         RuntimeError: The leader or another process has died.
     """
     cache, steps, copying = None, Steps(), None
-    while (order := hear(ranks)).verb is not Verb.END:
+    while (order := receive(ranks)).verb is not Verb.END:
         if order.verb is Verb.ALLOCATE:
             cache = make_cache(model, part.layout, *order.numbers[:4])
             copying = threading.Thread(target=_copy, args=(ranks, cache, steps), name="kv-copy")
@@ -41,7 +41,7 @@ def follow(model: Model, part: Part, ranks: Ranks) -> None:
 
 
 def _copy(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
-    """Copy as the leader asks; if that fails, end the process: the leader waits for each copy."""
+    """Copy for the leader; if that fails, end the process, as the leader waits for each copy."""
     try:
         answer(ranks, cache, steps)
     except Exception as error:

@@ -1,8 +1,9 @@
-"""The KV of a model whose heads and layers are in several processes, as one cache."""
+"""One KV cache over the parts of several processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -17,28 +18,27 @@ from worker.parallel.partition import Part
 
 
 class Copying(Protocol):
-    """Takes shares of one part out and puts them in, counted as the whole model counts.
+    """Copies shares of one part, in layers and heads of the whole model.
 
-    Where they lie is said by the blocks of a sequence, and of a state by its slot alone.
+    `places` are the blocks of a sequence, or the slot of a state.
     """
 
     def pack(self, places: Sequence[int], share: Rectangle) -> memoryview: ...
-
     def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None: ...
 
 
 class ShardedKVCache(KVCache):
-    """The KV of a model that is in several processes, over all parts.
+    """The KV of a model in several processes.
 
-    What is sent is cut so that each segment is in one part, which packs it: `num_shards` and
-    `stages` say how, see `wire.transfer.plan`.  What comes from others may be cut in any way.
+    `num_shards` and `stages` make `wire.transfer.plan` send segments of one part each; received
+    segments may span several.
     """
 
     def __init__(self, layout: KVLayout, own: TorchKVCache, parts: Sequence[tuple[Part, Copying]]):
         self.layout = layout
         self.num_blocks, self.block_size = own.num_blocks, own.block_size
         self.copies_at_once = own.copies_at_once
-        # The same ones in every process.
+        # Equal in every process.
         self.state_slots, self.window_blocks = own.state_slots, own.window_blocks
         self._parts = parts
         self.num_shards = max(
@@ -46,16 +46,13 @@ class ShardedKVCache(KVCache):
             for it in range(len(layout.groups))
         )
         self.stages = [
-            sorted({part.layers[it] for part, _ in parts if it in part.layers}, key=_start)
+            sorted(
+                {part.layers[it] for part, _ in parts if it in part.layers}, key=attrgetter("start")
+            )
             for it in range(len(layout.groups))
         ]
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-        """Copy a rectangle of a sequence's KV out; see `worker.compute.contract.KVCache`.
-
-        Raises:
-            ValueError: There is no such state.
-        """
         if self._is_state(rectangle):
             block_table = [self.state_slots.find(block_table, rectangle.tokens.start)]
         shares = self._shares(rectangle)
@@ -69,11 +66,6 @@ class ShardedKVCache(KVCache):
         return segment.data
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
-        """Copy a segment in the wire's order into a sequence's blocks, in every part.
-
-        Raises:
-            ValueError: The segment's size does not fit the rectangle.
-        """
         received, size = np.frombuffer(segment, np.uint8), rectangle.num_bytes(self.layout)
         if len(received) != size:
             raise ValueError(f"the segment has {len(received)} bytes, its rectangle {size}")
@@ -86,11 +78,11 @@ class ShardedKVCache(KVCache):
                 copying.unpack(block_table, share, own.reshape(-1).data)
 
     def _shares(self, rectangle: Rectangle) -> list[tuple[Copying, Rectangle]]:
-        """Return who has what of a rectangle: each of its heads and layers once."""
+        """Return shares that cover each head and layer of a rectangle once, and their parts."""
         found: dict[Rectangle, Copying] = {}
         for part, copying in self._parts:
             share = part.share(rectangle)
-            if share is not None:  # where there are fewer heads than shards, others have it too
+            if share is not None:  # with fewer heads than shards, several have it
                 found.setdefault(share, copying)
         return [(copying, share) for share, copying in found.items()]
 
@@ -102,20 +94,15 @@ class ShardedKVCache(KVCache):
         num_bytes = self.layout.groups[group].head_bytes
         if self._is_state(rectangle):
             return len(layers), 1, len(heads), 1, num_bytes
-        # A head of a token is all keys or all values: they have the same size in a pool.
+        # Keys and values of a head have the same size in a pool.
         num_bytes //= 2
         return len(layers), 2, len(heads), len(tokens), num_bytes
 
     def _at(self, segment: Bytes, rectangle: Rectangle, share: Rectangle) -> Bytes:
-        """Return where in the bytes of a rectangle those of a share of it are."""
-        layers = slice(*(it - rectangle.layers.start for it in _ends(share.layers)))
-        heads = slice(*(it - rectangle.heads.start for it in _ends(share.heads)))
-        return segment.reshape(self._shape(rectangle))[layers, :, heads]
-
-
-def _start(layers: range) -> int:
-    return layers.start
-
-
-def _ends(one: range) -> tuple[int, int]:
-    return one.start, one.stop
+        """Return the view of a share in the bytes of a rectangle."""
+        layers, heads = rectangle.layers.start, rectangle.heads.start
+        return segment.reshape(self._shape(rectangle))[
+            share.layers.start - layers : share.layers.stop - layers,
+            :,
+            share.heads.start - heads : share.heads.stop - heads,
+        ]

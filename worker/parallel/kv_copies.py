@@ -1,6 +1,6 @@
-"""Copies of KV that other processes of a model keep: the leader asks, a thread of theirs answers.
+"""Copies of the KV of other processes of a model, by a thread there that serves the leader.
 
-They need not wait for steps, and steps not for them: the two take turns nowhere.
+Copies and steps do not wait for each other.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ class _Verb(IntEnum):
 
 
 class Steps:
-    """Counts the steps that this process has computed, or has asked its GPU for."""
+    """Counts the steps that this process has computed, or has started on its GPU."""
 
     def __init__(self) -> None:
         self._count = 0
         self._changed = threading.Condition()
 
     def add(self) -> None:
-        """Note one more: what is copied from now on, is copied after it."""
+        """Count one more step: later copies come after it."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
 
     def wait_for(self, count: int) -> None:
-        """Wait until there are so many."""
         with self._changed:
             self._changed.wait_for(lambda: self._count >= count)
 
@@ -51,7 +50,7 @@ class Steps:
 
 
 def pack(cache: TorchKVCache, places: Sequence[int], own: Rectangle) -> memoryview:
-    """Copy a rectangle out of blocks, or of the slot of a state."""
+    """Copy a rectangle out of blocks, or out of the slot of a state."""
     if cache.is_state(own):
         return cache.pack_state(places[0], own)
     return cache.pack(places, own)
@@ -65,76 +64,73 @@ def unpack(cache: TorchKVCache, places: Sequence[int], own: Rectangle, segment: 
         cache.unpack(places, own, segment)
 
 
-class Own:
-    """The part of the process itself, as `Asking` has those of others."""
+class OwnPart:
+    """The part of this process."""
 
     def __init__(self, cache: TorchKVCache, part: Part) -> None:
         self._cache, self._part = cache, part
 
     def pack(self, places: Sequence[int], share: Rectangle) -> memoryview:
-        """Return the bytes of a share of the part; see `TorchKVCache.pack`."""
         return pack(self._cache, places, self._part.own(share))
 
     def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None:
-        """Put a share into the blocks."""
         unpack(self._cache, places, self._part.own(share), segment)
 
 
-class Asking:
-    """The leader's end, of one other process.  Calls may come from several threads."""
+class RemotePart:
+    """The part of another process, in the leader.  Calls may come from several threads."""
 
     def __init__(self, ranks: Ranks, part: Part, steps: Steps) -> None:
         self._ranks, self._part, self._steps = ranks, part, steps
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def pack(self, places: Sequence[int], share: Rectangle) -> memoryview:
-        """Return the bytes of a share of the part, as `TorchKVCache.pack` does."""
         own = self._part.own(share)
         segment = torch.empty(own.num_bytes(self._part.layout), dtype=torch.uint8)
-        with self._turn:
-            self._ask(_Verb.PACK, places, own)
-            self._ranks.take(segment, self._part.process)
+        with self._lock:
+            self._order(_Verb.PACK, places, own)
+            self._ranks.receive_from(segment, self._part.process)
         return segment.numpy().data
 
     def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None:
-        """Put a share into the blocks there; return when it is there."""
+        """Copy a share into the other process, and wait for its acknowledgement."""
         own = self._part.own(share)
-        with self._turn:
-            self._ask(_Verb.UNPACK, places, own)
-            self._ranks.hand(tensor_over(segment), self._part.process)
-            self._ranks.take(torch.empty(1, dtype=torch.uint8), self._part.process)
+        with self._lock:
+            self._order(_Verb.UNPACK, places, own)
+            self._ranks.send_to(tensor_over(segment), self._part.process)
+            self._ranks.receive_from(torch.empty(1, dtype=torch.uint8), self._part.process)
 
     def end(self) -> None:
-        """Tell the other process that this was all."""
-        with self._turn:
-            self._ask(_Verb.END, (), Rectangle(0, range(0), range(0), range(0)))
+        """End the other process's copies."""
+        with self._lock:
+            self._order(_Verb.END, (), Rectangle(0, range(0), range(0), range(0)))
 
-    def _ask(self, verb: _Verb, places: Sequence[int], own: Rectangle) -> None:
+    def _order(self, verb: _Verb, places: Sequence[int], own: Rectangle) -> None:
         group, layers, heads, tokens = own
         ends = [layers.start, layers.stop, heads.start, heads.stop, tokens.start, tokens.stop]
         numbers = [verb, self._steps.count, group, *ends, len(places)]
-        self._ranks.hand(torch.tensor(numbers), self._part.process)
+        self._ranks.send_to(torch.tensor(numbers), self._part.process)
         if places:
-            self._ranks.hand(torch.tensor(places), self._part.process)
+            self._ranks.send_to(torch.tensor(places), self._part.process)
 
 
 def answer(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
-    """Pack and unpack as the leader asks, until it says that this was all."""
+    """Pack and unpack for the leader until `_Verb.END`."""
     header = torch.empty(HEADER, dtype=torch.int64)
     while True:
-        ranks.take(header, 0)
+        ranks.receive_from(header, 0)
         verb, num_steps, group, *ends, num_places = header.tolist()
         if verb == _Verb.END:
             return
         places = torch.empty(num_places, dtype=torch.int64)
-        ranks.take(places, 0)
+        ranks.receive_from(places, 0)
         own = Rectangle(group, range(*ends[:2]), range(*ends[2:4]), range(*ends[4:]))
-        # What the leader has computed may end here a little later, or on a GPU begin.
+        # This process may still compute a step that the leader has finished.
         steps.wait_for(num_steps)
         if verb == _Verb.PACK:
-            ranks.hand(tensor_over(pack(cache, places.tolist(), own)), 0)
+            ranks.send_to(tensor_over(pack(cache, places.tolist(), own)), 0)
         else:
             segment = torch.empty(own.num_bytes(cache.layout), dtype=torch.uint8)
-            ranks.take(segment, 0)
+            ranks.receive_from(segment, 0)
             unpack(cache, places.tolist(), own, segment.numpy().data)
-            ranks.hand(torch.zeros(1, dtype=torch.uint8), 0)
+            ranks.send_to(torch.zeros(1, dtype=torch.uint8), 0)

@@ -1,8 +1,7 @@
-"""Computes a step in pieces, so that the stages of a model compute at the same time.
+"""Cuts a step into microbatches, so that the stages of a model compute at the same time.
 
-While the second stage computes the first piece, the first stage computes the second.  A piece is
-some tokens of the step; a sequence may be in two, for the KV of its first tokens is there when the
-others are computed.
+While the second stage computes the first microbatch, the first stage computes the second.  A
+microbatch may end inside a sequence, as the KV of its first tokens is there for the next one.
 """
 
 from __future__ import annotations
@@ -17,63 +16,61 @@ from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 from worker.executor.torch import Step, with_pools
 
-# A piece of fewer tokens takes nearly as long: most of its time weights are read.
+# A smaller microbatch takes nearly as long: most of its time weights are read.
 MIN_TOKENS: Final = 128
 
 
-def num_pieces(num_tokens: int, num_stages: int, *, has_states: bool) -> int:
-    """Return into how many pieces a step is cut: two for each stage, if they are large enough.
+def num_microbatches(num_tokens: int, num_stages: int, *, has_states: bool) -> int:
+    """Return the number of microbatches of a step: two for each stage, if they are large enough.
 
-    With states it is not cut: there is none between two pieces of a sequence.
+    A step with states is not cut: there is no state between two microbatches of a sequence.
     """
-    return (
-        1
-        if num_stages == 1 or has_states
-        else max(1, min(2 * num_stages, num_tokens // MIN_TOKENS))
-    )
+    if num_stages == 1 or has_states:
+        return 1
+    return max(1, min(2 * num_stages, num_tokens // MIN_TOKENS))
 
 
 def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]:
-    """Compute this process's part of a step of which the others have been told.
+    """Compute this process's part of a step.
 
     Returns:
-        [r, vocab] float32 logits of each piece's rows in the leader, [0, vocab] in others.
+        [r, vocab] float32 logits of each microbatch's rows in the leader, [0, vocab] in others.
     """
-    device, pieces, logits = model.device, cut(step), []
-    for piece in pieces:
+    device, microbatches, logits = model.device, cut(step), []
+    for microbatch in microbatches:
         token_ids, positions, rows = (
-            it.to(device) for it in (piece.token_ids, piece.positions, piece.rows)
+            it.to(device) for it in (microbatch.token_ids, microbatch.positions, microbatch.rows)
         )
-        batch = with_pools(cache, piece)
+        batch = with_pools(cache, microbatch)
         found = model.forward(token_ids, positions, cache.pool, batch, rows)
-        logits.append(found if len(pieces) == 1 else found.clone())  # the next may lie there
+        # The next microbatch overwrites the logits.
+        logits.append(found if len(microbatches) == 1 else found.clone())
     return logits
 
 
 def cut(step: Step) -> list[Step]:
-    """Return the pieces of a step, in the order in which every stage computes them."""
-    if step.num_pieces == 1:
+    if step.num_microbatches == 1:
         return [step]
-    return [_piece(step, start, stop) for start, stop in pairwise(_borders(step))]
+    return [_microbatch(step, start, stop) for start, stop in pairwise(_borders(step))]
 
 
 def in_order(step: Step, logits: list[torch.Tensor]) -> torch.Tensor:
-    """Return the logits of all pieces, [R, vocab], as the rows of the step are ordered."""
+    """Return the logits of all microbatches, [R, vocab], in the order of the step's rows."""
     if len(logits) == 1:
         return logits[0]
-    # Rows that are scored come after those that are sampled, wherever in the step they are.
+    # Scored rows come after sampled ones, wherever in the step they are.
     inner = torch.tensor(_borders(step)[1:-1])
-    pieces = torch.bucketize(step.rows, inner, right=True)
-    order = pieces.sort(stable=True).indices
+    microbatches = torch.bucketize(step.rows, inner, right=True)
+    order = microbatches.sort(stable=True).indices
     return torch.cat(logits)[order.argsort().to(logits[0].device)]
 
 
 def _borders(step: Step) -> list[int]:
     num_tokens = len(step.token_ids)
-    return [num_tokens * it // step.num_pieces for it in range(step.num_pieces + 1)]
+    return [num_tokens * it // step.num_microbatches for it in range(step.num_microbatches + 1)]
 
 
-def _piece(step: Step, start: int, stop: int) -> Step:
+def _microbatch(step: Step, start: int, stop: int) -> Step:
     batch = step.batch
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     inside = ((starts < stop) & (ends > start)).nonzero().flatten()
@@ -82,7 +79,7 @@ def _piece(step: Step, start: int, stop: int) -> Step:
     context_lens = batch.context_lens[first:last] - (ends[first:last] - stop).clamp(min=0)
     rows = step.rows[(step.rows >= start) & (step.rows < stop)]
 
-    def piece_of(batch: PagedBatch) -> PagedBatch:
+    def part_of(batch: PagedBatch) -> PagedBatch:
         tables = batch.block_tables[first:last]
         return PagedBatch(batch.slots[start:stop], query_starts, context_lens, tables)
 
@@ -90,6 +87,6 @@ def _piece(step: Step, start: int, stop: int) -> Step:
         step.token_ids[start:stop],
         step.positions[start:stop],
         rows - start,
-        piece_of(batch),
-        windowed=None if step.windowed is None else piece_of(step.windowed),
+        part_of(batch),
+        windowed=None if step.windowed is None else part_of(step.windowed),
     )

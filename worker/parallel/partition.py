@@ -1,4 +1,4 @@
-"""Which of a model's KV each process of the model keeps."""
+"""The part of a model's KV that each process of the model stores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worker.model.shard import Shard
 
 
 class Part(NamedTuple):
-    """What one process keeps: the same heads of some layers, side by side, of each group.
+    """The KV of one process: the same heads of some adjacent layers of each group.
 
     Attributes:
-        layout: The layout of the part; it has no groups of which no layer is here.
-        layers: By group of the whole model, in the order of those of `layout`; `heads` likewise.
+        layout: The layout of the part, without groups that have no layer here.
+        layers: By group of the whole model, in the order of `layout`; `heads` likewise.
     """
 
     process: int
@@ -28,7 +28,6 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, layout: KVLayout, config: ModelConfig, shard: Shard) -> Part:
-        """Return what a shard of the model keeps that has this layout and this config."""
         stage, kv_heads = shard.layers(config.num_layers), shard.kv_heads(config.num_kv_heads)
         layers, heads, groups = {}, {}, list[Group]()
         for index, (group, of_model) in enumerate(zip(layout.groups, _layers(config), strict=True)):
@@ -45,7 +44,7 @@ class Part(NamedTuple):
         return cls(shard.process, KVLayout(groups=tuple(groups)), layers, heads)
 
     def share(self, rectangle: Rectangle) -> Rectangle | None:
-        """Return what of a rectangle of the whole model is in this part; None: nothing."""
+        """Return the share of a rectangle of the whole model that is in this part, or None."""
         group, layers, heads, tokens = rectangle
         if group not in self.layers:
             return None
@@ -53,7 +52,7 @@ class Part(NamedTuple):
         return Rectangle(group, layers, heads, tokens) if layers and heads else None
 
     def own(self, share: Rectangle) -> Rectangle:
-        """Return a share as the part counts groups, layers and heads."""
+        """Translate a share from the model's groups, layers and heads to the part's."""
         group, layers, heads, tokens = share
         return Rectangle(
             list(self.layers).index(group),

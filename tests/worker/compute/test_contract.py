@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.contract import KVCache
@@ -39,12 +37,3 @@ def test_a_cache_that_only_packs_is_a_cache() -> None:
     # It may wait for anything, so not even small copies run on the event loop.
     assert cache.copies_wait and not inner.copies_wait
     assert (cache.copies_at_once, cache.num_shards, cache.stages) == (1, 1, None)
-
-
-def test_a_cache_that_forgets_to_unpack_is_none() -> None:
-    class Forgetful(KVCache):
-        def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-            return memoryview(b"")
-
-    with pytest.raises(TypeError, match="unpack"):
-        Forgetful()  # type: ignore[abstract]

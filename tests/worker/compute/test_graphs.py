@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,12 +35,9 @@ from worker.executor.torch import layout_of
 BLOCK_SIZE, NUM_BLOCKS = 16, 150
 CASES: dict[str, dict[str, Any]] = {
     "llama-float32": {},
-    "qwen2-bfloat16": {"head_dim": 64, "num_key_value_heads": 1},
-    "mistral-float16": {"head_dim": 64, "sliding_window": 300},
-    "gemma3_text-float32": {"sliding_window": 40},
     "gemma3_text-bfloat16": {"head_dim": 64, "sliding_window": 40},
 }
-LIMITS = {"float32": 1e-5, "bfloat16": 8e-2, "float16": 1e-2}
+LIMITS = {"float32": 1e-5, "bfloat16": 8e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +176,7 @@ def test_steps_are_recorded_before_they_are_needed(
 
 
 def replace_tensor(owner: Any, name: str) -> None:
-    """Give an attribute or an item an equal tensor: nobody keeps the old one any more."""
+    """Replace an attribute or an item by an equal tensor, and drop the old one."""
     if isinstance(owner, dict):
         owner[name] = owner[name].clone()
     else:
@@ -224,7 +220,7 @@ for plan in ("_plan", "_window_plan"):
 def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each tensor in turn is dropped by its owner: so the stand-in sees those that would be."""
+    """Each tensor in turn is dropped by its owner."""
     if reason := why_not():
         pytest.skip(reason)
     model = model_of(tmp_path, "gemma3_text-bfloat16")
@@ -242,73 +238,44 @@ def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
             pytest.fail(f"{name} is not read by address")
 
 
-class SimulatedStream:
-    """A stream of a simulated GPU; `ended` is the work that ends before its next work begins."""
+class RecordingDevice:
+    """Stands in for `torch.cuda`, whose recording needs a GPU: logs the order of all work."""
 
     def __init__(self) -> None:
-        self.ended: frozenset[str] = frozenset()
+        self.log: list[str] = []
 
-    def wait_stream(self, other: SimulatedStream) -> None:
-        self.ended |= other.ended
+    def current_stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda _: self.log.append("main waits for aside"))
 
+    def Stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda _: self.log.append("aside waits for main"))
 
-class Streams:
-    """The parts of `torch.cuda` that record graphs; work is a name.
-
-    Attributes:
-        begun: What was run, and what had ended for certain when it began.
-    """
-
-    Stream = SimulatedStream
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[str, frozenset[str]]] = []
-        self._current = SimulatedStream()
-        self._graph: list[str] | None = None
-
-    def work(self, name: str) -> None:
-        if self._graph is not None:
-            return self._graph.append(name)
-        self.begun.append((name, self._current.ended))
-        self._current.ended |= {name}
-
-    def current_stream(self) -> SimulatedStream:
-        return self._current
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=lambda: self.log.append("replay"))
 
     @contextmanager
-    def stream(self, stream: SimulatedStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+    def _section(self, name: str) -> Iterator[None]:
+        self.log.append(f"begin {name}")
         yield
-        self._current = before
+        self.log.append(f"end {name}")
 
-    def CUDAGraph(self) -> SimpleNamespace:
-        calls: list[str] = []
-        return SimpleNamespace(calls=calls, replay=lambda: [*map(self.work, calls)])
+    def stream(self, _: Any) -> Any:
+        return self._section("aside")
 
-    @contextmanager
-    def graph(
-        self, graph: SimpleNamespace, *, pool: str, capture_error_mode: str
-    ) -> Iterator[None]:
-        assert pool == "shared by all sizes"
-        assert capture_error_mode == "thread_local", "copies of KV go on meanwhile"
-        self._graph = graph.calls
-        yield
-        self._graph = None
+    def graph(self, _: Any, *, pool: str, capture_error_mode: str) -> Any:
+        return self._section(f"graph in {pool}, errors of {capture_error_mode}")
 
 
-def test_a_step_has_run_once_when_it_is_recorded_and_again_at_each_replay(
+def test_a_step_runs_once_on_another_stream_before_it_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device = Streams()
-    step = cast("graphs.DecodeStep", lambda: device.work("step"))
+    device = RecordingDevice()
     monkeypatch.setattr(torch, "cuda", device)
-    device.work("the weights are there")
-    replay = graphs.record_graph(step, "shared by all sizes")
-    assert [name for name, _ in device.begun] == ["the weights are there", "step"]
-    replay()
-    assert [name for name, _ in device.begun[2:]] == ["step"]
-    for (before, _), (_, ended) in pairwise(device.begun):
-        assert before in ended, "it overtakes on another stream"
+    step = cast("graphs.DecodeStep", lambda: device.log.append("step"))
+    graphs.record_graph(step, "the pool")()
+    in_thread = "graph in the pool, errors of thread_local"  # KV is copied meanwhile
+    warm_up = ["aside waits for main", "begin aside", "step", "end aside", "main waits for aside"]
+    assert device.log == [*warm_up, f"begin {in_thread}", "step", f"end {in_thread}", "replay"]
 
 
 def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:
@@ -352,13 +319,11 @@ def launched(tmp_path: Path, name: str, sizes: dict[str, Any], monkeypatch: Any)
 @pytest.mark.parametrize(
     ("name", "sizes", "most"),
     [
-        ("llama-bfloat16", {}, (9, 7)),
-        ("llama-float16", {"attention_bias": True, "mlp_bias": True}, (9, 7)),
-        ("qwen2-bfloat16", {}, (9, 7)),
+        ("llama-bfloat16", {"attention_bias": True, "mlp_bias": True}, (9, 7)),
         ("qwen3-bfloat16", {}, (9, 7)),
         ("gemma3_text-bfloat16", {}, (11, 8)),
     ],
-    ids=["llama", "llama with biases", "qwen2", "qwen3", "gemma3"],
+    ids=["llama with biases", "qwen3", "gemma3"],
 )
 def test_a_recorded_step_starts_few_kernels(
     name: str,

@@ -20,7 +20,6 @@ from worker.compute.packed import (
     Packed,
     PackedExperts,
     PackedMLP,
-    bytes_of,
     gated_rows,
     in_one_call,
 )
@@ -95,18 +94,6 @@ def test_one_feed_forward_for_all_tokens(packed: Packed, tmp_path: Path) -> None
         if post_norm is not None:
             made = torch.nn.functional.rms_norm(made, (64,), post_norm, EPS)
         assert_near(y - 1, made, packed)
-
-
-def test_what_feed_forwards_in_8_bits_take(tmp_path: Path) -> None:
-    dense, sparse = (layer.mlp for layer in weights_of(tmp_path).layers)
-    assert isinstance(dense, GatedMLP) and isinstance(sparse, ExpertMLP)
-    assert bytes_of(None) == 0
-    scales = 4 * (2 * 128 + 64)
-    assert bytes_of(PackedMLP.of(dense, Int8Weight, None)) == 3 * 64 * 128 + scales
-    # The router is float32, in whole panels; inputs of `down` are padded to whole steps.
-    router, scales = 4 * 16 * 64, 8 * 4 * (2 * 32 + 64)
-    int8 = 8 * (2 * 32 * 64 + 64 * 64)
-    assert bytes_of(PackedExperts.of(sparse, Int8Weight)) == router + int8 + scales
 
 
 def test_calls_come_where_they_stand_among_operations() -> None:

@@ -36,14 +36,8 @@ def test_shards_add_up_a_row_alike_whoever_shares_the_batch(processes: Processes
 
 
 def test_stages_add_up_each_for_itself(processes: Processes) -> None:
-    summands = torch.arange(4.0)[:, None]
+    summands = torch.arange(4, dtype=torch.bfloat16)[:, None]
     assert [int(it) for it in processes.run(2, 2, add_up, summands)] == [1, 1, 5, 5]
-
-
-def test_half_precision_is_added_up(processes: Processes) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        summands = torch.tensor([[1.0], [2.0]], dtype=dtype)
-        assert [int(it) for it in processes.run(2, 1, add_up, summands)] == [3, 3]
 
 
 def gather(ranks: Ranks, num_rows: int) -> torch.Tensor:
@@ -82,9 +76,9 @@ def hand_on_and_leave(ranks: Ranks) -> int:
     if ranks.shard.is_first:
         ranks.send(hidden + 1)
         hidden.clone()  # lies where that lay, if nothing keeps it
-        ranks.hand(torch.zeros(1), 0)
+        ranks.send_to(torch.zeros(1), 0)
         return 1 << 23
-    ranks.take(torch.empty(1), 1)
+    ranks.receive_from(torch.empty(1), 1)
     ranks.receive(hidden)
     return int(hidden.sum())
 

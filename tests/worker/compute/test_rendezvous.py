@@ -16,7 +16,7 @@ import pytest
 from tests.faults.ports import free_port
 from worker.compute.connection import Connection, exchange
 from worker.compute.handshake import Caller, Purpose, call
-from worker.compute.rendezvous import Connections, Settings, connections_beside, meet
+from worker.compute.rendezvous import Connections, Settings, meet, other_connections
 from worker.model.shard import Shard
 
 TIMEOUT_S = 55.0
@@ -76,7 +76,7 @@ def test_each_reaches_those_it_has_something_for_and_nobody_listens_after(
     assert listening(tmp_path) == [] and list(tmp_path.iterdir()) == []
     found = [it for it in met if isinstance(it, dict)]
     assert len(found) == 6, met
-    wanted = [*connections_beside(3, 2), *(Caller(it, 0) for it in range(1, 6))]
+    wanted = [*other_connections(3, 2), *(Caller(it, 0) for it in range(1, 6))]
     assert sum(map(len, found)) == 2 * len(wanted)
     for caller, called, purpose in wanted:
         one, other = found[caller][called, purpose], found[called][caller, purpose]
@@ -99,7 +99,7 @@ def test_shards_of_a_stage_reach_each_other_and_a_shard_its_next_stage() -> None
             if called.stage == caller.stage
             or (called.rank == caller.rank and abs(called.stage - caller.stage) == 1)
         }
-        made = connections_beside(size, stages)
+        made = other_connections(size, stages)
         steps = {(it.called, it.caller) for it in made if it.purpose is Purpose.STEPS}
         assert steps == {pair for pair in reach if 0 not in pair}
         for purpose in (Purpose.COPIES, Purpose.WATCH):
@@ -143,7 +143,7 @@ def test_each_meeting_has_a_secret_of_its_own_for_the_connections_beside(
         known.clear()
         meet_all(f"tcp://127.0.0.2:{free_port()}", *[{}] * 3, secrets=(key,) * 3)
         assert {known.pop(Caller(it, 0)) for it in (1, 2)} == {key}
-        assert known.keys() == {*connections_beside(3, 1)}
+        assert known.keys() == {*other_connections(3, 1)}
         found += {*known.values()}
     assert len({*found}) == 3 and all(len(it) >= 32 for it in found)
 

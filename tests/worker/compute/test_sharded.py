@@ -1,4 +1,4 @@
-"""Processes that have parts of a model find the tokens of one that has all of it, in float32."""
+"""Shards of a model compute the tokens of the whole model, in float32."""
 
 from __future__ import annotations
 
@@ -25,23 +25,20 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": True,
     },
-    "qwen2": {},
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 12},
     "gemma3_text": {"num_hidden_layers": 4},
-    "qwen3_moe": {"num_hidden_layers": 3, "intermediate_size": 129, "mlp_only_layers": []},
     "qwen3_moe-some-layers": {"num_hidden_layers": 4},
-    "gpt_oss": {"num_hidden_layers": 3},
     "gpt_oss-one-kv-head": {"num_key_value_heads": 1, "num_local_experts": 3},
 }
-# Both ways to divide at once; of four shards two have the same head of keys and values.
-GRIDS = {"llama": [(2, 1), (1, 2), (2, 2), (4, 1)], "gpt_oss": [(2, 1), (1, 2)]}
+# Shards and stages; with four shards two have the same head of keys and values.
+GRIDS = {"llama": [(2, 2), (4, 1)], "gpt_oss-one-kv-head": [(2, 1), (1, 2)]}
 BLOCK_SIZE, NUM_TOKENS = 8, 14
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 200, 254, 128], [127, 2, 7]]
 
 
 def greedy(model: Model, ranks: Ranks | None) -> list[list[int]]:
-    """Read the prompts, the first in two chunks, and generate side by side."""
+    """Read the prompts, the first in two chunks, and generate in one batch."""
     config = model.config
     pool = torch.zeros(12, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     window_pool = torch.zeros_like(pool)
@@ -86,7 +83,7 @@ def test_equals_one_process(
     path = make_model(tmp_path, family=name.partition("-")[0], **CASES[name])
     whole = load_model(path, torch.float32, CPU, compiled=is_compiled)
     wanted = greedy(whole, None)
-    assert len(set(wanted[0][len(PROMPTS[0]) :])) > 3  # no text that any model would write
+    assert len(set(wanted[0][len(PROMPTS[0]) :])) > 3  # not one token again and again
     for size, stages in GRIDS.get(name, [(2, 2)]):
         for tokens, num_bytes in processes.run(size, stages, generate, path, is_compiled):
             assert tokens == wanted, (size, stages)
@@ -124,10 +121,9 @@ def test_rounded_products_are_near_those_of_one_process(
     path = make_model(tmp_path, family=family, dtype="bfloat16", tie_word_embeddings=True)
     whole = load_model(path, torch.bfloat16, CPU, compiled=True, **settings)
     wanted = read(whole, PROMPTS[0])
-    for size, stages in ((2, 1), (2, 2)):
-        found, *nothing = processes.run(size, stages, read_part, path, settings)
-        assert (found - wanted).norm() < 0.04 * wanted.norm()
-        assert [it.shape for it in nothing] == [(0, 256)] * (size * stages - 1)
+    found, *nothing = processes.run(2, 2, read_part, path, settings)
+    assert (found - wanted).norm() < 0.04 * wanted.norm()
+    assert [it.shape for it in nothing] == [(0, 256)] * 3
 
 
 def read_ahead(ranks: Ranks, path: Path, is_compiled: bool) -> None:
@@ -151,20 +147,8 @@ def test_a_stage_goes_on_before_the_next_has_read_all(
     processes.run(1, 2, read_ahead, path, is_compiled)
 
 
-def describe(ranks: Ranks, path: Path, is_compiled: bool) -> tuple[str, torch.Size, torch.dtype]:
-    model = load_model(path, torch.bfloat16, CPU, compiled=is_compiled, ranks=ranks)
-    logits = read(model, PROMPTS[1])
-    return model.arithmetic, logits.shape, logits.dtype
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_sums_of_shards_are_another_arithmetic_and_logits_are_not(
-    is_compiled: bool, processes: Processes, tmp_path: Path
-) -> None:
-    path = make_model(tmp_path, dtype="bfloat16", vocab_size=255)
-    alone, two = (processes.run(size, 1, describe, path, is_compiled)[0] for size in (1, 2))
-    assert alone[1:] == (torch.Size([3, 255]), torch.float32)
-    assert two == (f"{alone[0]} in 2 shards", *alone[1:])
+def describe(ranks: Ranks, path: Path) -> str:
+    return load_model(path, torch.bfloat16, CPU, compiled=True, ranks=ranks).arithmetic
 
 
 def test_all_stages_compute_alike_whatever_layers_they_have(
@@ -177,5 +161,5 @@ def test_all_stages_compute_alike_whatever_layers_they_have(
         "intermediate_size": 129,
     }
     path = make_model(tmp_path, family="qwen3_moe", dtype="bfloat16", **shape)
-    last, first = (it[0] for it in processes.run(1, 2, describe, path, True))
+    last, first = processes.run(1, 2, describe, path)
     assert last == first

@@ -27,7 +27,6 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 CASES: dict[str, dict[str, Any]] = {
-    "llama-mha": {"num_key_value_heads": 4},
     "llama-gqa-sharded": {"shards": 3, "rope_theta": 500_000.0},
     "llama-mqa-tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "llama-biases-llama3": {
@@ -42,17 +41,10 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     },
-    "llama-head-dim-llama3": {
-        "head_dim": 24,
-        "rope_parameters": {**LLAMA3, "rope_theta": 10_000.0},
-    },
     "mistral-window": {"sliding_window": 12},
-    "mistral-window-mqa": {"sliding_window": 16, "num_key_value_heads": 1},
     "mistral-no-window": {"sliding_window": None, "num_key_value_heads": 4},
     "qwen2-biases": {"num_key_value_heads": 4},
     "qwen2-some-layers-windowed": {**WINDOW, "max_window_layers": 1},
-    "qwen2-tied-mqa": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "qwen3-wide-heads": {"head_dim": 32},
     "qwen3-mha-bias": {"head_dim": 16, "num_key_value_heads": 4, "attention_bias": True},
     "qwen3-yarn": {"head_dim": 32, "rope_parameters": {**YARN, "rope_theta": 10_000.0}},
     "qwen2-yarn-scaling": {

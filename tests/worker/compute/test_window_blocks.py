@@ -23,10 +23,10 @@ def test_one_lies_beside_a_block_until_it_is_forgotten() -> None:
 def test_none_is_taken_or_forgotten_twice() -> None:
     blocks = WindowBlocks(6, 4, 2)
     blocks.take(5)
-    with pytest.raises(AssertionError, match="has one"):
+    with pytest.raises(AssertionError, match="has a window block"):
         blocks.take(5)
     blocks.forget(5)
-    with pytest.raises(AssertionError, match="has none"):
+    with pytest.raises(AssertionError, match="has no window block"):
         blocks.forget(5)
     assert blocks.num_free == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,6 @@ from worker.model.families import (
     DeltaHeads,
     Experts,
     delta_between,
-    no_delta,
-    no_experts,
-    no_windows,
     one_rope,
     one_rope_of_a_part,
     one_rope_or_yarn,
@@ -33,112 +31,123 @@ from worker.model.families import (
 )
 from worker.model.rope import Rope
 
-
-def test_no_window() -> None:
-    assert no_windows({"sliding_window": 8}, 3) == (None, None, None)
-
-
-def test_one_window_for_all_layers() -> None:
-    assert same_window({}, 2) == (4096, 4096)
-    assert same_window({"sliding_window": 8}, 2) == (8, 8)
-    assert same_window({"sliding_window": None}, 2) == (None, None)
-    with pytest.raises(ModelError, match="sliding_window is 0"):
-        same_window({"sliding_window": 0}, 2)
+FULL, SLIDING = "full_attention", "sliding_attention"
+ON = {"use_sliding_window": True, "sliding_window": 8}
 
 
-def test_windows_that_may_be_switched_off() -> None:
-    def windows(**keys: Any) -> tuple[int | None, ...]:
-        return windows_if_used(keys, 3)
-
-    assert windows(sliding_window=8, max_window_layers=1) == (None,) * 3
-    on = {"use_sliding_window": True, "sliding_window": 8}
-    assert windows(**on, max_window_layers=1) == (None, 8, 8)
-    assert windows(**on, max_window_layers=0) == (8, 8, 8)
-    assert windows(**on, max_window_layers=9) == (None,) * 3
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert windows(**on, layer_types=types) == (8, None, 8)
-    with pytest.raises(ModelError, match="use_sliding_window"):
-        windows(layer_types=types)
-    for wrong in (types[:2], ["full_attention", "mamba", "full_attention"], "full_attention"):
-        with pytest.raises(ModelError, match="layer_types"):
-            windows(**on, layer_types=wrong)
-
-
-def test_one_rope_is_that_of_every_layer() -> None:
-    ropes = one_rope({"rope_theta": 5.0}, 16, 1024)
-    assert ropes.everywhere is ropes.windowed and ropes.windowed.theta == 5.0
-
-
-def test_one_window_that_may_be_switched_off() -> None:
-    assert same_window_if_used({"sliding_window": 8}, 2) == (None, None)
-    assert same_window_if_used({"sliding_window": 8, "use_sliding_window": True}, 2) == (8, 8)
+@pytest.mark.parametrize(
+    ("windows", "keys", "expected"),
+    [
+        (same_window, {}, (4096, 4096)),
+        (same_window, {"sliding_window": 8}, (8, 8)),
+        (same_window, {"sliding_window": None}, (None, None)),
+        (same_window_if_used, {"sliding_window": 8}, (None, None)),
+        (same_window_if_used, ON, (8, 8)),
+        (windows_if_used, {"sliding_window": 8, "max_window_layers": 1}, (None,) * 3),
+        (windows_if_used, {**ON, "max_window_layers": 1}, (None, 8, 8)),
+        (windows_if_used, {**ON, "max_window_layers": 0}, (8, 8, 8)),
+        (windows_if_used, ON, (None,) * 3),
+        (windows_if_used, {**ON, "layer_types": [SLIDING, FULL, SLIDING]}, (8, None, 8)),
+        (windows_by_turns, {}, (128, None, 128)),
+        (windows_by_turns, {"sliding_window": 8, "layer_types": [FULL, SLIDING]}, (None, 8)),
+        (windows_between, {}, (4096,) * 5 + (None,) + (4096,) * 2),
+        (windows_between, {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None, 8)),
+        (windows_between, {"sliding_window": 8, "layer_types": [FULL, SLIDING]}, (None, 8)),
+    ],
+)
+def test_windows_of_layers(windows: Any, keys: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    assert windows(keys, len(expected)) == expected
 
 
-def test_layers_with_experts() -> None:
-    assert no_experts({"num_experts": 8}, 2) == (None, None)
-    assert sparse_layers({}, 2) == (Experts(128, 8, 768, is_normalized=False),) * 2
-    keys: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    keys |= {"norm_topk_prob": True, "mlp_only_layers": None}
-    some = Experts(4, 2, 16, is_normalized=True)
-    for key in ("num_experts", "num_local_experts"):
-        assert sparse_layers(keys | {key: 4}, 2) == (some, some)
-        assert sparse_layers(keys | {key: 0}, 2) == (None, None)
-    keys["num_experts"] = 4
-    assert sparse_layers(keys | {"decoder_sparse_step": 2}, 4) == (None, some, None, some)
-    chosen = {"decoder_sparse_step": 2, "mlp_only_layers": [3, 0]}
-    assert sparse_layers(keys | chosen, 4) == (None, some, None, None)
-    for wrong, message in (
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than the 4 experts"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers is 3"),
-        ({"mlp_only_layers": [True]}, "mlp_only_layers is"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            sparse_layers(keys | wrong, 4)
+KEYS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FOUR = Experts(4, 2, 16, is_normalized=True)
+SHARED = Experts(4, 2, 16, is_normalized=False, shared_size=24)
+SHARING = {**KEYS, "num_experts": 4, "shared_expert_intermediate_size": 24, "norm_topk_prob": False}
+STACKED = Experts(6, 6, 96, is_normalized=True, has_bias=True, is_stacked=True)
+STACKING = {"intermediate_size": 96, "num_local_experts": 6, "num_experts_per_tok": 6}
+SPARSE = {**KEYS, "norm_topk_prob": True, "num_experts": 4}
 
 
-def test_windows_by_turns() -> None:
-    assert windows_by_turns({}, 3) == (128, None, 128)
-    types = ["full_attention", "full_attention", "sliding_attention"]
-    assert windows_by_turns({"sliding_window": 8, "layer_types": types}, 3) == (None, None, 8)
+@pytest.mark.parametrize(
+    ("experts", "keys", "expected"),
+    [
+        (sparse_layers, {}, (Experts(128, 8, 768, is_normalized=False),) * 2),
+        (sparse_layers, {**SPARSE, "mlp_only_layers": None}, (FOUR, FOUR)),
+        (sparse_layers, {**SPARSE, "num_experts": None, "num_local_experts": 4}, (FOUR, FOUR)),
+        (sparse_layers, {"num_experts": 0}, (None, None)),
+        (sparse_layers, {**SPARSE, "decoder_sparse_step": 2}, (None, FOUR, None, FOUR)),
+        (
+            sparse_layers,
+            {**SPARSE, "decoder_sparse_step": 2, "mlp_only_layers": [3, 0]},
+            (None, FOUR, None, None),
+        ),
+        (
+            sparse_layers_with_shared,
+            {},
+            (Experts(512, 10, 512, is_normalized=True, shared_size=512),),
+        ),
+        (sparse_layers_with_shared, {**SHARING, "mlp_only_layers": [1]}, (SHARED, None, SHARED)),
+        (sparse_layers_with_shared, {"num_experts": 0}, (None, None)),
+        (
+            stacked_experts,
+            {"intermediate_size": 96},
+            (replace(STACKED, num_experts=128, top_k=4),) * 2,
+        ),
+        (stacked_experts, STACKING, (STACKED,)),
+    ],
+)
+def test_experts_of_layers(experts: Any, keys: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    assert experts(keys, len(expected)) == expected
+
+
+DELTA = DeltaHeads(16, 2, 128, 128, 4)
+SMALL = DeltaHeads(2, 3, 8, 5, 3)
+SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
 
 
 def test_layers_that_keep_a_state() -> None:
-    heads = DeltaHeads(16, 2, 128, 128, 4)
-    assert no_delta({"linear_num_key_heads": 2}, 2) == (None, None)
-    assert delta_between({}, 5) == (heads, heads, heads, None, heads)
-    assert delta_between({"full_attention_interval": 2}, 3) == (heads, None, heads)
-    types = ["full_attention", "linear_attention"]
-    sizes = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 5,
-        "linear_conv_kernel_dim": 3,
-    }
-    small = DeltaHeads(2, 3, 8, 5, 3)
-    assert delta_between(sizes | {"layer_types": types}, 2) == (None, small)
-    assert (small.channels, small.state_size) == (31, 31 * 2 + 3 * 8 * 5)
-    for keys, words in (
-        ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5, no multiple"),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must name"),
-        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            delta_between(sizes | keys, 2)
+    assert delta_between({}, 5) == (DELTA, DELTA, DELTA, None, DELTA)
+    assert delta_between({"full_attention_interval": 2}, 3) == (DELTA, None, DELTA)
+    types = [FULL, "linear_attention"]
+    assert delta_between(SIZES | {"layer_types": types}, 2) == (None, SMALL)
+    assert (SMALL.channels, SMALL.state_size) == (31, 31 * 2 + 3 * 8 * 5)
 
 
-def test_experts_with_one_that_all_tokens_go_to() -> None:
-    usual = Experts(512, 10, 512, is_normalized=True, shared_size=512)
-    assert sparse_layers_with_shared({}, 2) == (usual, usual)
-    keys = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    own = Experts(4, 2, 8, is_normalized=False, shared_size=24)
-    keys |= {"norm_topk_prob": False, "shared_expert_intermediate_size": 24}
-    assert sparse_layers_with_shared(keys | {"mlp_only_layers": [1]}, 3) == (own, None, own)
-    assert sparse_layers_with_shared(keys | {"decoder_sparse_step": 2}, 3) == (None, own, None)
-    assert sparse_layers_with_shared({"num_experts": 0}, 2) == (None, None)
+@pytest.mark.parametrize(
+    ("reader", "keys", "words"),
+    [
+        (same_window, {"sliding_window": 0}, "sliding_window is 0"),
+        (windows_if_used, {"layer_types": [SLIDING, FULL]}, "use_sliding_window"),
+        (windows_if_used, {**ON, "layer_types": [FULL]}, "layer_types must name"),
+        (windows_if_used, {**ON, "layer_types": [FULL, "mamba"]}, "layer_types must name"),
+        (windows_if_used, {**ON, "layer_types": FULL}, "layer_types must name"),
+        (
+            windows_between,
+            {"sliding_window": None, "layer_types": [FULL, SLIDING]},
+            "sliding_attention without sliding_window",
+        ),
+        (sparse_layers, {**SPARSE, "num_experts_per_tok": 5}, "tok is 5, more than the 4 experts"),
+        (sparse_layers, {**SPARSE, "mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        (sparse_layers, {**SPARSE, "mlp_only_layers": [True]}, "mlp_only_layers is"),
+        (sparse_layers, {**SPARSE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (sparse_layers, {**SPARSE, "norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        (stacked_experts, {**STACKING, "num_experts_per_tok": 7}, "is 7, more than the 6 experts"),
+        (stacked_experts, {**STACKING, "num_local_experts": 0}, "num_local_experts is 0"),
+        (delta_between, {**SIZES, "linear_num_value_heads": 5}, "value_heads is 5, no multiple"),
+        (delta_between, {**SIZES, "linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        (delta_between, {"layer_types": [FULL, SLIDING]}, "layer_types must name"),
+        (delta_between, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'"),
+    ],
+)
+def test_wrong_keys_are_named(reader: Any, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        reader(keys, 2)
 
 
 def test_a_rope_of_a_part_of_each_head() -> None:
@@ -155,20 +164,6 @@ def test_a_rope_of_a_part_of_each_head() -> None:
     for part in (0.05, 0.2, 1.5):
         with pytest.raises(ModelError, match=f"partial_rotary_factor is {part}"):
             rope(partial_rotary_factor=part)
-
-
-def test_experts_that_a_checkpoint_has_in_one() -> None:
-    def experts(num: int, top_k: int, size: int) -> Experts:
-        return Experts(num, top_k, size, is_normalized=True, has_bias=True, is_stacked=True)
-
-    keys = {"intermediate_size": 96}
-    assert stacked_experts(keys, 2) == (experts(128, 4, 96),) * 2
-    keys |= {"num_local_experts": 6, "num_experts_per_tok": 6}
-    assert stacked_experts(keys, 1) == (experts(6, 6, 96),)
-    with pytest.raises(ModelError, match="num_experts_per_tok is 7, more than the 6 experts"):
-        stacked_experts(keys | {"num_experts_per_tok": 7}, 1)
-    with pytest.raises(ModelError, match="num_local_experts is 0"):
-        stacked_experts(keys | {"num_local_experts": 0}, 1)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
@@ -188,16 +183,6 @@ def test_a_rope_that_is_yarn_where_nothing_is_said(keys: dict[str, Any]) -> None
     said = GptOssConfig(**copy.deepcopy(keys), max_position_embeddings=4096).rope_parameters
     want = one_rope({"rope_parameters": said}, 64, 4096)
     assert one_rope_or_yarn(keys, 64, 4096) == want
-
-
-def test_windows_between_layers_that_see_all() -> None:
-    assert windows_between({}, 8) == (4096,) * 5 + (None,) + (4096,) * 2
-    keys: dict[str, Any] = {"sliding_window": 8, "sliding_window_pattern": 2}
-    assert windows_between(keys, 3) == (8, None, 8)
-    types = ["full_attention", "full_attention", "sliding_attention"]
-    assert windows_between(keys | {"layer_types": types}, 3) == (None, None, 8)
-    with pytest.raises(ModelError, match="sliding_attention without sliding_window"):
-        windows_between({"sliding_window": None, "layer_types": types}, 3)
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}

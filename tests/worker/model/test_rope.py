@@ -29,7 +29,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
         ({"rope_theta": 500_000}, Rope(16, 500_000.0)),
         ({"rope_theta": 5.0, "rope_scaling": None}, Rope(16, 5.0)),
         ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, Rope(16, 7.0)),
-        # As transformers does: a theta inside goes before one outside, rope_scaling before both.
+        # As in transformers, a theta inside goes before one outside, rope_scaling before both.
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}, Rope(16, 7.0)),
         (
             {"rope_theta": 5.0, "rope_scaling": {"rope_type": "default", "rope_theta": 7.0}},
@@ -67,20 +67,6 @@ def test_both_spellings_are_read(config: dict[str, Any], want: Rope) -> None:
     assert read_rope(config, 16, 1024) == want
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
-@pytest.mark.parametrize("outside", [{}, {"rope_theta": 5.0}])
-@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("inside", [{}, {"rope_theta": 7.0}])
-def test_the_theta_is_that_of_transformers(
-    outside: dict[str, Any], key: str, inside: dict[str, Any]
-) -> None:
-    from transformers import LlamaConfig
-
-    config = {**outside, key: {"rope_type": "linear", "factor": 2.0, **inside}}
-    theirs = LlamaConfig(**copy.deepcopy(config)).rope_parameters["rope_theta"]
-    assert read_rope(config, 16, 1024).theta == theirs
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -92,7 +78,6 @@ def test_the_theta_is_that_of_transformers(
         ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": -1.0}}, "mscale_all_dim"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from kernels import PagedBatch
@@ -14,7 +13,7 @@ from kernels.contract import Run
 from tests.worker.compute.processes import Processes
 from worker.compute.ranks import Ranks
 from worker.executor.torch import Step
-from worker.parallel.commands import Order, Verb, hear, tell, tell_step
+from worker.parallel.commands import Order, Verb, receive, send, send_step
 
 
 def ints(draw: random.Random, *shape: int) -> torch.Tensor:
@@ -43,11 +42,11 @@ def step_of(seed: int) -> Step:
 def described(order: Order) -> Any:
     if order.step is None:
         return order.verb, order.numbers
-    token_ids, positions, rows, whole, pieces, runs, windowed = order.step
+    token_ids, positions, rows, whole, microbatches, runs, windowed = order.step
     arrays = [token_ids, positions, rows]
     for batch in (whole,) if windowed is None else (whole, windowed):
         arrays += [batch.slots, batch.query_starts, batch.context_lens, batch.block_tables]
-    return order.verb, [it.tolist() for it in arrays], pieces, [*runs]
+    return order.verb, [it.tolist() for it in arrays], microbatches, [*runs]
 
 
 SEEDS = range(12)
@@ -55,11 +54,11 @@ SEEDS = range(12)
 
 def exchange(ranks: Ranks) -> list[Any]:
     if not ranks.is_leader:
-        return [described(hear(ranks)) for _ in range(len(SEEDS) + 2)]
-    tell(ranks, Verb.ALLOCATE, 7, 16)
+        return [described(receive(ranks)) for _ in range(len(SEEDS) + 2)]
+    send(ranks, Verb.ALLOCATE, 7, 16)
     for seed in SEEDS:
-        tell_step(ranks, step_of(seed))
-    tell(ranks, Verb.END)
+        send_step(ranks, step_of(seed))
+    send(ranks, Verb.END)
     return []
 
 
@@ -69,15 +68,3 @@ def test_all_hear_what_the_leader_tells_in_its_order(processes: Processes) -> No
     for (allocate, numbers), *orders, (end, _) in heard:
         assert (allocate, numbers[:2], end) == (Verb.ALLOCATE, (7, 16), Verb.END)
         assert orders == steps
-
-
-def tell_what_is_none(ranks: Ranks) -> None:
-    if ranks.is_leader:
-        ranks.broadcast(torch.tensor([9, *[0] * 7], dtype=torch.int32))
-        return
-    with pytest.raises(ValueError, match="9 is not a valid Verb"):
-        hear(ranks)
-
-
-def test_an_order_that_is_none_is_not_followed(processes: Processes) -> None:
-    processes.run(2, 1, tell_what_is_none)

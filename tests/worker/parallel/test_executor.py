@@ -1,4 +1,4 @@
-"""An engine on a model of several processes says what it says on one, in all it can be asked."""
+"""An engine on a model of several processes has the results of an engine on one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worker.engine.sequence import Sequence
 from worker.executor.contract import Capabilities
 from worker.executor.torch import TorchExecutor, make_cache
 from worker.model.config import read_config
-from worker.parallel.commands import Verb, hear
+from worker.parallel.commands import Verb, receive
 from worker.parallel.executor import ShardedExecutor, create
 from worker.parallel.kv_copies import HEADER
 from worker.parallel.microbatches import MIN_TOKENS, compute
@@ -38,20 +38,20 @@ VOCAB_SIZE, NUM_TOKENS = 1326, 16
 GREEDY = Options(ignore_eos=True)
 SCORED = Options(ignore_eos=True, prompt_logprobs=2)
 NUMBERS = Options(structure=Structure(kind="regex", text="(2468 ){5,9}"))
-GRIDS = [(2, 1), (1, 2), (2, 2)]
 
 
 class Scenario(NamedTuple):
-    """What an engine is asked, with which settings; `rounds` times the same."""
+    """Requests for an engine with these settings, in `rounds`, on a grid of shards x stages."""
 
     prompts: Many[list[int]]
     options: Options
     settings: dict[str, Any]
+    grid: tuple[int, int]
     rounds: int = 1
 
 
 class Answers(NamedTuple):
-    """Texts and, of each scored prompt, logprobs; and what the engine had to do for it."""
+    """Texts, logprobs of scored prompts, and counters of the engine."""
 
     texts: list[list[int]]
     scores: list[list[float]]
@@ -59,7 +59,7 @@ class Answers(NamedTuple):
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
-    """Return prompts of words that come again, and begin alike."""
+    """Return prompts that share a prefix and repeat words."""
     draw = random.Random(3)
     words = [draw.choices(range(5, VOCAB_SIZE), k=4) for _ in range(3)]
     head = [*words[0], *words[1], *words[0]]
@@ -71,19 +71,23 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 SCENARIOS = {
     "chunks and preemption": Scenario(
-        prompts_of(16, 18, 21, 17), GREEDY, {"num_blocks": 14, "max_ubatch_tokens": 9}
+        prompts_of(16, 18, 21, 17), GREEDY, {"num_blocks": 14, "max_ubatch_tokens": 9}, (1, 2)
     ),
-    "swap": Scenario(prompts_of(16, 18, 21, 17), GREEDY, {"num_blocks": 14, "swap_bytes": 1 << 20}),
+    "swap": Scenario(
+        prompts_of(16, 18, 21, 17), GREEDY, {"num_blocks": 14, "swap_bytes": 1 << 20}, (2, 2)
+    ),
     "drafts of a model and prefixes": Scenario(
-        prompts_of(30, 33), GREEDY, {"speculate": "draft"}, rounds=2
+        prompts_of(30, 33), GREEDY, {"speculate": "draft"}, (1, 2), rounds=2
     ),
-    # So long that stages compute them in pieces, with rows of logits in all of them.
-    "pieces and scores": Scenario(prompts_of(150, 7, 140), SCORED, {"max_ubatch_tokens": 512}),
+    # So long that stages compute microbatches, with rows of logits in all of them.
+    "microbatches and scores": Scenario(
+        prompts_of(150, 7, 140), SCORED, {"max_ubatch_tokens": 512}, (2, 2)
+    ),
     "structures and drafts of the text": Scenario(
-        prompts_of(12, 20), NUMBERS, {"speculate": "ngram:4"}
+        prompts_of(12, 20), NUMBERS, {"speculate": "ngram:4"}, (2, 1)
     ),
 }
-# What proves that the scenario is what it is called.
+# The counters that prove that a scenario does what its name says.
 COUNTED = {
     "chunks and preemption": ("preemptions",),
     "swap": ("swaps_in", "swaps_out"),
@@ -150,26 +154,47 @@ def test_an_engine_answers_as_on_one_process(name: str, processes: Processes, pa
     wanted = answers(whole(path), scenario, path)
     assert all(wanted.counts[count] > 0 for count in COUNTED.get(name, ())), wanted.counts
     assert all(wanted.texts) and bool(wanted.scores) == (scenario.options is SCORED)
-    for size, stages in GRIDS:
-        found, *_ = processes.run(size, stages, answer_together, path, scenario)
-        assert found.texts == wanted.texts, (size, stages)
-        torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-3, atol=1e-3)
-        assert all(found.counts[count] > 0 for count in COUNTED.get(name, ())), found.counts
+    found, *_ = processes.run(*scenario.grid, answer_together, path, scenario)
+    assert found.texts == wanted.texts
+    torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-3, atol=1e-3)
+    assert all(found.counts[count] > 0 for count in COUNTED.get(name, ())), found.counts
 
 
-def test_states_of_stages_are_swapped_and_their_steps_not_cut(
-    processes: Processes, tmp_path: Path
+@pytest.mark.parametrize(
+    ("lengths", "settings", "grid", "counts"),
+    [
+        # So long that a step of a model without states would be cut.
+        (
+            (2 * MIN_TOKENS + 14, 20),
+            {"num_blocks": 76, "max_ubatch_tokens": 512},
+            (1, 2),
+            ["swaps_in"],
+        ),
+        (
+            (16, 18, 21, 17),
+            {"num_blocks": 14, "max_ubatch_tokens": 9},
+            (2, 2),
+            ["preemptions", "swaps_in", "cached_tokens"],
+        ),
+    ],
+    ids=["not cut", "divided"],
+)
+def test_states_are_preempted_swapped_and_shared_as_in_one_process(
+    lengths: tuple[int, ...],
+    settings: dict[str, Any],
+    grid: tuple[int, int],
+    counts: list[str],
+    processes: Processes,
+    tmp_path: Path,
 ) -> None:
-    path = make_model(
-        tmp_path, family="qwen3_next", vocab_size=VOCAB_SIZE, eos_token_id=[0, 4], tokenizer=DEMO
-    )
-    settings = {"num_blocks": 76, "swap_bytes": 1 << 22, "max_ubatch_tokens": 512}
-    # So long that a step of a model without states would be cut.
-    scenario = Scenario(prompts_of(2 * MIN_TOKENS + 14, 20), GREEDY, settings)
+    path = make_model(tmp_path, family="qwen3_next", vocab_size=VOCAB_SIZE, tokenizer=DEMO)
+    settings = settings | {"swap_bytes": 1 << 22}
+    scenario = Scenario(prompts_of(*lengths), GREEDY, settings, grid, rounds=len(lengths) // 2)
     wanted = answers(whole(path), scenario, path)
-    found, _ = processes.run(1, 2, answer_together, path, scenario)
+    found, *_ = processes.run(*grid, answer_together, path, scenario)
     assert found.texts == wanted.texts and all(wanted.texts)
-    assert wanted.counts["swaps_in"] > 0 and found.counts["swaps_in"] > 0
+    for count in counts:
+        assert wanted.counts[count] > 0 and found.counts[count] > 0, (wanted, found)
 
 
 def copy_after_a_step(ranks: Ranks, path: Path) -> None:
@@ -183,14 +208,14 @@ def copy_after_a_step(ranks: Ranks, path: Path) -> None:
     layout = executor.info.layout
     model = load_model(path, torch.float32, CPU, compiled=True, ranks=ranks)
     _, part = parts_of(layout, read_config(path), 2, 1)
-    assert hear(ranks).verb is Verb.ALLOCATE
-    step = hear(ranks).step
+    assert receive(ranks).verb is Verb.ALLOCATE
+    step = receive(ranks).step
     assert step is not None
     compute(model, make_cache(model, part.layout, 8, 16), step)
     header = torch.empty(HEADER, dtype=torch.int64)
-    ranks.take(header, 0)
-    ranks.take(torch.empty(1, dtype=torch.int64), 0)
-    ranks.hand(torch.zeros(rectangle.num_bytes(layout), dtype=torch.uint8), 0)
+    ranks.receive_from(header, 0)
+    ranks.receive_from(torch.empty(1, dtype=torch.int64), 0)
+    ranks.send_to(torch.zeros(rectangle.num_bytes(layout), dtype=torch.uint8), 0)
     assert header[1] == 1, "so many steps are to be computed first"
 
 
@@ -213,26 +238,8 @@ def describe(ranks: Ranks, path: Path) -> tuple[Capabilities, int]:
     return executor.capabilities, own
 
 
-def test_states_are_divided_preempted_swapped_and_shared_as_in_one_process(
-    processes: Processes, tmp_path: Path
-) -> None:
-    path = make_model(
-        tmp_path, family="qwen3_next", num_hidden_layers=8, vocab_size=VOCAB_SIZE, tokenizer=DEMO
-    )
-    settings = {"num_blocks": 14, "max_ubatch_tokens": 9, "swap_bytes": 1 << 20}
-    scenario = Scenario(prompts_of(16, 18, 21, 17), GREEDY, settings, rounds=2)
-    wanted = answers(whole(path), scenario, path)
-    for count in ("preemptions", "swaps_in", "cached_tokens"):
-        assert wanted.counts[count] > 0, wanted.counts
-    for size, stages in GRIDS:
-        found, *_ = processes.run(size, stages, answer_together, path, scenario)
-        assert found.texts == wanted.texts, (size, stages)
-
-
-@pytest.mark.parametrize(("size", "stages"), GRIDS)
-def test_it_says_what_all_processes_take_together(
-    size: int, stages: int, processes: Processes, tmp_path: Path
-) -> None:
+def test_capabilities_are_the_sum_over_all_processes(processes: Processes, tmp_path: Path) -> None:
+    size, stages = 2, 2
     path = make_model(
         tmp_path,
         family="gemma3_text",
@@ -250,7 +257,7 @@ def test_it_says_what_all_processes_take_together(
         assert found.memory.kv_bytes_per_token == size * one.memory.kv_bytes_per_token
         assert found.memory.window_bytes_per_token == size * one.memory.window_bytes_per_token
         assert found.memory.activation_bytes_per_token >= one.memory.activation_bytes_per_token
-        assert found.arithmetic == one.arithmetic + (f" in {size} shards" if size > 1 else "")
+        assert found.arithmetic == one.arithmetic + f" in {size} shards"
         assert (found.attention, found.speculative) == (one.attention, True)
 
 
@@ -277,7 +284,7 @@ def test_processes_that_compute_differently_refuse_to(processes: Processes, path
 def go_on_without_the_other(ranks: Ranks, path: Path) -> str:
     executor = loaded(ranks, path)
     if not ranks.is_leader:
-        assert hear(ranks).verb is Verb.ALLOCATE
+        assert receive(ranks).verb is Verb.ALLOCATE
         os._exit(1)
     executor.allocate(8, 16)
     with pytest.raises(RuntimeError):

@@ -16,7 +16,7 @@ from wire.layout import KVLayout
 from wire.transfer import plan
 from worker.compute.kv_cache import TorchKVCache
 from worker.parallel.kv_cache import ShardedKVCache
-from worker.parallel.kv_copies import Own
+from worker.parallel.kv_copies import OwnPart
 from worker.parallel.partition import Part
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -29,7 +29,7 @@ class Caches(NamedTuple):
     one: TorchKVCache
     sharded: ShardedKVCache
     layout: KVLayout
-    every: list[tuple[Part, Own]]
+    every: list[tuple[Part, OwnPart]]
 
 
 def cache_of(layout: KVLayout) -> TorchKVCache:
@@ -38,7 +38,7 @@ def cache_of(layout: KVLayout) -> TorchKVCache:
 
 def empty(model: Divided) -> Caches:
     parts = [(part, cache_of(part.layout)) for part in model.parts]
-    every = [(part, Own(cache, part)) for part, cache in parts]
+    every = [(part, OwnPart(cache, part)) for part, cache in parts]
     sharded = ShardedKVCache(model.layout, parts[0][1], every)
     return Caches(cache_of(model.layout), sharded, model.layout, every)
 
@@ -94,21 +94,15 @@ def test_what_is_sent_is_cut_so_that_each_segment_is_in_one_part(
 
 @given(divided())
 def test_it_says_what_the_engine_and_the_transfers_ask(model: Divided) -> None:
-    cache = empty(model).sharded
+    own = cache_of(model.parts[0].layout)
+    own.copies_at_once = 4  # as on a GPU
+    cache = ShardedKVCache(model.layout, own, empty(model).every)
     assert (cache.num_blocks, cache.block_size) == (NUM_BLOCKS, BLOCK_SIZE)
-    assert cache.layout == model.layout and cache.copies_at_once == 1
+    assert cache.layout == model.layout and cache.copies_at_once == 4
     assert cache.stages is not None and cache.copies_wait
     assert cache.num_shards == min(model.size, model.config.num_kv_heads)
     for group, stages in zip(model.layout.groups, cache.stages, strict=True):
         assert [layer for stage in stages for layer in stage] == [*range(group.num_layers)]
-
-
-@given(divided())
-def test_it_has_as_many_threads_as_each_of_its_parts(model: Divided) -> None:
-    own = cache_of(model.parts[0].layout)
-    own.copies_at_once = 4  # as on a GPU
-    parts = [(model.parts[0], Own(own, model.parts[0]))]
-    assert ShardedKVCache(model.layout, own, parts).copies_at_once == 4
 
 
 @pytest.mark.parametrize("more", [-1, 1])

@@ -14,7 +14,7 @@ from wire.transfer import Rectangle, plan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.ranks import Ranks
 from worker.parallel.kv_cache import Copying, ShardedKVCache
-from worker.parallel.kv_copies import Asking, Own, Steps, answer
+from worker.parallel.kv_copies import OwnPart, RemotePart, Steps, answer
 from worker.parallel.partition import Part
 
 NUM_THREADS, ROUNDS, BLOCK_SIZE, NUM_TOKENS = 6, 2, 4, 11
@@ -28,8 +28,8 @@ def copy_by_many_threads(ranks: Ranks) -> None:
     if not ranks.is_leader:
         return answer(ranks, cache, steps)
     first, *others = whole.parts
-    asking = [Asking(ranks, part, steps) for part in others]
-    every: list[tuple[Part, Copying]] = [(first, Own(cache, first))]
+    asking = [RemotePart(ranks, part, steps) for part in others]
+    every: list[tuple[Part, Copying]] = [(first, OwnPart(cache, first))]
     every += zip(others, asking, strict=True)
     sharded = ShardedKVCache(whole.layout, cache, every)
 
@@ -71,7 +71,7 @@ def copy_ahead_of_a_step(ranks: Ranks) -> None:
     part, steps = model_of([None]).parts[0]._replace(process=1), Noted()
     cache = TorchKVCache(part.layout, NUM_BLOCKS, BLOCK_SIZE, CPU)
     if ranks.is_leader:
-        asking = Asking(ranks, part, steps)
+        asking = RemotePart(ranks, part, steps)
         steps.add()
         packed = asking.pack([4, 0, 2], Rectangle(0, range(1), range(2), range(NUM_TOKENS)))
         assert (np.frombuffer(packed, np.float32) == 7).all()
@@ -96,7 +96,7 @@ def put_in_before_telling(ranks: Ranks) -> None:
     cache = TorchKVCache(part.layout, num_blocks, BLOCK_SIZE, CPU)
     rectangle = Rectangle(0, range(1), range(2), range(num_blocks * BLOCK_SIZE))
     if ranks.is_leader:
-        asking = Asking(ranks, part, steps)
+        asking = RemotePart(ranks, part, steps)
         asking.unpack([*range(num_blocks)], rectangle, b"7" * rectangle.num_bytes(part.layout))
         ranks.broadcast(torch.zeros(1))
         asking.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 
 from kernels import PagedBatch
 from kernels.contract import Scratch
-from scripts.models.make_model import make_model
 from tests.worker.paged import Text, batch_of
-from worker.compute.model import load_model
-from worker.executor.torch import Step, layout_of, make_cache
-from worker.parallel.microbatches import MIN_TOKENS, compute, cut, in_order, num_pieces
+from worker.executor.torch import Step
+from worker.parallel.microbatches import MIN_TOKENS, cut, in_order, num_microbatches
 
 BLOCK_SIZE = 4
 NUM_COLUMNS = 9
@@ -49,7 +46,7 @@ def queries(step: Step) -> list[Query]:
     return found
 
 
-def step_of(chunks: list[tuple[Text, int]], rows: list[int], pieces: int) -> Step:
+def step_of(chunks: list[tuple[Text, int]], rows: list[int], microbatches: int) -> Step:
     batch = batch_of(chunks, BLOCK_SIZE)
     paged = PagedBatch(
         slots=torch.from_numpy(batch.slots),
@@ -60,7 +57,7 @@ def step_of(chunks: list[tuple[Text, int]], rows: list[int], pieces: int) -> Ste
     token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
     chosen = torch.tensor(rows, dtype=torch.int32)
     windowed = replace(paged, scratch=Scratch())
-    return Step(token_ids, positions, chosen, paged, pieces, windowed=windowed)
+    return Step(token_ids, positions, chosen, paged, microbatches, windowed=windowed)
 
 
 @st.composite
@@ -87,64 +84,40 @@ def steps(draw: st.DrawFn) -> Step:
 
 @given(steps())
 def test_each_token_sees_what_it_saw_in_the_whole_step(step: Step) -> None:
-    pieces = cut(step)
-    assert len(pieces) == step.num_pieces
-    assert [query for piece in pieces for query in queries(piece)] == queries(step)
-    for piece in pieces:
-        starts, lens = piece.batch.query_starts, piece.batch.context_lens
-        assert starts[0] == 0 and starts[-1] == len(piece.token_ids) > 0
-        assert (starts.diff() > 0).all() and (lens > 0).all()
-        assert len(piece.batch.block_tables) == len(lens)
-        assert all(it.dtype == torch.int32 for it in (starts, lens, piece.rows, piece.token_ids))
-
-
-@given(steps())
-def test_layers_with_a_window_are_given_their_own_blocks(step: Step) -> None:
     batch = step.batch
     other = replace(batch, slots=batch.slots + 100, block_tables=batch.block_tables + 25)
-    found = []
-    for piece in cut(step._replace(windowed=other)):
-        assert piece.windowed is not None
-        found += queries(piece._replace(batch=piece.windowed))
-    assert found == queries(step._replace(batch=other))
+    step = step._replace(windowed=other)
+    microbatches = cut(step)
+    in_windows = [it._replace(batch=it.windowed) for it in microbatches if it.windowed is not None]
+    assert [it for microbatch in in_windows for it in queries(microbatch)] == queries(
+        step._replace(batch=other)
+    )
+    assert len(microbatches) == step.num_microbatches
+    assert [query for microbatch in microbatches for query in queries(microbatch)] == queries(step)
+    for microbatch in microbatches:
+        starts, lens = microbatch.batch.query_starts, microbatch.batch.context_lens
+        assert starts[0] == 0 and starts[-1] == len(microbatch.token_ids) > 0
+        assert (starts.diff() > 0).all() and (lens > 0).all()
+        assert len(microbatch.batch.block_tables) == len(lens)
+        assert all(
+            it.dtype == torch.int32 for it in (starts, lens, microbatch.rows, microbatch.token_ids)
+        )
 
 
 @given(steps())
 def test_rows_come_in_the_order_of_the_step_those_that_are_scored_last(step: Step) -> None:
     logits, start = [], 0
-    for piece in cut(step):
-        logits.append((piece.rows + start).float()[:, None].expand(-1, 3))
-        start += len(piece.token_ids)
+    for microbatch in cut(step):
+        logits.append((microbatch.rows + start).float()[:, None].expand(-1, 3))
+        start += len(microbatch.token_ids)
     assert in_order(step, logits)[:, 0].int().tolist() == step.rows.tolist()
 
 
 def test_small_steps_and_those_of_one_stage_or_with_states_are_not_cut() -> None:
-    def pieces(num_tokens: int, num_stages: int) -> int:
-        return num_pieces(num_tokens, num_stages, has_states=False)
+    def microbatches(num_tokens: int, num_stages: int) -> int:
+        return num_microbatches(num_tokens, num_stages, has_states=False)
 
-    assert [pieces(tokens, 1) for tokens in (1, 1 << 20)] == [1, 1]
-    assert [pieces(it, 2) for it in (1, 2 * MIN_TOKENS - 1, 2 * MIN_TOKENS)] == [1, 1, 2]
-    assert [pieces(1 << 20, stages) for stages in (2, 3, 8)] == [4, 6, 16]
-    assert num_pieces(1 << 20, 2, has_states=True) == 1
-
-
-def test_a_model_computes_the_same_in_pieces(tmp_path: Path) -> None:
-    """Later pieces read the KV of earlier ones, and no logits lie where others were."""
-    path = make_model(tmp_path, family="mistral", sliding_window=6)
-    model = load_model(path, torch.float32, torch.device("cpu"), compiled=True)
-    config, logits = model.config, []
-    for pieces in (1, 2, 5, 26):
-        cache = make_cache(model, layout_of(config, torch.float32), 18, BLOCK_SIZE)
-        chunks = [
-            (Text([*range(17)], [*range(0, 18, 2)]), 17),
-            (Text([*range(40, 49)], [*range(1, 18, 2)]), 9),
-        ]
-        step = step_of(chunks, [16, 25, 3, 7, 20], pieces)
-        found = compute(model, cache, step)
-        assert len(found) == pieces
-        if pieces == 1:
-            [again] = compute(model, cache, step)
-            assert again.data_ptr() == found[0].data_ptr(), "logits of one piece are not copied"
-        logits.append(in_order(step, found).clone())
-    for in_pieces in logits[1:]:
-        torch.testing.assert_close(in_pieces, logits[0], rtol=1e-4, atol=1e-4)
+    assert [microbatches(tokens, 1) for tokens in (1, 1 << 20)] == [1, 1]
+    assert [microbatches(it, 2) for it in (1, 2 * MIN_TOKENS - 1, 2 * MIN_TOKENS)] == [1, 1, 2]
+    assert [microbatches(1 << 20, stages) for stages in (2, 3, 8)] == [4, 6, 16]
+    assert num_microbatches(1 << 20, 2, has_states=True) == 1

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.parallel.divided import Divided, divided, model_of, rectangles
+from tests.worker.parallel.divided import Divided, divided, rectangles
 from wire.layout import KVLayout
 from wire.transfer import Rectangle
 from worker.executor.torch import layout_of
@@ -82,11 +82,3 @@ def test_shares_are_a_rectangle_and_are_found_again_in_their_parts(data: st.Data
         assert part.share(share) == share
         shared.update(places(share.group, share.layers, share.heads))
     assert shared == set(places(rectangle.group, rectangle.layers, rectangle.heads))
-
-
-def test_a_part_has_no_share_of_a_group_of_which_it_has_no_layer() -> None:
-    last, first = model_of([None, 3], stages=2).parts
-    assert ([*first.layers], [*last.layers]) == ([0], [1])
-    rectangle = Rectangle(1, range(1), range(1), range(3))
-    assert first.share(rectangle) is None
-    assert last.share(rectangle) == rectangle and last.own(rectangle).group == 0
