@@ -26,6 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.bench.tables import Table
+
 CONTEXT = 256
 
 
@@ -52,10 +54,11 @@ def main() -> int:
         print("the grids do not choose the same tokens")
         return 1
     print(f"{args.grids} choose the same tokens in float32; {args.threads} threads a process")
+    table = Table("grid:<6", "step:<14", "ms:>8.1f", "waits:>6.0%")
     for grid in args.grids:
         found = run(grid, sys.argv[1:])
         for name, (seconds, waits) in found["times"].items():
-            print(f"{grid:6} {name:14} {1000 * seconds:8.1f} ms  waits {waits:4.0%}")
+            table.row(grid, name, 1000 * seconds, waits)
     return 0
 
 

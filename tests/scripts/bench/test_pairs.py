@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scripts.paired import Pairs
+from scripts.bench.pairs import Pairs
 
 
 def drifting(slower: float, *, num_blocks: int = 40, num: int = 100) -> Pairs:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A prefill and a decode worker that compute nothing: tokens as fast as a router takes them.
 
-    scripts/emitters.py tcp://127.0.0.1:5570 --model wire/demo
+    scripts/bench/emitters.py tcp://127.0.0.1:5570 --model wire/demo
 
 Both are in this process and speak the wire protocol.  A prompt's first token id chooses the answer
 (`answer`), so that whoever asked can check every token of it.  The `seed` of a request says how its
