@@ -1,4 +1,4 @@
-"""What the engine itself costs a step: schedule, batch and commit, without any model.
+"""Time the engine's own part of a step: schedule, batch and commit, without any model.
 
 An executor that computes nothing takes the model's place, so all that is left is the engine.  The
 time is that of the thread, not of the clock, so that waiting for a core does not count; but who

@@ -1,4 +1,4 @@
-"""What it costs, or gains, to divide a model among processes of this machine.
+"""Time a model divided among processes of this machine, beside one process.
 
     python scripts/bench_parallel.py --model DIR    # a checkpoint that make_model --like made
     python scripts/bench_parallel.py --model DIR --grids 1x1 2x1 1x2 --rows 1 8 --tokens 512

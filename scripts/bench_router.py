@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the router costs: CPU a token, time to a first token, requests a second, memory a stream.
+"""The router's cost: CPU a token, time to a first token, requests a second, memory a stream.
 
     scripts/bench_router.py                                # all rows
     scripts/bench_router.py --rows saturated paced --peers ../peers --sglang ../router/bin/python

@@ -53,7 +53,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sent: fixed lengths, a prefix that all prompts share, random ids after it."""
+    """The prompts: fixed lengths, a prefix that all share, random ids after it."""
 
     prompts: list[list[int]]
     output_tokens: int

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What slow clients cost the others: 2,000 idle and 200 dribbling connections beside real requests.
+"""The cost of slow clients for others: 2,000 idle and 200 dribbling connections beside requests.
 
     scripts/bench_slow_clients.py            # HTTP, then raw TCP
     scripts/bench_slow_clients.py --face tcp --idle 500 --dribbling 50 --grace-s 5

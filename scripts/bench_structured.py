@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What structured answers cost: tokens a second of a cluster, with a JSON schema and without.
+"""The cost of structured answers: tokens a second of a cluster, with a JSON schema and without.
 
     python -m router --model demo --local 1,1 &
     python scripts/bench_structured.py --streams 32 --tokens 400

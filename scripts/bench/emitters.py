@@ -101,7 +101,7 @@ class Running:
 
 @dataclass(slots=True)
 class Shared:
-    """What the decode workers of several routers know of each other."""
+    """The state that the decode workers of several routers share."""
 
     running: list[dict[int, Running]] = field(default_factory=list)
     has_more: asyncio.Event = field(default_factory=asyncio.Event)

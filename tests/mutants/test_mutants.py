@@ -189,15 +189,6 @@ def test_who_noticed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> No
     assert (root / "wire" / "numbers.py").read_text() == MODULE
 
 
-def test_a_test_that_fails_anyhow_has_noticed_nothing(
-    root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    test = root / "tests" / "wire" / "test_numbers.py"
-    test.write_text("def test_it() -> None:\n    assert False\n")
-    tree = Tree(root, tmp_path_factory.mktemp("copies") / "0")
-    assert not tree.judge(mutant_of(root, "+", "-")).is_sound
-
-
 def test_what_hangs_is_noticed(
     root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

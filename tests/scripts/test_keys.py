@@ -33,20 +33,6 @@ def test_each_party_gets_a_pair_that_the_others_know(tmp_path: Path) -> None:
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    keys(tmp_path, "router")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    done = keys(tmp_path, "decode-0", "router")
-    assert done.returncode == 1 and "router.key is there already" in done.stderr
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_parties_are_added_later(tmp_path: Path) -> None:
-    keys(tmp_path, "router")
-    assert keys(tmp_path, "decode-7").returncode == 0
-    assert Keys(tmp_path, "router").public_of("decode-7")
-
-
 def test_who_is_in_the_list_stays_there_when_others_are_added(tmp_path: Path) -> None:
     listed, names = "", ("router", "prefill-0", "decode-0")
     for name in names:
@@ -107,10 +93,6 @@ def test_a_list_that_cannot_be_added_to_leaves_no_key(tmp_path: Path) -> None:
     done = keys(tmp_path, "router")
     assert done.returncode == 1 and "authorized_keys: Is a directory" in done.stderr
     assert not (tmp_path / "router.key").exists()
-
-
-def test_who_says_nothing_is_told_what_to_say(tmp_path: Path) -> None:
-    assert keys().returncode == 2 and keys(tmp_path).returncode == 2
 
 
 def test_what_a_full_disk_cuts_is_not_left_for_a_key(

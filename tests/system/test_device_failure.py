@@ -28,8 +28,7 @@ def failing(directory: Path, content: str, *args: str) -> Cluster:
 
 
 def errors(cluster: Cluster) -> list[dict[str, Any]]:
-    lines = [line for line in cluster.log().splitlines(True) if line.endswith("\n")]
-    return [line for line in map(json.loads, lines) if line["level"] == "error"]
+    return [event for event in cluster.events() if event["level"] == "error"]
 
 
 def request(prompt: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the documents show works as printed, and what they name is there."""
+"""The documents' examples work as printed, and the files that they name exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
 def anchors(document: Path) -> set[str]:
-    """What a link may name after #: the headings, as GitHub writes them."""
+    """The headings as GitHub writes them in links, after #."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
