@@ -64,7 +64,7 @@ Prompts = list[list[int]]
 
 
 class Drawing(TypedDict):
-    """How every system chooses its tokens."""
+    """The sampling settings of every system."""
 
     temperature: float
     top_p: float
@@ -256,7 +256,7 @@ def check(ours: Ours, path: Path, vocab_size: int) -> float:
 
 @torch.no_grad()
 def round_matrices(model: Any) -> None:
-    """Round what products read as `--weights int8` does: a random model is hurt by that itself."""
+    """Round the weights of products as `--weights int8` does; a random model suffers by that."""
     products = {id(module.weight) for module in model.modules() if hasattr(module, "in_features")}
     for weight in model.parameters():
         if id(weight) in products:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long one body stops the router: the longest wait of those who ask something small meanwhile.
+"""The longest wait that one large body causes to others who send something small meanwhile.
 
     scripts/bench_loop_stall.py                          # 32,768 tokens of context
     scripts/bench_loop_stall.py --max-model-len 500000   # a text of 2 MB is tokenized

@@ -63,7 +63,7 @@ class NullExecutor:
         return tokens
 
     def shutdown(self) -> None:
-        """Nothing to give back."""
+        """Release nothing."""
 
 
 @dataclass(frozen=True)

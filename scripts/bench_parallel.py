@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Waits:
-    """How long the leader waits for others."""
+    """The time that the leader waits for other processes."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

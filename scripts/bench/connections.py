@@ -85,7 +85,8 @@ class HttpConnection(Connection):
     def __init__(self, headers: str = "") -> None:
         super().__init__()
         self._headers = f"host: localhost\r\ncontent-type: application/json\r\n{headers}"
-        # Bytes of the body that have not come; None before the head, and for a chunked body.
+        self._has_head = False
+        # Bytes of the body that have not come; None for a chunked one.
         self._left: int | None = None
         self._tail = b""
 
@@ -102,7 +103,7 @@ class HttpConnection(Connection):
         return self.request("POST", path, json.dumps(body).encode())
 
     def request(self, method: str, path: str, body: bytes = b"") -> asyncio.Future[None]:
-        self._left, self._tail = None, b""
+        self._has_head, self._left, self._tail = False, None, b""
         head = f"{method} {path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
         return self.send(head.encode() + body)
 
@@ -124,12 +125,15 @@ class HttpConnection(Connection):
     def is_end(self, data: bytes) -> bool:
         if self._left is not None:
             self._left -= len(data)
-        elif data is self.pieces[0]:
-            head, _, body = data.partition(b"\r\n\r\n")
+        elif not self._has_head:
+            head, end, body = b"".join(self.pieces).partition(b"\r\n\r\n")
+            self._has_head = bool(end)
             _, found, length = head.lower().partition(b"content-length: ")
-            self._left = int(length.partition(b"\r\n")[0]) - len(body) if found else None
+            if end and found:
+                self._left = int(length.partition(b"\r\n")[0]) - len(body)
         self._tail = (self._tail + data)[-8:]
-        return self._tail.endswith(b"\r\n0\r\n\r\n") if self._left is None else self._left <= 0
+        is_last_chunk = self._has_head and self._tail.endswith(b"\r\n0\r\n\r\n")
+        return is_last_chunk if self._left is None else self._left <= 0
 
     def num_tokens(self) -> int:
         return b"".join(self.pieces).count(b'"choices"')

@@ -61,7 +61,7 @@ TOGETHER_S: Final = 0.05
 
 @dataclass(frozen=True)
 class Flow:
-    """How the tokens after the first come.
+    """The pace of the tokens after the first.
 
     A step every `pace_us`, 0: as fast as the router takes them; and none before so many requests
     run together.
@@ -80,7 +80,7 @@ class Flow:
 
 
 def vocabulary(model: Path) -> list[int]:
-    """Return the tokens that answers are made of: those that read as plain words."""
+    """Return the tokens that read as plain words; answers are made of these."""
     vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     return sorted(index for text, index in vocab.items() if text.strip("Ġ").isalpha())
 
@@ -108,7 +108,7 @@ class Shared:
 
 
 class Worker:
-    """One of the two, and its connection."""
+    """One of the two workers, and its connection to the router."""
 
     def __init__(self, role: Role, model: Path, router: str) -> None:
         self._identity = Identity(role, 0, time.time_ns() & (2**40 - 1))
@@ -140,7 +140,7 @@ class Worker:
         self.beat()
 
     def beat(self) -> None:
-        """Say that we are alive, and have room."""
+        """Send a heartbeat with free blocks."""
         load = Load(total=NUM_BLOCKS, used=0, cached=0, free=NUM_BLOCKS)
         self.link.send(encode(Heartbeat(0, 0, 0), encode_map(load)))
 

@@ -1,4 +1,4 @@
-"""The least that moving KV between two processes can cost: the same bytes, and no protocol.
+"""The least cost of moving KV between two processes: the same bytes, and no protocol.
 
 `measure` starts a receiving process, sends it the KV of one prompt several times, and returns bytes
 a second of the best time.  The ways:
@@ -76,7 +76,7 @@ def measure(way: str, layout: KVLayout, num_tokens: int, block_size: int) -> flo
 
 
 class Pool:
-    """A worker's KV cache with one prompt in it, whose blocks lie anywhere."""
+    """A worker's KV cache with one prompt in it, in blocks in random order."""
 
     def __init__(self, layout: KVLayout, num_tokens: int, block_size: int) -> None:
         torch.set_num_threads(1)
@@ -95,7 +95,7 @@ class Pool:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user can open its memory."""
+        """The path under which other processes of this user can open its memory."""
         assert self._cache.memory is not None, "this system has no such memory"
         return f"/proc/{os.getpid()}/fd/{self._cache.memory.descriptor}"
 
@@ -135,7 +135,7 @@ def _receive(pipe: Any, way: str, layout: KVLayout, num_tokens: int, block_size:
 
 
 def _copy(pipe: Any, path: str, layout: KVLayout, num_tokens: int, block_size: int) -> None:
-    """Copy blocks out of the memory there, which lie elsewhere here."""
+    """Copy blocks out of the other process's memory into blocks in another order."""
     pool, size = Pool(layout, num_tokens, block_size), block_size * layout.token_bytes
     with Path(path).open("rb") as file:
         memory = map_memory(file.fileno())

@@ -206,7 +206,7 @@ def test_parse_fills_a_model_from_a_call(client: openai.OpenAI, cluster: Cluster
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_an_impossible_field_is_refused_by_name(
     client: openai.OpenAI, cluster: Cluster, fields: Any, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

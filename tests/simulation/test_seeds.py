@@ -52,7 +52,7 @@ def test_a_seed_is_the_same_history_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("seed", FOUND, ids=str)
-def test_what_was_found_stays_fixed(seed: int) -> None:
+def test_histories_that_once_failed_hold(seed: int) -> None:
     history(seed)
 
 

@@ -271,7 +271,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
 
 
-def test_what_is_wrong_with_the_settings_is_said_once(tmp_path: Path) -> None:
+def test_a_bad_setting_is_reported_once(tmp_path: Path) -> None:
     ended = run("--api-keys", str(tmp_path / "nowhere"), "--log-level", "error")
     assert ended.returncode == EX_CONFIG
     assert ended.stderr.count("nowhere") == 1, ended.stderr

@@ -56,7 +56,7 @@ def test_the_engine_in_a_program_works(tmp_path: Path) -> None:
     assert lines[:2] == ["length (9, 10, 11, 7, 8)", "9 10 11 7 8 "]
 
 
-def test_what_python_the_documents_show_is_an_example() -> None:
+def test_python_in_the_documents_is_an_example() -> None:
     """Without its docstring, which says how to run the file."""
     examples = {path.read_text().split('"""\n\n', 1)[1] for path in EXAMPLES.glob("*.py")}
     shown = [

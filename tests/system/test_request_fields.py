@@ -67,7 +67,7 @@ def usage_of(body: dict[str, Any]) -> int:
         (chat, {"guided_json": json.dumps(PERSON)}),
     ],
 )
-def test_an_answer_is_what_its_schema_says(cluster: Cluster, ask: Any, fields: Any) -> None:
+def test_an_answer_matches_its_schema(cluster: Cluster, ask: Any, fields: Any) -> None:
     body = ask(cluster, **fields, temperature=1, seed=3, max_tokens=200)
     Draft202012Validator(PERSON).validate(json.loads(text_of(body)))
     assert body["choices"][0]["finish_reason"] == "stop"
@@ -82,7 +82,9 @@ def test_an_answer_is_what_its_schema_says(cluster: Cluster, ask: Any, fields: A
         (chat, {"structured_outputs": {"grammar": 'start: "a" /b+/ "c"'}}, "ab+c"),
     ],
 )
-def test_or_what_its_pattern_says(cluster: Cluster, ask: Any, fields: Any, pattern: str) -> None:
+def test_an_answer_matches_its_pattern(
+    cluster: Cluster, ask: Any, fields: Any, pattern: str
+) -> None:
     for seed in range(4):
         body = ask(cluster, **fields, temperature=1, seed=seed, max_tokens=200)
         assert re.fullmatch(pattern, text_of(body))

@@ -159,7 +159,7 @@ def connections_of_strangers(cluster: Locked) -> None:
             stranger.close()
 
 
-def test_who_has_no_key_cannot_fill_the_memory(locked: Locked) -> None:
+def test_a_connection_without_a_key_cannot_fill_the_memory(locked: Locked) -> None:
     router = psutil.Process(locked.router.pid)
     before = router.memory_info().rss
     for mechanism in (b"NULL", b"CURVE", b"PLAIN"):

@@ -92,7 +92,7 @@ def test_security(root: Path, tmp_path: Path, name: str, gpu: bool, threshold: i
         ("decode.env", worker.config.Config),
     ],
 )
-def test_what_the_files_of_settings_name_are_settings(file: str, kind: type[Settings]) -> None:
+def test_the_env_files_name_settings_only(file: str, kind: type[Settings]) -> None:
     """Those that are commented out, too."""
     named = re.findall(r"^#?BATON_(\w+)=", (UNITS / file).read_text(), re.MULTILINE)
     assert named and {name.lower() for name in named} <= set(kind.model_fields)

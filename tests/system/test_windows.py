@@ -43,17 +43,17 @@ def test_windows_and_states_cross_at_their_size(tmp_path: Path) -> None:
         return oracle(prompt, NUM_TOKENS, options, info.vocab_size, layout=MIXED)
 
     with Cluster(tmp_path, local="1,2", executor="worker.executor.hash:create_mixed") as cluster:
-        prompts = [[draw.randrange(900) for _ in range(length)] for length in (1, 16, 33, 500)]
+        prompts = [[draw.randrange(900) for _ in range(length)] for length in (1, 33, 300)]
         for prompt in prompts:
             assert complete(cluster, prompt) == [expected(prompt, Options(ignore_eos=True))]
         sent = sum(MIXED.transfer_bytes(len(prompt)) for prompt in prompts)
         assert counted(cluster, "kv_transfer_bytes") == sent
         prompt = prompts[-1]
-        for turn in range(4):
-            answers = complete(cluster, prompt, n=3, temperature=1.0, seed=turn)
+        for turn in range(2):
+            answers = complete(cluster, prompt, n=2, temperature=1.0, seed=turn)
             for choice, answer in enumerate(answers):
                 options = Options(ignore_eos=True, temperature=1.0, seed=turn, choice=choice)
                 assert answer == expected(prompt, options)
             prompt = [*prompt, *answers[1], turn]
-        assert counted(cluster, "kv_skipped_tokens") > 4 * 500
+        assert counted(cluster, "kv_skipped_tokens") > 300
         cluster.until_idle()

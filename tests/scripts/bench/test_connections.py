@@ -15,6 +15,7 @@ CHUNKED = HEAD + b"content-type: text/event-stream\r\ntransfer-encoding: chunked
     [
         ([HEAD + b"content-length: 4\r\n\r\n", b"{}}"], False),
         ([HEAD + b"content-length: 4\r\n\r\n{}", b"}}"], True),
+        ([HEAD + b"content-", b"length: 2\r\n\r\n{", b"}"], True),
         ([CHUNKED + b"2\r\n{}\r\n"], False),
         ([CHUNKED + b"2\r\n{}\r\n", b"0\r\n\r\n"], True),
     ],
