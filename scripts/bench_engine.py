@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -42,13 +43,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
-import httpx
-
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a worker does, before torch is there
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.bench.tables import Table
+from scripts.bench_serve import Client, Measured
 from scripts.models.make_model import make_model
 from wire.options import Options
 from worker.engine.engine import Engine
@@ -63,7 +64,7 @@ Prompts = list[list[int]]
 
 
 class Drawing(TypedDict):
-    """How every system chooses its tokens."""
+    """The sampling settings of every system."""
 
     temperature: float
     top_p: float
@@ -204,39 +205,26 @@ class Peer:
 
     def __init__(self, url: str, drawing: Drawing) -> None:
         self.name, self._drawing = url, drawing
-        self._model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
     def prompt_s(self, prompts: Prompts) -> float:
-        return self._times(prompts, 1)[0][0]
+        return self._measured(prompts, 1)[0].ttft_s
 
     def step_s(self, prompts: Prompts, count: int) -> float:
-        spans = [(times[-1] - times[0]) / (count - 1) for times in self._times(prompts, count)]
-        return statistics.median(spans)
+        every = [each.chunk_s for each in self._measured(prompts, count)]
+        return statistics.median([(times[-1] - times[0]) / (count - 1) for times in every])
 
-    def _times(self, prompts: Prompts, count: int) -> list[list[float]]:
-        async def all_of_them() -> list[list[float]]:
-            async with httpx.AsyncClient(base_url=self.name, timeout=600) as client:
-                return await asyncio.gather(*[self._one(client, p, count) for p in prompts])
+    def _measured(self, prompts: Prompts, count: int) -> list[Measured]:
+        async def all_of_them() -> list[Measured]:
+            clients = [Client(self.name) for _ in prompts]
+            pairs = zip(clients, prompts, strict=True)
+            return await asyncio.gather(
+                *[client.measure(prompt, count, **self._drawing) for client, prompt in pairs]
+            )
 
-        return asyncio.run(all_of_them())
-
-    async def _one(self, client: httpx.AsyncClient, prompt: list[int], count: int) -> list[float]:
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": count,
-            "ignore_eos": True,
-            "stream": True,
-            **self._drawing,
-        }
-        times: list[float] = []
-        start = time.perf_counter()
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                is_token = line.startswith("data: {") and json.loads(line[6:]).get("choices")
-                times += [time.perf_counter() - start] if is_token else []
-        return times
+        measured = asyncio.run(all_of_them())
+        if problems := [each.problem for each in measured if each.problem]:
+            raise SystemExit(f"{self.name}: {problems[0]}")
+        return measured
 
 
 def check(ours: Ours, path: Path, vocab_size: int) -> float:
@@ -268,7 +256,7 @@ def check(ours: Ours, path: Path, vocab_size: int) -> float:
 
 @torch.no_grad()
 def round_matrices(model: Any) -> None:
-    """Round what products read as `--weights int8` does: a random model is hurt by that itself."""
+    """Round the weights of products as `--weights int8` does; a random model suffers by that."""
     products = {id(module.weight) for module in model.modules() if hasattr(module, "in_features")}
     for weight in model.parameters():
         if id(weight) in products:
@@ -315,13 +303,12 @@ def product_s(rows: int, columns: int, depth: int, dtype: torch.dtype) -> float:
         return best_s(lambda: torch.nn.functional.linear(x, weight))
 
 
-def packed_product_s(rows: int, columns: int, depth: int) -> float:
-    """Return the seconds of one bfloat16 product of these sizes by oneDNN, its weights packed."""
-    return packed_step_s([(rows, columns, depth)])
-
-
 def packed_step_s(shapes: Sequence[tuple[int, int, int]]) -> float:
-    """Return the seconds of such products one after another, each with weights of its own."""
+    """Return the seconds of bfloat16 products by oneDNN, one after another, their weights packed;
+    infinity where the processor has no instructions for them.
+    """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
+        return math.inf
     onednn = torch.ops.mkldnn  # torch has no public name for what it packs
     inputs = {
         (rows, depth): torch.ones(rows, depth, dtype=torch.bfloat16) for rows, _, depth in shapes
@@ -372,7 +359,7 @@ def floors(
 
     def quickest_s(rows: int, columns: int, depth: int) -> float:
         by_torch = min(product_s(rows, columns, depth, kind) for kind in kinds)
-        return min(by_torch, packed_product_s(rows, columns, depth))
+        return min(by_torch, packed_step_s([(rows, columns, depth)]))
 
     def packed_s(rows: int, rows_of_head: int) -> float:
         of_layers = [(rows, *shape) for _ in range(layers) for shape in shapes]
@@ -436,10 +423,10 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
         rows.append((name, {f"decode_{streams}": floor[key] for streams in args.streams}))
     for name, key in (("every product alone", "products_s"), ("all packed by oneDNN", "packed_s")):
         rows.append((name, {step: floor[f"{step}_{key}"] for step in ours}))
-    print(f"{'ms (x ours)':>28}" + "".join(f"{name:>20}" for name in ours))
+    table = Table("ms (x ours):>28", *[f"{name}:>19" for name in ours])
     for name, figures in rows:
-        cells = [f"{1000 * figures[k]:9.1f} ({figures[k] / ours[k]:6.2f})" for k in figures]
-        print(f"{name:>28}" + "".join(f"{cell:>20}" for cell in cells))
+        cells = {k: f"{1000 * figures[k]:9.1f} ({figures[k] / ours[k]:6.2f})" for k in figures}
+        table.row(name, *[cells.get(k, "") for k in ours])
     overhead = ", ".join(f"{n}: {ms:.3f}" for n, ms in result["engine_overhead_ms"].items())
     print(f"engine's own time a step in ms, by streams: {overhead}")
     print(f"measured: {floor['bandwidth_GB_s']:.1f} GB/s, {torch.get_num_threads()} threads")

@@ -36,6 +36,7 @@ from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Program
 from kernels.cpu.rowwise import norm
+from scripts.bench.tables import Table
 from worker.compute.packed import (
     Call,
     ExpertRoom,
@@ -131,8 +132,8 @@ def best(rounds: int, *runs: Callable[[], object]) -> list[float]:
     return least
 
 
-def measure(layer: Layer, kind: str, all_tokens: list[int], rounds: int) -> None:
-    """Check and time one kind of weights; print a line for each number of tokens."""
+def measure(table: Table, layer: Layer, kind: str, all_tokens: list[int], rounds: int) -> None:
+    """Check and time one kind of weights; print a row for each number of tokens."""
     packed, config = KINDS[kind], layer.experts.config
     experts, mlp = (
         PackedExperts.of(layer.experts, packed),
@@ -158,13 +159,10 @@ def measure(layer: Layer, kind: str, all_tokens: list[int], rounds: int) -> None
         num_bytes = sum(it.nbytes for it in panels) * touched / config.num_experts
         floor = num_bytes / (flat.nbytes / least[2])
         products = tokens * config.top_k * 3 * layer.hidden * config.intermediate_size
-        print(
-            f"{kind:>8} {tokens:5} tokens: experts {1e3 * least[0]:7.2f} ms, "
-            f"one {1e3 * least[1]:7.2f} ms; {products / least[0] / 1e9:5.0f} and "
-            f"{products / least[1] / 1e9:5.0f} billion products a second, "
-            f"ratio {least[1] / least[0]:.2f}; {touched} experts to read {1e3 * floor:6.2f} ms, "
-            f"ceiling {min(1, least[1] / floor):.2f}"
-        )
+        rates = (products / seconds / 1e9 for seconds in least[:2])
+        times = 1e3 * least[0], 1e3 * least[1]
+        ratio, ceiling = least[1] / least[0], min(1, least[1] / floor)
+        table.row(kind, tokens, *times, *rates, ratio, touched, 1e3 * floor, ceiling)
 
 
 def main() -> None:
@@ -180,8 +178,13 @@ def main() -> None:
     args = parser.parse_args()
     config = Experts(args.experts, args.top_k, args.inner, is_normalized=True)
     layer = random_layer(config, args.hidden)
+    table = Table(
+        *("weights:<8", "tokens:>6", "experts ms:>10.2f", "one ms:>8.2f"),
+        *("G products/s:>12.0f", "one:>6.0f", "ratio:>6.2f"),
+        *("experts read:>12", "read ms:>8.2f", "ceiling:>7.2f"),
+    )
     for kind in args.kinds:
-        measure(layer, kind, args.tokens, args.rounds)
+        measure(table, layer, kind, args.tokens, args.rounds)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 
 Starts the demo cluster as a user would, with two API keys, anew for each load.  The victim sends
 small requests, one at a time with a pause after each: first alone, then while the other key's
-flood (`scripts/flood.py`, a process of its own) is running.  A row is one kind of the victim's
+flood (`bench/flood.py`, a process of its own) is running.  A row is one kind of the victim's
 requests under one load, and the ratio is that of the 99th percentiles.  Below each load stands what
 the other key got meanwhile, for a router could pass by refusing it everything.  Every answer of the
 victim must be the one that it got alone; if one is wrong or missing, the exit status is 1.  A
@@ -36,10 +36,11 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.flood import CHAT, LOADS, WORDS, KeyedAsker, connect
+from scripts.bench.connections import CHAT, HttpConnection, open_http
+from scripts.bench.flood import LOADS, WORDS
+from scripts.bench.processes import ROOT, router
+from scripts.bench.tables import Table
 from scripts.keys import make_api_key
-from scripts.sides import ROOT, listening, wait_until_served
-from scripts.streams import unchunked
 
 # The most that a flood may make of a request.
 TARGET: Final = 2.0
@@ -92,8 +93,7 @@ FIRST: Final = "chat, first token"
 
 @dataclass
 class Times:
-    """Seconds that the victim's requests took, by kind, those that failed included, and what was
-    wrong with these."""
+    """Seconds of the victim's requests by kind, failed ones included, and the problems of these."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
@@ -107,10 +107,10 @@ class Victim:
 
     def __init__(self, host: str, port: int, key: str) -> None:
         self._address = (host, port, key)
-        self._asker: KeyedAsker | None = None
+        self._connection: HttpConnection | None = None
         self._numbers = itertools.count()
         # The answer to the first request of each kind, before there was any flood.
-        self._expected: dict[str, bytes] = {}
+        self._expected: dict[str, Any] = {}
 
     async def measure(self, until: Callable[[], bool]) -> Times:
         """Send rounds of one request of each kind, one round at least, until it is over."""
@@ -118,47 +118,42 @@ class Victim:
         while True:
             for kind in KINDS:
                 await asyncio.sleep(PAUSE_S)
-                await self._ask(kind, times)
+                await self._measure(kind, times)
             if until():
                 return times
 
-    async def _ask(self, kind: str, times: Times) -> None:
-        if self._asker is None or self._asker.transport.is_closing():
-            self._asker = await connect(*self._address)
-        asker = self._asker
-        problem = await self._problem(kind, asker)
+    async def _measure(self, kind: str, times: Times) -> None:
+        connection = self._connection
+        if connection is None or connection.transport.is_closing():
+            connection = self._connection = await open_http(*self._address)
+        problem = await self._problem(kind, connection)
         if problem:
             times.problems.append((kind, problem))
-            asker.transport.abort()
+            connection.transport.abort()
         now = time.monotonic()
         if kind == "chat":
-            times.add(FIRST, (asker.first_at or now) - asker.asked_at)
-        times.add(kind, now - asker.asked_at)
+            times.add(FIRST, (connection.first_at or now) - connection.sent_at)
+        times.add(kind, now - connection.sent_at)
 
-    async def _problem(self, kind: str, asker: KeyedAsker) -> str:
+    async def _problem(self, kind: str, connection: HttpConnection) -> str:
         """Send a request; return what is wrong with its answer."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await asker.post(*KINDS[kind](next(self._numbers)))
+                await connection.post(*KINDS[kind](next(self._numbers)))
         except (TimeoutError, ConnectionError) as error:
             return str(error) or f"no answer in {PATIENCE_S:g} s"
-        if asker.status != 200:
-            return f"{asker.status}: {asker.body.decode()}"
-        said = said_by(asker.body, is_stream=kind == "chat")
-        expected = self._expected.setdefault(kind, said)
-        return "" if said == expected else f"said {said!r}, alone {expected!r}"
+        if connection.status != 200:
+            return f"{connection.status}: {connection.body.decode()}"
+        found = answer_in(connection)
+        expected = self._expected.setdefault(kind, found)
+        return "" if found == expected else f"answered {found!r}, alone {expected!r}"
 
 
-def said_by(body: bytes, *, is_stream: bool) -> bytes:
-    """Return what an answer says, without the ids and times that differ from answer to answer."""
-    if is_stream:
-        events = [each[6:] for each in unchunked(body).split(b"\n\n") if each[6:7] == b"{"]
-    else:
-        events = [body]
-    documents = [json.loads(each) for each in events]
-    # The call of a tokenizer has no choices, but nothing in it differs.
-    said = [choice for each in documents for choice in each.get("choices", [each])]
-    return json.dumps(said).encode()
+def answer_in(connection: HttpConnection) -> list[Any]:
+    """Return the answer of a response, without the ids and times that are always different."""
+    bodies = [body for _, body in connection.events()]
+    # A tokenizer's response has no choices, but nothing in it differs.
+    return [choice for each in bodies for choice in each.get("choices", [each])]
 
 
 @dataclass(frozen=True)
@@ -175,17 +170,16 @@ class Row:
     ratio: float
     failed: int
 
-    def __str__(self) -> str:
+    def cells(self) -> list[str | float]:
         times = (self.p50_alone_s, self.p50_s, self.p99_alone_s, self.p99_s)
-        columns = "".join(f"{1000 * seconds:>11.1f}" for seconds in times)
-        over = "" if self.ratio <= TARGET else f" over {TARGET:g}"
-        start = f"{self.load:<16}{self.kind:<19}{self.samples:>5}"
-        return f"{start}{columns}{self.ratio:>8.1f}{self.failed:>8}{over}"
+        over = "" if self.ratio <= TARGET else f"over {TARGET:g}"
+        milliseconds = [1000 * seconds for seconds in times]
+        return [self.load, self.kind, self.samples, *milliseconds, self.ratio, self.failed, over]
 
 
-HEADINGS: Final = (
-    f"{'load':<16}{'request':<19}{'n':>5}{'p50 alone':>11}{'p50 ms':>11}{'p99 alone':>11}"
-    f"{'p99 ms':>11}{'ratio':>8}{'failed':>8}"
+COLUMNS: Final = (
+    *("load:<15", "request:<18", "n:>4", "p50 alone:>10.1f", "p50 ms:>10.1f"),
+    *("p99 alone:>10.1f", "p99 ms:>10.1f", "ratio:>7.1f", "failed:>7", ":<6"),
 )
 
 
@@ -222,10 +216,10 @@ def _quantile(seconds: list[float], share: float) -> float:
 async def flooding(
     host: str, port: int, key: str, load: str, seconds: float
 ) -> AsyncIterator[dict[str, Any]]:
-    """Run a flood for so long at most; what it says of itself is in the yielded dict afterwards."""
-    said: dict[str, Any] = {}
+    """Run a flood for so long at most; its report is in the yielded dict afterwards."""
+    report: dict[str, Any] = {}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "scripts.flood", host, str(port), load),
+        *(sys.executable, "-m", "scripts.bench.flood", host, str(port), load),
         *("--seconds", str(seconds)),
         cwd=ROOT,
         stdin=asyncio.subprocess.PIPE,
@@ -236,10 +230,10 @@ async def flooding(
         process.stdin.write(f"{key}\n".encode())
         if await process.stdout.readline() != b"begun\n":
             raise SystemExit(f"{load}: the flood did not begin")
-        yield said
+        yield report
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
-        said.update(json.loads(await process.stdout.readline()))
+        report.update(json.loads(await process.stdout.readline()))
     finally:
         if process.returncode is None:
             process.terminate()
@@ -282,9 +276,8 @@ def run(load: str, given: argparse.Namespace) -> dict[str, Any]:
         path = Path(directory) / "api_keys"
         keys = [new_key(path) for _ in range(2)]
         flags = ["--local", "1,1", "--api-keys", str(path)]
-        with listening(flags, given.root.resolve()) as (addresses, _, _):
-            wait_until_served(addresses["http"])
-            return uvloop.run(measure(load, addresses["http"], keys, given.seconds))
+        with router(*flags, root=given.root.resolve()) as server:
+            return uvloop.run(measure(load, server.http, keys, given.seconds))
 
 
 def main() -> None:
@@ -297,11 +290,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the table here too")
     given = parser.parse_args()
     measured = {}
-    print(HEADINGS, flush=True)
+    table = Table(*COLUMNS)
     for load in given.rows:
         found = measured[load] = run(load, given)
         for row in found["rows"]:
-            print(row)
+            table.row(*row.cells())
         other = found["other"]
         answers = ", ".join(f"{count} x {status}" for status, count in other["answers"].items())
         print(f"  the other key got {answers or 'no answer'} in {other['seconds']:.1f} s")

@@ -7,7 +7,7 @@
 
 Two real workers without a model, Llama-8B's KV (32 layers x 8 heads x 128, bfloat16), blocks
 wherever they lie.  First, KV is written and compared at the other end.  Then transfers are timed,
-from the offer to the last ACK, in turns with the floor: `zmq+` of `kv_floor.py`, or its `memory`.
+from the offer to the last ACK, in turns with the floor: `zmq+` or `memory` of `bench/kv_floor.py`.
 Over TCP segments have a connection of their own, sealed with keys (SPEC 6.9), but for `tcp+zmq` and
 `tcp+curve`; over ipc they have none.  With `--split`
 each worker has cores of its own, as the router gives local workers where there are enough.  A
@@ -30,9 +30,11 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts import kv_floor
+
+from scripts.bench import kv_floor
+from scripts.bench.kv_pair import Moved, Pair, pair
+from scripts.bench.tables import Table
 from scripts.keys import make_keys
-from scripts.kv_pair import Moved, Pair, pair
 from wire.layout import KVLayout
 
 WAYS: Final = ("tcp", "tcp+zmq", "ipc", "tcp+keys", "tcp+curve", "ipc+keys", "memory")
@@ -125,8 +127,12 @@ async def measure(way: str, settings: dict[str, Any], args: argparse.Namespace) 
                 await it.run(workers)
         floor = statistics.median(floors)
         print(f"{way}: floor {floor_way} {floor / 1e9:.2f} GB/s in the same minutes")
+        table = Table(
+            *("at once:>7", "tokens:>7", "GB/s:>6.2f", "x floor:>7.2f", "ms:>8.1f"),
+            *("slowest x median:>16.2f", "CPU s/GB:>8.2f", "switches:>8.1f", "jobs:>6.1f"),
+        )
         for it in series:
-            print(f"  {it.summary(floor)}", flush=True)
+            table.row(*it.figures(floor))
 
 
 async def measure_small(way: str, settings: dict[str, Any], rounds: int) -> None:
@@ -169,8 +175,8 @@ class Series:
         for name in self._used:
             self._used[name] += sum(after[role][name] - before[role][name] for role in after)
 
-    def summary(self, floor: float) -> str:
-        """Say how fast it was, and what it cost."""
+    def figures(self, floor: float) -> list[float]:
+        """Return the cells of its row."""
         rates, seconds, slowest = [], [], 0.0
         for turn in self._turns:
             took = max(it.ready_s for it in turn) - min(it.offered_s for it in turn)
@@ -180,13 +186,11 @@ class Series:
             slowest = max(slowest, max(each) / statistics.median(each))
         total = sum(it.num_bytes for turn in self._turns for it in turn)
         rate, segments = statistics.median(rates), total / SEGMENT_BYTES
-        return (
-            f"{self._count:3} x {self._num_tokens:5} tokens {rate / 1e9:6.2f} GB/s "
-            f"{rate / floor:5.2f} of the floor {1e3 * statistics.median(seconds):8.1f} ms  "
-            f"slowest {slowest:.2f} x median  CPU {self._used['cpu_s'] / total * 1e9:.2f} s/GB  "
-            f"{self._used['switches'] / segments:.1f} switches {self._used['jobs'] / segments:.1f} "
-            "jobs a segment"
-        )
+        return [
+            *(self._count, self._num_tokens, rate / 1e9, rate / floor),
+            *(1e3 * statistics.median(seconds), slowest, self._used["cpu_s"] / total * 1e9),
+            *(self._used["switches"] / segments, self._used["jobs"] / segments),
+        ]
 
 
 if __name__ == "__main__":

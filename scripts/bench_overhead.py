@@ -1,4 +1,4 @@
-"""What the engine itself costs a step: schedule, batch and commit, without any model.
+"""Time the engine's own part of a step: schedule, batch and commit, without any model.
 
 An executor that computes nothing takes the model's place, so all that is left is the engine.  The
 time is that of the thread, not of the clock, so that waiting for a core does not count; but who
@@ -16,9 +16,13 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench.tables import Table
 from wire.layout import KVLayout
 from wire.options import Options
 from worker.engine.engine import Engine
@@ -59,7 +63,7 @@ class NullExecutor:
         return tokens
 
     def shutdown(self) -> None:
-        """Nothing to give back."""
+        """Release nothing."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     failed = False
-    print(f"{'case':<34} {'sequences':>9} {'median ms':>10} {'p99 ms':>8} {'limit ms':>9}")
+    table = Table(
+        *("case:<34", "sequences:>9", "median ms:>10.3f", "p99 ms:>8.3f", "limit ms:>9.1f")
+    )
     rounds = [[measure(case, args.steps) for case in CASES] for _ in range(args.rounds)]
     for case, measured in zip(CASES, zip(*rounds, strict=True), strict=True):
         median, p99 = min((np.median(each), np.percentile(each, 99)) for each in measured)
         limit = LIMITS_MS[case.num_sequences]
         failed |= bool(median > limit)
-        print(f"{case.name:<34} {case.num_sequences:>9} {median:>10.3f} {p99:>8.3f} {limit:>9.1f}")
+        table.row(case.name, case.num_sequences, float(median), float(p99), limit)
     return int(failed)
 
 

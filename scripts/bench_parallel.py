@@ -1,4 +1,4 @@
-"""What it costs, or gains, to divide a model among processes of this machine.
+"""Time a model divided among processes of this machine, beside one process.
 
     python scripts/bench_parallel.py --model DIR    # a checkpoint that make_model --like made
     python scripts/bench_parallel.py --model DIR --grids 1x1 2x1 1x2 --rows 1 8 --tokens 512
@@ -26,6 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.bench.tables import Table
+
 CONTEXT = 256
 
 
@@ -52,10 +54,11 @@ def main() -> int:
         print("the grids do not choose the same tokens")
         return 1
     print(f"{args.grids} choose the same tokens in float32; {args.threads} threads a process")
+    table = Table("grid:<6", "step:<14", "ms:>8.1f", "waits:>6.0%")
     for grid in args.grids:
         found = run(grid, sys.argv[1:])
         for name, (seconds, waits) in found["times"].items():
-            print(f"{grid:6} {name:14} {1000 * seconds:8.1f} ms  waits {waits:4.0%}")
+            table.row(grid, name, 1000 * seconds, waits)
     return 0
 
 
@@ -118,7 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Waits:
-    """How long the leader waits for others."""
+    """The time that the leader waits for other processes."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

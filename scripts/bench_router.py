@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""What the router costs: CPU a token, time to a first token, requests a second, memory a stream.
+"""The router's cost: CPU a token, time to a first token, requests a second, memory a stream.
 
     scripts/bench_router.py                                # all rows
     scripts/bench_router.py --rows saturated paced --peers ../peers --sglang ../router/bin/python
     scripts/bench_router.py --brief                        # a few tokens each: are they right?
 
-A real router process, workers that compute nothing (`scripts/emitters.py`) and clients that check
-every token (`scripts/streams.py`), each in processes of their own.  `--peers` is a directory with
-the programs of those it is compared with, which run by turns with ours in every round: the floor,
-`relay_floor.py` (one ZeroMQ message a step in, 64 chunks out, and nothing else), and with
+A real router process, workers that compute nothing (`bench/emitters.py`) and clients that check
+every token (`bench/router_clients.py`), each in processes of their own.  `--peers` is a directory
+with the programs of those it is compared with, which run by turns with ours in every round: the
+floor, `relay_floor.py` (one ZeroMQ message a step in, 64 chunks out, and nothing else), and with
 `--sglang`, a Python that has it, sglang-router before `mock_worker.py`.  The time to a first token
-is beside that by `bare_router.py`, which only passes on.
+is beside that by `bench/bare_router.py`, which only passes on.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any, Final
 
 import numpy as np
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.sides import ROOT, Listening, ended, listening, started, wait_until_served
+from scripts.bench.processes import ROOT, Server, router, running, started
+from scripts.bench.tables import Table
 
 # sglang-router tells nobody when it is ready.
 PEER_START_S: Final = 6.0
@@ -95,146 +95,129 @@ WARM: Final = brief(ROWS["saturated"])
 
 @dataclass(frozen=True)
 class Running:
-    """A router that listens; `model` is what its clients call theirs."""
+    """A router that listens; clients call its model `model`."""
 
-    endpoints: dict[str, tuple[str, int]]
-    pid: int
+    server: Server
     model: str = "demo"
-    # Where its workers note when each prompt came and when its first token left.
+    # Its workers write down when each prompt came and when its first token left.
     notes: Path | None = None
-
-    def address(self, face: str) -> list[str]:
-        host, port = self.endpoints["tcp" if face == "tcp" else "http"]
-        return [host, str(port)]
 
 
 def ours(flags: list[str]) -> AbstractContextManager[Running]:
     """The router of this checkout and its emitters."""
-    limits = ["--max-running-per-worker", "4096", "--max-requests-per-connection", "64"]
-    return emitting(listening([*limits, *flags]))
+    limits = ("--max-running-per-worker", "4096", "--max-requests-per-connection", "64")
+    return emitting(router(*limits, *flags))
 
 
 def bare() -> AbstractContextManager[Running]:
-    """One that only passes on, and its emitters."""
-    return emitting(started(["scripts.bare_router"]))
+    """The router that only passes on, and its emitters."""
+    return emitting(started("scripts.bench.bare_router"))
 
 
 @contextmanager
-def emitting(served: AbstractContextManager[Listening]) -> Iterator[Running]:
+def emitting(start: AbstractContextManager[Server]) -> Iterator[Running]:
     """A router with emitters of its own."""
-    with served as (addresses, pid, buses), TemporaryDirectory() as directory:
+    with start as server, TemporaryDirectory() as directory:
         notes = Path(directory) / "notes"
-        emitters = [sys.executable, "-m", "scripts.emitters", *buses, "--notes", str(notes)]
-        with ended(subprocess.Popen(emitters, cwd=ROOT)):
-            wait_until_served(addresses["http"])
-            yield Running(addresses, pid, notes=notes)
+        with running("-m", "scripts.bench.emitters", *server.buses, "--notes", str(notes)):
+            server.wait_until_ready()
+            yield Running(server, notes=notes)
 
 
 @contextmanager
 def sglang(python: str, peers: Path, row: Row) -> Iterator[Running]:
     """sglang-router and its mock workers, which are made for one row."""
-    ports = [free_port() for _ in range(3)]
-    with ExitStack() as stack:
-        for port, tokens, pace_s in ((ports[0], 1, 0.0), (ports[1], row.tokens, row.pace_us / 1e6)):
-            mock = [
-                sys.executable,
-                str(peers / "mock_worker.py"),
-                str(port),
-                str(tokens),
-                str(pace_s),
-            ]
-            stack.enter_context(ended(subprocess.Popen(mock)))
-        flags = ["--pd-disaggregation", "--prefill", f"http://127.0.0.1:{ports[0]}", "9000"]
-        flags += ["--decode", f"http://127.0.0.1:{ports[1]}", "--port", str(ports[2])]
-        flags += ["--policy", "round_robin", "--disable-retries", "--log-level", "error"]
-        command = [python, "-m", "sglang_router.launch_router", *flags]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        stack.enter_context(ended(process))
+    mock, ports = str(peers / "mock_worker.py"), [str(free_port()) for _ in range(3)]
+    flags = ["--pd-disaggregation", "--prefill", f"http://127.0.0.1:{ports[0]}", "9000"]
+    flags += ["--decode", f"http://127.0.0.1:{ports[1]}", "--port", ports[2]]
+    flags += ["--policy", "round_robin", "--disable-retries", "--log-level", "error"]
+    launch = ("-m", "sglang_router.launch_router", *flags)
+    with (
+        running(mock, ports[0], "1", "0.0"),
+        running(mock, ports[1], str(row.tokens), str(row.pace_us / 1e6)),
+        running(*launch, python=python, is_quiet=True) as process,
+    ):
         time.sleep(PEER_START_S)
-        yield Running({"http": ("127.0.0.1", ports[2])}, process.pid, "m")
+        yield Running(Server({"http": ("127.0.0.1", int(ports[2]))}, process.pid), "m")
 
 
-def floor(peers: Path, row: Row) -> str:
-    """Run the bare relay; return what it says."""
+def floor(peers: Path, row: Row) -> float:
+    """Return microseconds of CPU a token of the bare relay."""
     steps = [str(row.tokens), str(row.pace_us / 1e6), "uvloop"]
     command = [sys.executable, str(peers / "relay_floor.py"), *steps]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(r"([0-9.]+) us", said)
-    return f"{row.name:<14} {'bare relay':<12} {found[1] if found else said:>6} us CPU a token"
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"([0-9.]+) us", output)
+    assert found, output
+    return float(found[1])
 
 
-def measure(row: Row, router: Running) -> dict[str, Any]:
+def measure(row: Row, of: Running) -> dict[str, Any]:
     """Have the clients do what the row says."""
-    client = [sys.executable, "-m", "scripts.streams", *router.address(row.face), *row.flags()]
-    client += ["--model", router.model, "--pid", str(router.pid)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(client, cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
+    host, port = of.server.addresses["tcp" if row.face == "tcp" else "http"]
+    command = [sys.executable, "-m", "scripts.bench.router_clients", host, str(port)]
+    command += [*row.flags(), "--model", of.model, "--pid", str(of.server.pid)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         if row.kind == "hold":
-            return hold(process.stdin, process.stdout, row, router)
-        said, _ = process.communicate("go\n")
-    measured: dict[str, Any] = json.loads(said)
+            assert process.stdin and process.stdout
+            return hold(process.stdin, process.stdout, row, of.server)
+        output, _ = process.communicate("go\n")
+    measured: dict[str, Any] = json.loads(output)
     if measured["problems"]:
         raise SystemExit(f"{row.name}: {measured['problems'][0]}")
-    if row.kind == "arrivals" and router.notes is not None:
-        measured["added_s"] = added(measured["spans"], router.notes)
+    if row.kind == "arrivals" and of.notes is not None:
+        measured["added_s"] = added(measured["spans"], of.notes)
     return measured
 
 
 def measure_new(start: Callable[[], AbstractContextManager[Running]], row: Row) -> dict[str, Any]:
-    """Measure a router that has done nothing else: one that has would use the memory of ended
-    streams again, and seem to need none."""
-    with start() as router:
-        measure(WARM, router)
-        return measure(row, router)
+    """Measure a new router: an old one uses the memory of ended streams again, as if it needed
+    none."""
+    with start() as of:
+        measure(WARM, of)
+        return measure(row, of)
 
 
-def hold(stdin: IO[str], stdout: IO[str], row: Row, router: Running) -> dict[str, Any]:
+def hold(stdin: IO[str], stdout: IO[str], row: Row, server: Server) -> dict[str, Any]:
     """Weigh the router with connections, and with a stream open on each."""
-    before = own_bytes(router.pid)
+    before = own_bytes(server)
     print("go", file=stdin, flush=True)
     stdout.readline()
-    grown = own_bytes(router.pid) - before
+    grown = own_bytes(server) - before
     print("enough", file=stdin, flush=True)
     stdout.read()
     return {"bytes": grown / row.streams}
 
 
-def own_bytes(pid: int) -> int:
-    """Return the memory of a process and its children, but for that of files: whether it counts as
-    theirs depends on who else has the same files open."""
-    process = psutil.Process(pid)
-    memories = [each.memory_info() for each in (process, *process.children(recursive=True))]
+def own_bytes(server: Server) -> int:
+    """Return the memory of a router without that of files, which others may share."""
+    memories = [each.memory_info() for each in server.family]
     return sum(int(memory.rss - memory.shared) for memory in memories)
 
 
-def said(row: Row, who: str, measured: dict[str, Any]) -> str:
-    """Return the line of a row."""
-    start = f"{row.name:<14} {who:<12}"
+def show(table: Table, row: Row, name: str, measured: dict[str, Any]) -> None:
+    """Print the line of a row."""
+    cells: list[str | float] = [""] * 6
     if "bytes" in measured:
-        return f"{start} {measured['bytes'] / 1000:6.1f} kB an open stream"
-    parts = [start]
+        cells[5] = measured["bytes"] / 1000
     if "tokens" in measured:
-        num, seconds = measured["tokens"], measured["seconds"]
-        what = "requests" if row.kind == "requests" else "tokens"
+        num = measured["tokens"]
         user, system = (1e6 * measured[name] / num for name in ("user_s", "system_s"))
-        parts.append(f"{user + system:6.2f} us CPU a {what[:-1]} ({user:.2f} user)")
-        parts.append(f"{num / seconds:9,.0f} {what}/s")
+        cells[:3] = user + system, user, num / measured["seconds"]
     if "added_s" in measured:
-        quantiles = (1000 * np.quantile(measured["added_s"], share) for share in (0.5, 0.99))
-        parts.append("added to the first token p50 {:.2f} p99 {:.2f} ms".format(*quantiles))
-    return " ".join(parts)
+        cells[3:5] = [1000 * np.quantile(measured["added_s"], share) for share in (0.5, 0.99)]
+    table.row(row.name, name, *cells)
 
 
 def added(spans: list[tuple[int, float, float]], notes: Path) -> list[float]:
-    """Return what lies between each client and the worker: of the time to its first token, all that
-    the prompt was not at the worker."""
+    """Return the time to each first token without the time that the prompt was at the worker."""
     lines = [line.split() for line in notes.read_text().splitlines()[-len(spans) :]]
     of_worker = sorted((int(key), float(came), float(left)) for key, came, left in lines)
     found = list[float]()
-    # Those of one key are a second apart, so they come in the order in which they were asked.
-    for (key, asked, first), (same, came, left) in zip(sorted(spans), of_worker, strict=True):
-        assert key == same and asked < came <= left < first
-        found.append((first - asked) - (left - came))
+    # Those of one key are a second apart, so they come in the order in which they were sent.
+    for (key, sent, first), (same, came, left) in zip(sorted(spans), of_worker, strict=True):
+        assert key == same and sent < came <= left < first
+        found.append((first - sent) - (left - came))
     return found
 
 
@@ -243,7 +226,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -256,7 +239,11 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="where relay_floor.py and mock_worker.py are")
     parser.add_argument("--sglang", help="a Python that has sglang_router")
     parser.add_argument("--router-args", default="", help="more flags of the router, as one word")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse_args()
     rows = [brief(ROWS[name]) if given.brief else ROWS[name] for name in given.rows]
     flags = shlex.split(given.router_args)
     with ExitStack() as stack:
@@ -264,24 +251,25 @@ def main() -> None:
             f"router x {num}": partial(ours, [*flags, "--processes", str(num)])
             for num in sorted({1, given.processes})
         }
-        routers = {who: stack.enter_context(start()) for who, start in starts.items()}
-        for router in routers.values():
-            measure(WARM, router)
-        for _ in range(given.rounds):
-            for row in rows:
-                if row.kind == "arrivals":
-                    with bare() as least:
-                        print(said(row, "bare", measure(row, least)), flush=True)
-                is_compared = given.peers is not None and row.is_compared
-                if is_compared:
-                    print(floor(given.peers, row), flush=True)
-                for who, start in starts.items():
-                    is_weighed = row.kind == "hold"
-                    measured = measure_new(start, row) if is_weighed else measure(row, routers[who])
-                    print(said(row, who, measured), flush=True)
-                if is_compared and given.sglang is not None:
-                    with sglang(given.sglang, given.peers, row) as peer:
-                        print(said(row, "sglang", measure(row, peer)), flush=True)
+        routers = {name: stack.enter_context(start()) for name, start in starts.items()}
+        for of in routers.values():
+            measure(WARM, of)
+        columns = ("row:<14", "system:<12", "us CPU:>7.2f", "user:>7.2f", "a second:>10,.0f")
+        table = Table(*columns, "ttft p50:>9.2f", "p99 ms:>9.2f", "kB a stream:>12.1f")
+        for row in rows * given.rounds:
+            if row.kind == "arrivals":
+                with bare() as least:
+                    show(table, row, "bare", measure(row, least))
+            is_compared = given.peers is not None and row.is_compared
+            if is_compared:
+                table.row(row.name, "bare relay", floor(given.peers, row), *[""] * 5)
+            for name, start in starts.items():
+                is_new = row.kind == "hold"
+                measured = measure_new(start, row) if is_new else measure(row, routers[name])
+                show(table, row, name, measured)
+            if is_compared and given.sglang is not None:
+                with sglang(given.sglang, given.peers, row) as peer:
+                    show(table, row, "sglang", measure(row, peer))
 
 
 if __name__ == "__main__":

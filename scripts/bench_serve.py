@@ -22,11 +22,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench.connections import COMPLETIONS, HttpConnection, open_url
+from scripts.bench.tables import Table
 
 
 @dataclass
@@ -45,14 +48,12 @@ class Measured:
     @property
     def itl_s(self) -> list[float]:
         """Gaps between chunks; a router that merges tokens into one chunk shows in them."""
-        return [
-            after - before for before, after in zip(self.chunk_s, self.chunk_s[1:], strict=False)
-        ]
+        return [after - before for before, after in pairwise(self.chunk_s)]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sent: fixed lengths, a prefix that all prompts share, random ids after it."""
+    """The prompts: fixed lengths, a prefix that all share, random ids after it."""
 
     prompts: list[list[int]]
     output_tokens: int
@@ -84,52 +85,76 @@ class Workload:
         return cls(prompts, output_tokens, long_prompts, long_every_s)
 
 
-async def measure(
-    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int
-) -> Measured:
-    """Stream one completion and time its chunks."""
-    measured = Measured(len(prompt))
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    finish_reason = None
-    # A server that tells no token ids: when its chunks came, and how many tokens it says they were.
-    all_s: list[float] = []
-    counted = 0
-    start = time.perf_counter()
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                measured.problem = f"HTTP {response.status_code}"
+class Client:
+    """A client of an OpenAI server, over one connection at a time."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._model = ""
+        self._connection: HttpConnection | None = None
+
+    async def measure(self, prompt: list[int], output_tokens: int, **fields: Any) -> Measured:
+        """Stream one completion and time its chunks."""
+        measured = Measured(len(prompt))
+        try:
+            connection = await self._connected()
+            body = {
+                "model": self._model,
+                "prompt": prompt,
+                "max_tokens": output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "return_token_ids": True,
+                **fields,
+            }
+            await connection.post(COMPLETIONS, body)
+            if connection.status != 200:
+                measured.problem = f"HTTP {connection.status}"
                 return measured
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    measured.problem = chunk["error"]["message"]
-                counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
-                for choice in chunk.get("choices", ()):
-                    all_s.append(time.perf_counter() - start)
-                    token_ids = choice.get("token_ids") or ()
-                    if token_ids:
-                        measured.chunk_s.append(time.perf_counter() - start)
-                    measured.num_tokens += len(token_ids)
-                    finish_reason = choice["finish_reason"] or finish_reason
-    except httpx.HTTPError as error:
-        measured.problem = f"{type(error).__name__}: {error}"
+            finish_reason = _read(connection, measured)
+        except OSError as error:
+            measured.problem = f"{type(error).__name__}: {error}"
+            return measured
+        found = measured.num_tokens, finish_reason
+        if not measured.problem and found != (output_tokens, "length"):
+            measured.problem = f"{measured.num_tokens} tokens, finish_reason {finish_reason}"
+        return measured
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.transport.close()
+
+    async def _connected(self) -> HttpConnection:
+        if self._connection is None or self._connection.transport.is_closing():
+            self._connection = await open_url(self._url)
+        if not self._model:
+            await self._connection.request("GET", "/v1/models")
+            [(_, models)] = self._connection.events()
+            self._model = models["data"][0]["id"]
+        return self._connection
+
+
+def _read(connection: HttpConnection, measured: Measured) -> str | None:
+    """Enter the chunks of a response; return its finish_reason."""
+    finish_reason, counted = None, 0
+    # For a server without token ids: all chunks, and the number of tokens in its usage.
+    all_s: list[float] = []
+    for at, chunk in connection.events():
+        if "error" in chunk:
+            measured.problem = chunk["error"]["message"]
+        counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
+        for choice in chunk.get("choices", ()):
+            all_s.append(at - connection.sent_at)
+            token_ids = choice.get("token_ids") or ()
+            if token_ids:
+                measured.chunk_s.append(all_s[-1])
+            measured.num_tokens += len(token_ids)
+            finish_reason = choice["finish_reason"] or finish_reason
     if not measured.num_tokens:
         measured.chunk_s, measured.num_tokens = all_s, counted
-    if not measured.problem and (measured.num_tokens, finish_reason) != (output_tokens, "length"):
-        measured.problem = f"{measured.num_tokens} tokens, finish_reason {finish_reason}"
-    return measured
+    return finish_reason
 
 
 @dataclass
@@ -150,31 +175,30 @@ async def load(url: str, workload: Workload, concurrency: int) -> Run:
     waiting = iter(workload.prompts)
     done: list[Measured] = []
     long: list[Measured] = []
-    limits = httpx.Limits(max_connections=concurrency + len(workload.long_prompts))
-    progress = tqdm(total=len(workload.prompts), unit="req", disable=not sys.stderr.isatty())
     start = time.perf_counter()
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
 
-        async def one_client() -> None:
-            for prompt in waiting:
-                done.append(await measure(client, model, prompt, workload.output_tokens))
-                progress.update()
+    async def one_client() -> None:
+        client = Client(url)
+        for prompt in waiting:
+            measured = await client.measure(prompt, workload.output_tokens)
+            done.append(measured)
+        client.close()
 
-        async def one_long(prompt: list[int]) -> None:
-            long.append(await measure(client, model, prompt, 1))
+    async def one_long(prompt: list[int]) -> None:
+        client = Client(url)
+        long.append(await client.measure(prompt, 1))
+        client.close()
 
-        async def long_prompts(group: asyncio.TaskGroup) -> None:
-            for prompt in workload.long_prompts:
-                await asyncio.sleep(workload.long_every_s)
-                group.create_task(one_long(prompt))
+    async def long_prompts(group: asyncio.TaskGroup) -> None:
+        for prompt in workload.long_prompts:
+            await asyncio.sleep(workload.long_every_s)
+            group.create_task(one_long(prompt))
 
-        async with asyncio.TaskGroup() as group:
-            beside = group.create_task(long_prompts(group))
-            await asyncio.gather(*[one_client() for _ in range(concurrency)])
-            seconds = time.perf_counter() - start
-            beside.cancel()
-    progress.close()
+    async with asyncio.TaskGroup() as group:
+        beside = group.create_task(long_prompts(group))
+        await asyncio.gather(*[one_client() for _ in range(concurrency)])
+        seconds = time.perf_counter() - start
+        beside.cancel()
     return Run(done, long, seconds)
 
 
@@ -209,17 +233,19 @@ def summary(runs: list[Run]) -> dict[str, Any]:
     return figures
 
 
-def beside(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """A line for each figure: ours, the peer's, and ours as a ratio of the peer's."""
-    names = ["output_tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms", "long_ttft_ms"]
-    lines = [f"{'':24}{'ours':>12}{'peer':>12}{'ratio':>8}"]
-    for name in names:
-        of = {"": ""} if name == "output_tokens_per_s" else {" p50": "p50", " p99": "p99"}
-        for suffix, key in of.items():
+def show_beside(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Print a line for each figure: ours, the peer's, and ours as a ratio of the peer's."""
+    table = Table("figure:<24", "ours:>11.1f", "peer:>11.1f", "ratio:>7.2f")
+
+    def show(name: str, left: float, right: float) -> None:
+        table.row(name, left, right, left / right)
+
+    rate = "output_tokens_per_s"
+    show(rate, ours[rate], theirs[rate])
+    for name in ("ttft_ms", "itl_ms", "e2e_ms", "long_ttft_ms"):
+        for key in ("p50", "p99"):
             if name in ours and name in theirs:
-                left, right = (it[name][key] if key else it[name] for it in (ours, theirs))
-                lines.append(f"{name + suffix:24}{left:12.1f}{right:12.1f}{left / right:8.2f}")
-    return "\n".join(lines)
+                show(f"{name} {key}", ours[name][key], theirs[name][key])
 
 
 def arguments() -> argparse.Namespace:
@@ -277,7 +303,7 @@ def main() -> int:
     result = results[args.url]
     print(json.dumps(result, indent=2))
     if args.peer:
-        print(beside(result, results[args.peer]))
+        show_beside(result, results[args.peer])
     if args.json:
         settings = {key: str(value) for key, value in vars(args).items()}
         requests = [asdict(measured) for run in runs[args.url] for measured in run.done]

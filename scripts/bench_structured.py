@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What structured answers cost: tokens a second of a cluster, with a JSON schema and without.
+"""The cost of structured answers: tokens a second of a cluster, with a JSON schema and without.
 
     python -m router --model demo --local 1,1 &
     python scripts/bench_structured.py --streams 32 --tokens 400
@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
-from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench.connections import COMPLETIONS, open_url
+from scripts.bench.tables import Table
 
 # No answer ends before the token that is counted last.
 SCHEMA: Final = {
@@ -35,37 +40,30 @@ SCHEMA: Final = {
     },
     "minItems": 1000,
 }
-HELD: Final[dict[str, Any]] = {"structured_outputs": {"json": SCHEMA}}
+STRUCTURED: Final[dict[str, Any]] = {"structured_outputs": {"json": SCHEMA}}
 FREE: Final[dict[str, Any]] = {"ignore_eos": True}  # else it cannot have all tokens
-LOADS: Final = {"without": (FREE,), "with": (HELD,), "half": (HELD, FREE)}
+LOADS: Final = {"without": (FREE,), "with": (STRUCTURED,), "half": (STRUCTURED, FREE)}
 
 
-async def stream(host: str, port: int, body: dict[str, Any], num_tokens: int) -> None:
-    """Read one streamed completion; by a bare socket, for the cores are needed elsewhere.
+async def stream(url: str, body: dict[str, Any], num_tokens: int) -> None:
+    """Read one streamed completion.
 
     Raises:
-        SystemExit: It has not so many tokens.
+        SystemExit: It does not have so many tokens.
     """
-    reader, writer = await asyncio.open_connection(host, port)
-    sent = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        f"connection: close\r\ncontent-length: {len(sent)}\r\n\r\n"
-    )
-    writer.write(head.encode() + sent)
-    answer = await reader.read()
-    writer.close()
-    count = answer.count(b'"text":')
-    if count != num_tokens or b"data: [DONE]" not in answer:
-        raise SystemExit(f"{count} tokens, not {num_tokens}: {answer[-300:]!r}")
+    connection = await open_url(url)
+    await connection.post(COMPLETIONS, body)
+    connection.transport.close()
+    if connection.num_tokens() != num_tokens:
+        raise SystemExit(
+            f"{connection.num_tokens()} tokens, not {num_tokens}: {connection.body[-300:]!r}"
+        )
 
 
 async def tokens_per_second(
     url: str, num_streams: int, num_tokens: int, loads: Sequence[dict[str, Any]]
 ) -> float:
     """Generate so many tokens in so many streams at once; they have these fields in turns."""
-    address = urlsplit(url)
-    assert address.hostname and address.port, "give a URL with a port"
     bodies = [
         {
             "prompt": [40 + number * 7 % 300, 17, 33],
@@ -78,8 +76,7 @@ async def tokens_per_second(
         for number in range(num_streams)
     ]
     start_s = time.perf_counter()
-    streams = [stream(address.hostname, address.port, body, num_tokens) for body in bodies]
-    await asyncio.gather(*streams)
+    await asyncio.gather(*[stream(url, body, num_tokens) for body in bodies])
     return num_streams * num_tokens / (time.perf_counter() - start_s)
 
 
@@ -97,8 +94,9 @@ def main() -> None:
             if number:  # the first round compiles
                 rates[name].append(rate)
     plain = median(rates["without"])
+    table = Table("schema:<8", "tokens/s:>9.0f", "ratio:>7.3f")
     for name, measured in rates.items():
-        print(f"{name:8} {median(measured):8.0f} tokens/s  {median(measured) / plain:.3f}")
+        table.row(name, median(measured), median(measured) / plain)
 
 
 if __name__ == "__main__":

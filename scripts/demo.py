@@ -27,6 +27,7 @@ from urllib.request import Request, urlopen
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.bench.tables import Table  # noqa: E402
 from scripts.models.stories import make_story, pick_questions  # noqa: E402
 from wire.errors import ErrorCode  # noqa: E402
 from wire.frames import ANY_RANK, DecodeRequest, PrefillRequest, Tag  # noqa: E402
@@ -45,7 +46,7 @@ START_S = 120.0
 
 @dataclass
 class Row:
-    """What one request cost."""
+    """The cost of one request."""
 
     name: str
     prompt_tokens: int
@@ -55,17 +56,15 @@ class Row:
     ttft_s: float
     tokens_per_s: float
 
-    def __str__(self) -> str:
-        rate = f"{self.kv_bytes / self.kv_seconds / 1e9:.2f}" if self.kv_seconds else "-"
-        return (
-            f"{self.name:<26}{self.prompt_tokens:>8}{self.cached_tokens:>8}{self.kv_bytes:>10}"
-            f"{rate:>15}{1000 * self.ttft_s:>9.1f}{self.tokens_per_s:>10.0f}"
-        )
+    def cells(self) -> list[str | float]:
+        rate = self.kv_bytes / self.kv_seconds / 1e9 if self.kv_seconds else "-"
+        counts = [self.prompt_tokens, self.cached_tokens, self.kv_bytes]
+        return [self.name, *counts, rate, 1000 * self.ttft_s, self.tokens_per_s]
 
 
-HEADINGS = (
-    f"{'request':<26}{'prompt':>8}{'cached':>8}{'KV bytes':>10}{'transfer GB/s':>15}"
-    f"{'TTFT ms':>9}{'tokens/s':>10}"
+COLUMNS = (
+    *("request:<25", "prompt:>7", "cached:>7", "KV bytes:>9"),
+    *("transfer GB/s:>14.2f", "TTFT ms:>8.1f", "tokens/s:>9.0f"),
 )
 
 
@@ -245,9 +244,10 @@ def main() -> int:
             answer, row = question_over_tcp(endpoints, user, f"question {number} (raw TCP)")
             rows.append(row)
             print(f"\n    {question.text}\n    {answer}   (right: {question.word})")
-        print("\n" + HEADINGS)
+        print()
+        table = Table(*COLUMNS)
         for row in rows:
-            print(row)
+            table.row(*row.cells())
     return 0
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write router/FIELDS.md, what becomes of every field of a request; with --check, compare instead.
+"""Write router/FIELDS.md, the effect of every request field; with --check, compare instead.
 
 usage: .venv/bin/python scripts/fields.py [--check]
 """

@@ -50,7 +50,7 @@ class Client:
             yield message
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._writer.close()
         try:
             await self._writer.wait_closed()

@@ -170,14 +170,24 @@ class Cluster:
 
     def local_pids(self, role: str, rank: int) -> list[int]:
         """The processes that the router started as this worker, one after another."""
-        return [
-            event["pid"]
-            for event in map(json.loads, self.log().splitlines())
-            if event["event"] == "local worker started" and event["worker"] == f"{role}-{rank}"
-        ]
+        started = self.events("local worker started")
+        return [event["pid"] for event in started if event["worker"] == f"{role}-{rank}"]
 
     def log(self) -> str:
         return self.log_path.read_text()
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """The log so far: all events, or those of these names."""
+        lines = [line for line in self.log().splitlines(True) if line.endswith("\n")]
+        events = map(json.loads, lines)
+        return [event for event in events if not names or event["event"] in names]
+
+    def choices(self, prompt: Any, **fields: Any) -> list[dict[str, Any]]:
+        """The choices of a completion."""
+        body = {"model": self.model, "prompt": prompt, "return_token_ids": True} | fields
+        response = self._client.post(f"{self.http}/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"]  # type: ignore[no-any-return]
 
     def _start(self) -> None:
         self._client = httpx.Client(timeout=30, trust_env=False, headers=self.headers)

@@ -1,4 +1,4 @@
-"""Vectors of what requests, tokens and KV go over the wire as."""
+"""Vectors of the frames of requests, tokens and KV."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def prefill_done(name: str, kv_bytes: int, result: PrefillResult) -> dict[str, A
         PrefillDone(REQUEST, kv_bytes),
         [encode_prefill_result(result)],
         kind="PrefillResult",
-        content=told(result),
+        content=result_content(result),
     )
 
 
-def told(result: PrefillResult) -> dict[str, Any]:
-    """A first token as JSON, the rows of the prompt as maps."""
+def result_content(result: PrefillResult) -> dict[str, Any]:
+    """A prefill result as JSON, with the prompt's logprobs as maps."""
     content: dict[str, Any] = msgspec.to_builtins(result)
     if result.prompt_logprobs is not None:
         rows = unpack_prompt_logprobs(result.prompt_logprobs)

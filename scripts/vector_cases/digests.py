@@ -1,4 +1,4 @@
-"""Vectors of what is hashed: prefixes of prompts, and models."""
+"""Vectors of hashes: of prefixes of prompts, and of models."""
 
 from __future__ import annotations
 

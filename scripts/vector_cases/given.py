@@ -1,4 +1,4 @@
-"""What vectors are made of: ids, a key, layouts, and KV that differs from place to place."""
+"""The values in the vectors: ids, a key, layouts, and KV that differs from place to place."""
 
 from __future__ import annotations
 

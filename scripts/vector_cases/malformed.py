@@ -141,7 +141,7 @@ def _malformed_name(case: dict[str, Any]) -> str:
 
 
 def layouts(payload: Callable[[str, bytes, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Layouts that are none."""
+    """Invalid layouts."""
     full, state = msgspec.to_builtins(FULL), msgspec.to_builtins(STATE)
     cases: list[tuple[Any, str]] = [
         ({"num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"}, "of version 1"),

@@ -1,4 +1,4 @@
-"""What a client and the router say to each other, and how it ends."""
+"""Sessions of a client and the router, and how each ends."""
 
 from __future__ import annotations
 

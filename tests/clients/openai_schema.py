@@ -22,7 +22,7 @@ _EVENTS: Final = [
 
 @cache
 def validator(kind: str) -> Draft202012Validator:
-    """What the description says of a body or an event; made once, for it is large."""
+    """The validator of a kind of body or event; made once, for the description is large."""
     return Draft202012Validator({**_SCHEMA, "$ref": f"#/$defs/{kind}"})
 
 
@@ -39,7 +39,7 @@ def validate_event(event: Any) -> None:
 
 
 def events_of(response: httpx.Response) -> list[Any]:
-    """What a stream of server-sent events says, without what ends it."""
+    """The objects of a stream of server-sent events, without the end marker."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.splitlines() if line.startswith("data: ")]

@@ -1,4 +1,4 @@
-"""What every client asks: tools and schemas that even a model that understands nothing can fill.
+"""Every client's request: tools and schemas that a model can fill without understanding them.
 
 All values are bounded, so that an answer ends within the demo model's context whatever it draws.
 """

@@ -48,7 +48,7 @@ AT_ONCE: Final = 64
 
 
 class Tally:
-    """What came of every answer."""
+    """The counts of all answers by outcome."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

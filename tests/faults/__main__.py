@@ -23,8 +23,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from scripts.paired import Pairs
-from scripts.sides import share_cores
+from scripts.bench.pairs import Pairs
+from scripts.bench.processes import share_cores
 from tests.cluster import Cluster
 from tests.faults import cancels, kills, line, outages, processes, slow, soak
 from tests.faults.checks import problems

@@ -1,4 +1,4 @@
-"""What must hold of every request, whatever happened: the client's half of DESIGN 8, 1 to 3.
+"""The invariants of every request, whatever happened: the client's half of DESIGN 8, 1 to 3.
 
 `problem` says what is wrong with one record; a text of a fault-free run comes from the hash
 executor's oracle, so any KV byte that was lost, stale or another request's shows as a wrong token.

@@ -30,7 +30,7 @@ Key = tuple[str, int]  # role and rank
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one process holds."""
+    """The resources that one process holds."""
 
     rss_bytes: int
     num_fds: int
@@ -142,7 +142,7 @@ class FaultyCluster(Cluster):
         return {(row["role"], row["rank"]): row for row in self.status()["workers"]}
 
     def usage(self, names: Iterable[str]) -> dict[str, Usage]:
-        """What these processes ("router", "decode-0") hold now."""
+        """The resources that these processes ("router", "decode-0") hold now."""
         pids = {f"{role}-{rank}": self.workers[role, rank].pid for role, rank in self.keys}
         return {name: self._usage_of(name, pids.get(name)) for name in names}
 

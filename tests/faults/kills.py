@@ -89,7 +89,7 @@ POINTS: Final[dict[str, Point]] = {
 
 @dataclass
 class Sweep:
-    """What was killed where, and how many requests were open then."""
+    """The kills by state, and how many requests were open at each."""
 
     kills: Counter[str] = field(default_factory=Counter)
     open_requests: list[int] = field(default_factory=list)

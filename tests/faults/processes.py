@@ -30,7 +30,7 @@ ENDED_S: Final = 1.0  # how long a worker may live that has lost a process
 
 @dataclass
 class Sweep:
-    """What was killed; how long workers lived without it; what was wrong."""
+    """The kills, how long workers lived without the process, and the problems."""
 
     kills: Counter[str] = field(default_factory=Counter)
     ended_s: list[float] = field(default_factory=list)

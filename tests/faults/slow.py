@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from scripts.paired import Pairs
+from scripts.bench.pairs import Pairs
 from tests.cluster import Cluster, until
 from tests.faults.clients import Record
 from tests.faults.cluster import metrics

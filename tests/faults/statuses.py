@@ -1,4 +1,4 @@
-"""What processes tell systemd about themselves, heard as systemd hears it: by a socket.
+"""The status lines that processes send to systemd, received on a notify socket.
 
 Each process that is started with NOTIFY_SOCKET set to `address` is known by its pid, which the
 kernel adds to what it says.  Linux only: the address is no file, so nobody can delete it.
@@ -40,7 +40,7 @@ class Statuses:
         self._socket.close()
 
     def of(self, pid: int) -> str:
-        """What this process said last, empty when it has said nothing yet."""
+        """The last status line of this process; empty before the first."""
         return self._status_of.get(pid, "")
 
     def _listen(self) -> None:

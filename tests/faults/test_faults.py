@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from scripts.paired import Pairs
+from scripts.bench.pairs import Pairs
 from tests.cluster import ROOT, until
 from tests.faults import slow
 from tests.faults.checks import problem

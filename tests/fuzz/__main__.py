@@ -73,7 +73,7 @@ LAYOUT: Final = KVLayout(
 
 
 class Target(NamedTuple):
-    """What is fed: `feed` may raise nothing but `allowed`."""
+    """A decoder under test: `feed` may raise nothing but `allowed`."""
 
     feed: Callable[[bytes], object]
     seeds: Sequence[bytes]

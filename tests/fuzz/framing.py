@@ -79,7 +79,7 @@ class Pipe(asyncio.Transport):
 
 
 class Untimed(GuardedProtocol):
-    """What an input is answered must not depend on how busy this machine is."""
+    """The server without time limits, so that a busy machine changes no response."""
 
     limits = Limits(grace_s=1e6)
 
@@ -111,7 +111,7 @@ class Framing:
             raise Refused
 
     def _statuses(self, pieces: list[bytes]) -> list[int]:
-        """What one connection is answered."""
+        """The statuses of the responses on one connection."""
         pipe = Pipe(self._socket)
         self._loop.run_until_complete(self._connection(pieces, pipe))
         assert not self._problems, self._problems.pop()

@@ -92,7 +92,7 @@ ROWS: Final = join_prompt_logprobs(1, 3 * [pack_logprobs(Logprobs(logprob=-1.0, 
 
 
 class Sink:
-    """What a client hears; it must be true of the request, finite, small, and in our words."""
+    """The client side; results must fit the request and be finite, and errors be in our words."""
 
     def __init__(self) -> None:
         self.error: WireError | None = None

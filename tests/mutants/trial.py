@@ -41,7 +41,7 @@ _NO_TESTS: Final = 5
 
 
 class Verdict(NamedTuple):
-    """What the tests said of a mutant: the one that noticed, in which stage.
+    """The verdict on a mutant: the test that noticed, and its stage.
 
     `noticed_by` is empty if none did.  `is_sound` is False if that test fails without the change.
     """

@@ -32,7 +32,7 @@ sys.exit(status != 0)
 """
 
 
-def test_what_names_its_interpreter_can_be_run_and_nothing_else() -> None:
+def test_exactly_the_files_with_an_interpreter_are_executable() -> None:
     files = [path for path in SCRIPTS.rglob("*") if path.suffix in ("", ".py") and path.is_file()]
     named = {path for path in files if path.read_bytes().startswith(b"#!")}
     assert named == {path for path in files if os.access(path, os.X_OK)} and len(named) > 20

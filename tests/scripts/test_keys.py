@@ -33,21 +33,7 @@ def test_each_party_gets_a_pair_that_the_others_know(tmp_path: Path) -> None:
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    keys(tmp_path, "router")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    done = keys(tmp_path, "decode-0", "router")
-    assert done.returncode == 1 and "router.key is there already" in done.stderr
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_parties_are_added_later(tmp_path: Path) -> None:
-    keys(tmp_path, "router")
-    assert keys(tmp_path, "decode-7").returncode == 0
-    assert Keys(tmp_path, "router").public_of("decode-7")
-
-
-def test_who_is_in_the_list_stays_there_when_others_are_added(tmp_path: Path) -> None:
+def test_adding_a_party_keeps_the_others_in_the_list(tmp_path: Path) -> None:
     listed, names = "", ("router", "prefill-0", "decode-0")
     for name in names:
         make_keys(tmp_path, [name], list[object]().append)
@@ -60,7 +46,7 @@ def test_who_is_in_the_list_stays_there_when_others_are_added(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("names", [["router"], ["decode-0", "router"], ["router", "decode-0"]])
-def test_who_has_a_key_keeps_it(tmp_path: Path, names: list[str]) -> None:
+def test_an_existing_key_is_never_overwritten(tmp_path: Path, names: list[str]) -> None:
     make_keys(tmp_path, ["router"], list[object]().append)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     sentence = (
@@ -79,7 +65,7 @@ def test_a_key_that_another_wrote_meanwhile_is_not_overwritten(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["admin", "../router", "decode-"])
-def test_who_is_no_party_gets_none(tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_no_party_is_refused(tmp_path: Path, name: str) -> None:
     done = keys(tmp_path / "keys", "router", name)
     assert done.returncode == 1 and "no party" in done.stderr
     assert not (tmp_path / "keys").exists()
@@ -109,11 +95,7 @@ def test_a_list_that_cannot_be_added_to_leaves_no_key(tmp_path: Path) -> None:
     assert not (tmp_path / "router.key").exists()
 
 
-def test_who_says_nothing_is_told_what_to_say(tmp_path: Path) -> None:
-    assert keys().returncode == 2 and keys(tmp_path).returncode == 2
-
-
-def test_what_a_full_disk_cuts_is_not_left_for_a_key(
+def test_a_key_cut_by_a_full_disk_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
@@ -148,7 +130,7 @@ def test_a_full_disk_leaves_the_list_as_it_was_and_no_key(
     assert {each: each.read_text() for each in tmp_path.iterdir()} == {path: before}
 
 
-def test_what_would_be_left_out_is_refused(tmp_path: Path) -> None:
+def test_both_kinds_of_keys_at_once_are_refused(tmp_path: Path) -> None:
     done = keys("--api-key", tmp_path / "api_keys", tmp_path / "keys", "router")
     assert done.returncode == 2 and "one after the other" in done.stderr
     assert not list(tmp_path.iterdir())

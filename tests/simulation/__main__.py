@@ -21,14 +21,14 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from tests.simulation.bugs import BUGS, CAUGHT_BY, BrokenPlant, hunt, planted
+from tests.simulation.bugs import BUGS, BrokenPlant, hunt, planted
 from tests.simulation.seeds import Outcome, quiet, run_seed
 
 
 def main() -> int:
     args = _parse()
     if args.planted:
-        return _all_caught({name: [seed] for name, seed in CAUGHT_BY.items()})
+        return _all_caught({name: [bug.seed] for name, bug in BUGS.items()})
     seeds = range(args.first, args.first + args.seeds)
     if args.hunt:
         return _all_caught(dict.fromkeys(BUGS, seeds))

@@ -36,11 +36,15 @@ from worker.transfer.sender import OutgoingTransfer
 
 
 class Bug(NamedTuple):
-    """`make` takes what `owner`, a class or module, calls `name` and returns what is planted."""
+    """`make` takes the `name` of `owner`, a class or module, and returns what is planted.
+
+    `seed` is the first that catches it, as `scripts/simulate --hunt` finds it.
+    """
 
     owner: Any
     name: str
     make: Callable[[Any], Any]
+    seed: int = -1
 
 
 # What Python says of a name that is not there, or is something else now.
@@ -299,69 +303,36 @@ def _blame_others(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 BUGS: dict[str, Bug] = {
-    "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit),
-    "skip-fence": Bug(Fleet, "hello", _skip_fence),
-    "keep-unasked": Bug(IncomingTransfers, "_on_offer", _keep_unasked),
-    "no-keepalive": Bug(KVSender, "keepalive", _nothing),
-    "never-again": Bug(KVSender, "next_segment", _never_again),
-    "free-early": Bug(IncomingTransfers, "_give_back", _free_early),
-    "reuse-id": Bug(Placement, "__init__", _reuse_ids),
-    "spare-decode": Bug(Dispatcher, "_abandon", _spare_decode),
-    "keep-promise": Bug(Placement, "release_decode", _keep_promise),
-    "no-digest": Bug(KVReceiver, "verify", _nothing),
-    "no-drain-echo": Bug(Dispatcher, "let_go", _nothing),
-    "leak-budget": Bug(TransferBudget, "end", _leak_budget),
-    "no-deadline": Bug(Dispatcher, "_fail_overdue", _nothing),
-    "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing),
-    "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed),
-    "ack-early": Bug(IncomingTransfers, "_store", _ack_early),
-    "keep-blocks": Bug(PrefillRole, "_send", _keep_blocks),
-    "lend-nothing": Bug(Engine, "halt", _lend_nothing),
-    "any-memory": Bug(Neighbours, "memory_of", _any_memory),
-    "evict-half": Bug(BlockPool, "_evict", _evict_half),
-    "share-anything": Bug(BlockPool, "_has_all", _share_anything),
-    "keep-every-state": Bug(BlockPool, "register", _keep_every_state),
-    "short-window": Bug(KVGroup, "sent", _short_window),
-    "double-token": Bug(Replies, "_on_tokens", _double_token),
-    "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens),
-    "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt),
-    "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake),
-    "blame-others": Bug(Fleet, "overdue", _blame_others),
+    "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit, 78),
+    "skip-fence": Bug(Fleet, "hello", _skip_fence, 13),
+    "keep-unasked": Bug(IncomingTransfers, "_on_offer", _keep_unasked, 0),
+    "no-keepalive": Bug(KVSender, "keepalive", _nothing, 286),
+    "never-again": Bug(KVSender, "next_segment", _never_again, 91),
+    "free-early": Bug(IncomingTransfers, "_give_back", _free_early, 541),
+    "reuse-id": Bug(Placement, "__init__", _reuse_ids, 0),
+    "spare-decode": Bug(Dispatcher, "_abandon", _spare_decode, 1),
+    "keep-promise": Bug(Placement, "release_decode", _keep_promise, 1),
+    "no-digest": Bug(KVReceiver, "verify", _nothing, 21),
+    "no-drain-echo": Bug(Dispatcher, "let_go", _nothing, 15),
+    "leak-budget": Bug(TransferBudget, "end", _leak_budget, 4),
+    "no-deadline": Bug(Dispatcher, "_fail_overdue", _nothing, 1),
+    "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing, 11),
+    "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed, 11),
+    "ack-early": Bug(IncomingTransfers, "_store", _ack_early, 0),
+    "keep-blocks": Bug(PrefillRole, "_send", _keep_blocks, 0),
+    "lend-nothing": Bug(Engine, "halt", _lend_nothing, 1780),
+    "any-memory": Bug(Neighbours, "memory_of", _any_memory, 568),
+    "evict-half": Bug(BlockPool, "_evict", _evict_half, 50),
+    "share-anything": Bug(BlockPool, "_has_all", _share_anything, 1),
+    "keep-every-state": Bug(BlockPool, "register", _keep_every_state, 1),
+    "short-window": Bug(KVGroup, "sent", _short_window, 0),
+    "double-token": Bug(Replies, "_on_tokens", _double_token, 4),
+    "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens, 0),
+    "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt, 0),
+    "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake, 0),
+    "blame-others": Bug(Fleet, "overdue", _blame_others, 7),
     # Found here, and put back to see that it would be found again.
     "cancelled-by-nobody": Bug(
-        link, "BETWEEN_WORKERS", lambda sound: sound - {ErrorCode.CANCELLED}
+        link, "BETWEEN_WORKERS", lambda sound: sound - {ErrorCode.CANCELLED}, 549
     ),
-}
-
-# The first seed that catches each, as `scripts/simulate --hunt` finds it.
-CAUGHT_BY: dict[str, int] = {
-    "drop-credit": 78,
-    "skip-fence": 13,
-    "keep-unasked": 0,
-    "no-keepalive": 286,
-    "never-again": 91,
-    "free-early": 541,
-    "reuse-id": 0,
-    "spare-decode": 1,
-    "keep-promise": 1,
-    "no-digest": 21,
-    "no-drain-echo": 15,
-    "leak-budget": 4,
-    "no-deadline": 1,
-    "ignore-router-loss": 11,
-    "keep-unclaimed": 11,
-    "ack-early": 0,
-    "keep-blocks": 0,
-    "lend-nothing": 1780,
-    "any-memory": 568,
-    "evict-half": 50,
-    "share-anything": 1,
-    "keep-every-state": 1,
-    "short-window": 0,
-    "double-token": 4,
-    "forget-tokens": 0,
-    "keep-attempt": 0,
-    "miss-wake": 0,
-    "blame-others": 7,
-    "cancelled-by-nobody": 549,
 }

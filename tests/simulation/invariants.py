@@ -1,4 +1,4 @@
-"""What must hold after every event, and what must be gone at rest (the design's invariants).
+"""The design's invariants: those after every event, and those at rest.
 
 The stream of each client is checked where it is heard (`workload.Client`), every block after every
 step where it is computed (`threads.EventThread`); here are the books of routers and workers.
@@ -98,7 +98,7 @@ def check_exit(world: World, one: WorkerProcess) -> None:
 
 
 def unserved(world: World) -> list[str]:
-    """What was not answered although nothing went wrong."""
+    """The requests without an answer although nothing went wrong."""
     if not world.scenario.is_calm:
         return []
     fair = {"done", "cancelled", "overloaded", "refused: overloaded"}
@@ -111,7 +111,7 @@ def unserved(world: World) -> list[str]:
 
 
 def left_over(world: World) -> list[str]:
-    """What is still there although every request has ended."""
+    """The resources that are held although every request has ended."""
     left = [
         f"{one.name} with the old epoch {one.epoch} lives, and no router has it"
         for one in world.elders

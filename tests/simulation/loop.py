@@ -24,7 +24,7 @@ MAX_LAST_TURNS: Final = 10_000
 
 
 class Timeline:
-    """What happens when.  `now` is in virtual seconds."""
+    """The events in order of time.  `now` is in virtual seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0

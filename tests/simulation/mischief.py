@@ -1,4 +1,4 @@
-"""What the KV plane does besides: TCP never would, but the transfer must take it.
+"""Faults of the KV plane that TCP never has, and that a transfer must survive.
 
 Segments and ACKs come twice or in another order, CANCEL and ERROR come twice, bytes of a segment
 change on the way.  An offer is left alone, but for the KV that comes with it: it is what everything

@@ -1,4 +1,4 @@
-"""What a seed means: the cluster, its settings, the requests, and what goes wrong when."""
+"""The scenario of a seed: the cluster, its settings, the requests, and the faults with times."""
 
 from __future__ import annotations
 

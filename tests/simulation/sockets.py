@@ -1,4 +1,4 @@
-"""What a process has of the network: `Hub`, `Link` and the KV plane, as `wire.aio.zmq` has them."""
+"""The sockets of a process: `Hub`, `Link` and the KV plane, as `wire.aio.zmq` has them."""
 
 from __future__ import annotations
 

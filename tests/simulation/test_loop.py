@@ -32,7 +32,7 @@ def test_time_jumps_from_event_to_event() -> None:
     assert woke == [1.0, 3601.0]
 
 
-def test_what_is_planned_for_one_moment_happens_in_the_order_of_planning() -> None:
+def test_events_of_one_moment_happen_in_the_order_of_planning() -> None:
     timeline, order = Timeline(), list[int]()
     for number in range(5):
         timeline.at(1.0, None, order.append, number)
@@ -41,7 +41,7 @@ def test_what_is_planned_for_one_moment_happens_in_the_order_of_planning() -> No
     assert order == [9, 0, 1, 2, 3, 4]
 
 
-def test_who_is_stopped_is_late_and_nobody_else() -> None:
+def test_a_stopped_process_is_late_and_no_other() -> None:
     timeline = Timeline()
     process, woke = sleeper(timeline, "one", 1.0, 1.0)
     _, woke_other = sleeper(timeline, "other", 1.0, 1.0)
@@ -52,7 +52,7 @@ def test_who_is_stopped_is_late_and_nobody_else() -> None:
     assert process.stops == [(0.5, 7.0)]
 
 
-def test_who_is_killed_leaves_no_task_and_does_nothing_more() -> None:
+def test_a_killed_process_has_no_task_and_does_nothing_more() -> None:
     timeline = Timeline()
     process, woke = sleeper(timeline, "one", 1.0, 1.0)
     timeline.at(1.5, None, process.kill)

@@ -142,7 +142,7 @@ def test_a_second_connection_of_an_identity_is_never_heard() -> None:
     assert site.at_hub == [b"heard"]
 
 
-def test_who_does_not_read_fills_the_queue() -> None:
+def test_a_process_that_does_not_read_fills_the_queue() -> None:
     site = Site(queue_bytes=100)
     site.link.send([b"hello"])
     site.run(1.0)
@@ -156,7 +156,7 @@ def test_who_does_not_read_fills_the_queue() -> None:
     assert len(site.at_link) == 1
 
 
-def test_only_what_may_change_places_does() -> None:
+def test_only_segments_change_places() -> None:
     mischief = Mischief(Random(3), twice=1.0, swapped=1.0)
     site = Site(mischief=mischief)
 

@@ -1,4 +1,4 @@
-"""What clients ask, what they must get, and what one of them has seen.
+"""The clients' requests, the right answers, and the record of each client.
 
 Prompts and options come from small fixed tables, so that prefixes are shared and each fault-free
 text is computed once however many seeds run.

@@ -1,4 +1,4 @@
-"""What a router says it has measured, for tests."""
+"""A router's metrics, parsed for tests."""
 
 from __future__ import annotations
 

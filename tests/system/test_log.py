@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,11 +25,6 @@ SAME = ("outcome", "attempts", "prompt_tokens", "completion_tokens", "cached_tok
 TIMES = ("queue_s", "ttft_s", "decode_s", "kv_s", "total_s")
 
 
-def lines(cluster: Cluster) -> list[dict[str, Any]]:
-    events = map(json.loads, cluster.log().splitlines())
-    return [event for event in events if event["event"] == "request"]
-
-
 async def ask_over_tcp(cluster: Cluster, decode_rank: int) -> None:
     client = await connect(*cluster.tcp)
     payload = encode_prompt([7, 8, 9], Options(ignore_eos=True))
@@ -42,15 +36,16 @@ async def ask_over_tcp(cluster: Cluster, decode_rank: int) -> None:
     await client.close()
 
 
-async def test_a_request_is_one_line_on_either_face(tmp_path: Path) -> None:
-    with Cluster(tmp_path, executor="hash") as cluster:
-        async with httpx.AsyncClient(base_url=cluster.http, trust_env=False, timeout=60) as client:
-            body = {"prompt": [4, 5, 6], "max_tokens": 8, "ignore_eos": True}
-            await client.post("/v1/completions", json=body)
-        await ask_over_tcp(cluster, ANY_RANK)
-        await ask_over_tcp(cluster, 3)  # the router chooses, not the client
-        until(lambda: len(lines(cluster)) >= 3, "three lines")
-        over_http, over_tcp, refused = lines(cluster)
+async def test_a_request_is_one_line_on_either_face(hash_cluster: Cluster) -> None:
+    before = len(hash_cluster.events("request"))
+    url = hash_cluster.http + "/v1/completions"
+    body = {"prompt": [4, 5, 6], "max_tokens": 8, "ignore_eos": True}
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        await client.post(url, json=body)
+    await ask_over_tcp(hash_cluster, ANY_RANK)
+    await ask_over_tcp(hash_cluster, 3)  # the router chooses, not the client
+    until(lambda: len(hash_cluster.events("request")) >= before + 3, "three lines")
+    over_http, over_tcp, refused = hash_cluster.events("request")[before:]
     assert [over_http["face"], over_tcp["face"], refused["face"]] == ["http", "tcp", "tcp"]
     assert {name: over_http[name] for name in SAME} == {name: over_tcp[name] for name in SAME}
     assert (over_http["outcome"], over_http["attempts"]) == ("length", 1)
@@ -146,20 +141,3 @@ def test_bugs_leave_nothing_of_a_prompt_in_the_log(tmp_path: Path, make: type[Cl
     assert "KeyError" in log and "ValueError" in log
     for secret in ("SECRET", "101, 102", f"last_token_id={POISON}"):
         assert secret not in log
-
-
-def test_what_fails_for_every_choice_of_a_request_is_a_line_not_one_a_choice(
-    tmp_path: Path,
-) -> None:
-    with Cluster(tmp_path, executor="tests.poisoned_model:create") as cluster:
-        # The texts come to the token that the model cannot read.
-        body = {"prompt": [7, POISON, 8, 7], "max_tokens": 9, "n": 128}
-        answer = httpx.post(
-            cluster.http + "/v1/completions", json=body, trust_env=False, timeout=START_S
-        )
-        assert answer.json()["error"]["code"] == "model_failed"
-        cluster.until_idle(START_S)
-        events = [json.loads(line)["event"] for line in cluster.log().splitlines()]
-    each = "a sequence cannot be computed", "request failed", "worker refused"
-    counts = {event: events.count(event) for event in each}
-    assert all(1 <= count <= 3 for count in counts.values()), counts

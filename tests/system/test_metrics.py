@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,15 +184,6 @@ async def test_requests_that_get_nowhere_are_counted_too(tmp_path: Path) -> None
     assert figures.by("outcome", "baton_requests_total") == {"stop": N, "cancelled": 1}
 
 
-async def test_without_a_worker_every_request_is_counted_as_such(tmp_path: Path) -> None:
-    with Cluster(tmp_path, local="", executor="hash") as cluster:
-        async with httpx.AsyncClient(base_url=cluster.http, timeout=60, trust_env=False) as client:
-            for _ in range(N):
-                await ask(client, 503)
-        figures = Figures(cluster.http)
-    assert figures.by("outcome", "baton_http_requests_total") == {"no_worker": N}
-
-
 async def test_a_workers_own_port_says_what_it_did_and_is_at_rest_after_aborts(
     tmp_path: Path,
 ) -> None:
@@ -205,11 +195,7 @@ async def test_a_workers_own_port_says_what_it_did_and_is_at_rest_after_aborts(
             for task in await start_endless(cluster, client):
                 task.cancel()
             await asyncio.to_thread(cluster.until_idle)
-        urls = [
-            event["url"].removesuffix("/metrics")
-            for event in map(json.loads, cluster.log().splitlines())
-            if event["event"] == "metrics"
-        ]
+        urls = [event["url"].removesuffix("/metrics") for event in cluster.events("metrics")]
         assert len(urls) == 2
         each = [Figures(url) for url in urls]
         router = Figures(cluster.http)

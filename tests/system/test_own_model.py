@@ -5,17 +5,15 @@ process is what DecodeStepFn was given in another.
 """
 
 import inspect
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from scripts.examples import own_model
-from tests.cluster import Cluster, until
+from tests.cluster import START_S, Cluster, until
 from tests.poisoned_model import POISON
 
 
@@ -25,13 +23,6 @@ def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     args = ("--worker-args=--block-size 8 --max-ubatch-tokens 48",)
     with Cluster(directory, executor="scripts.examples.own_model:create", args=args) as cluster:
         yield cluster
-
-
-def complete(cluster: Cluster, prompt: list[int] | str, num_tokens: int) -> dict[str, object]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": num_tokens, "return_token_ids": True}
-    response = httpx.post(cluster.http + "/v1/completions", json=body, trust_env=False, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]  # type: ignore[no-any-return]
 
 
 def continuation(prompt: list[int], num_tokens: int) -> list[int]:
@@ -48,7 +39,7 @@ def test_the_tokens_are_the_model_s(own_cluster: Cluster, num_distinct: int) -> 
     distinct = random.Random(num_distinct).sample(range(1, 500), num_distinct)
     prompt = distinct + distinct[:2]
     for _ in range(2):  # the second time with a cached prefix on both sides
-        choice = complete(own_cluster, prompt, 40)
+        [choice] = own_cluster.choices(prompt, max_tokens=40)
         assert choice["token_ids"] == continuation(prompt, 40)
     status = own_cluster.until_idle()
     assert {worker["blocks"]["used"] for worker in status["workers"]} == {0}
@@ -56,19 +47,14 @@ def test_the_tokens_are_the_model_s(own_cluster: Cluster, num_distinct: int) -> 
 
 def test_eos_ends_it(own_cluster: Cluster) -> None:
     [eos] = own_model.create().info.eos_token_ids
-    choice = complete(own_cluster, [7, 8, eos, 9, 7], 40)
+    [choice] = own_cluster.choices([7, 8, eos, 9, 7], max_tokens=40)
     assert (choice["token_ids"], choice["finish_reason"]) == ([8, eos], "stop")
 
 
 def test_text_comes_out(own_cluster: Cluster) -> None:
     prompt = "Mia found a lantern. Tom lost a boat. Mia found"
-    text = complete(own_cluster, prompt, 4)["text"]
+    text = own_cluster.choices(prompt, max_tokens=4)[0]["text"]
     assert isinstance(text, str) and text and text in prompt
-
-
-def said(cluster: Cluster, event: str) -> list[dict[str, Any]]:
-    whole = [line for line in cluster.log().splitlines(True) if line.endswith("\n")]
-    return [line for line in map(json.loads, whole) if line["event"] == event]
 
 
 def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
@@ -82,18 +68,24 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
             assert response.status_code == 500
             assert response.headers["x-should-retry"] == "false"
             assert response.json()["error"]["code"] == "model_failed"
-            assert complete(cluster, prompt, 20)["token_ids"] == continuation(prompt, 20)
+            [choice] = cluster.choices(prompt, max_tokens=20)
+            assert choice["token_ids"] == continuation(prompt, 20)
         assert len(cluster.until_idle()["workers"]) == 4
-        until(lambda: len(said(cluster, "request failed")) == 2, "both in the log")
-        until(lambda: len(said(cluster, "a sequence cannot be computed")) == 2, "both in the log")
-        assert len(said(cluster, "local worker started")) == 4
-        assert not said(cluster, "child process ended")
-    refusals = said(cluster, "request failed")
+        until(lambda: len(cluster.events("request failed")) == 2, "both in the log")
+        until(lambda: len(cluster.events("a sequence cannot be computed")) == 2, "both in the log")
+        # What fails for every choice of a request is a few lines, and not one a choice.
+        body = {"prompt": [7, POISON, 8, 7], "max_tokens": 9, "n": 128}
+        response = httpx.post(url, json=body, trust_env=False, timeout=START_S)
+        assert response.json()["error"]["code"] == "model_failed"
+        cluster.until_idle(START_S)
+        for event in ("a sequence cannot be computed", "request failed", "worker refused"):
+            assert 1 <= len(cluster.events(event)) <= 5, event
+        assert len(cluster.events("local worker started")) == 4
+        assert not cluster.events("child process ended")
+    refusals = cluster.events("request failed")[:2]
     assert [event["stage"] for event in refusals] == ["prefill", "decode"], "tried once each"
-    faults = said(cluster, "a sequence cannot be computed")
-    for fault in faults:
+    for fault in cluster.events("a sequence cannot be computed")[:2]:
         assert fault["exception"][-1]["exc_type"] == "ZeroDivisionError"
-    assert len(faults) == 2
 
 
 def test_it_takes_about_thirty_lines() -> None:

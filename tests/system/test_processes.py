@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -44,10 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def pids(cluster: Cluster) -> dict[int, int]:
     """The process ids of the router processes, by their number; of each the latest."""
-    lines = map(json.loads, cluster.log().splitlines())
-    return {
-        line["process"]: line["pid"] for line in lines if line["event"] == "router process started"
-    }
+    return {event["process"]: event["pid"] for event in cluster.events("router process started")}
 
 
 async def pid_of(client: httpx.AsyncClient) -> int:
@@ -91,7 +87,7 @@ def streams(count: int, num_tokens: int = 60, face: str = "http") -> list[Record
 
 async def test_both_serve_and_every_stream_is_exact(cluster: Cluster) -> None:
     before = Figures(cluster.http)
-    records = draw_requests(3, 60, prompt=(3, 300), answer=(2, 40))
+    records = draw_requests(3, 32, prompt=(3, 300), answer=(2, 40))
     await send_all(cluster, records, clients=16)
     assert problems(records) == []
     busy = {line["pid"] for line in (await asyncio.to_thread(shares, cluster))}
@@ -249,33 +245,24 @@ async def test_blocks_that_both_promise_are_waited_for(tmp_path: Path) -> None:
         await asyncio.to_thread(cluster.until_idle)
 
 
-@pytest.mark.parametrize("face", ["http", "tcp"])
-async def test_a_stop_lets_all_streams_end(tmp_path: Path, face: str) -> None:
+async def test_a_stop_lets_all_streams_end(tmp_path: Path) -> None:
     # No worker is to be lost because the machine has no time for it.
     args = ("--processes", "2", "--heartbeat-ms", "10000", *SLOW)
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
         children = psutil.Process(cluster.router.pid).children(recursive=True)
         assert len(children) == 4
-        records = streams(12, 100, face)
-        asked = asyncio.create_task(send_all(cluster, records, clients=12))
+        records = [*streams(6, 100, "http"), *streams(6, 100, "tcp")]
+        sending = asyncio.create_task(send_all(cluster, records, clients=12))
         await asyncio.gather(*[record.until_tokens(3) for record in records])
         cluster.router.send_signal(signal.SIGTERM)
-        await asked
+        await sending
         assert problems(records) == []
         assert await asyncio.to_thread(cluster.router.wait, START_S) == 0
         assert [child for child in children if child.is_running()] == []
         # The workers left while there were buses to leave over.
-        events = [json.loads(line)["event"] for line in cluster.log().splitlines()]
+        events = [event["event"] for event in cluster.events()]
         assert not {"router lost", "worker lost", "local workers killed"} & set(events)
         assert events.count("worker left") == 4
-
-
-def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
-    with Cluster(tmp_path, local="1,1", executor="hash", args=("--processes", "2")) as cluster:
-        children = psutil.Process(cluster.router.pid).children(recursive=True)
-        cluster.router.kill()
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert alive == []
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -284,7 +271,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
 
 
-def test_what_is_wrong_with_the_settings_is_said_once(tmp_path: Path) -> None:
+def test_a_bad_setting_is_reported_once(tmp_path: Path) -> None:
     ended = run("--api-keys", str(tmp_path / "nowhere"), "--log-level", "error")
     assert ended.returncode == EX_CONFIG
     assert ended.stderr.count("nowhere") == 1, ended.stderr
@@ -326,3 +313,11 @@ def listens_locally(process: psutil.Process) -> list[str]:
     }
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [row[6] for row in rows if row[6] in inodes and int(row[3], 16) & 1 << 16]
+
+
+def test_a_killed_parent_leaves_no_process(cluster: Cluster) -> None:
+    """The last test of the shared cluster."""
+    children = psutil.Process(cluster.router.pid).children(recursive=True)
+    cluster.router.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert alive == []

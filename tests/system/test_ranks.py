@@ -5,25 +5,21 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.cluster import START_S, Cluster, until
 from wire.process.settings import EX_TEMPFAIL
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, executor="hash") as cluster:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("ranks"), executor="hash") as cluster:
         yield cluster
 
 
 def serve(cluster: Cluster) -> None:
-    body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4}
-    answer = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False, timeout=60)
-    assert answer.status_code == 200, answer.text
+    cluster.choices([1, 2, 3], max_tokens=4)
 
 
 def epoch(cluster: Cluster) -> int:

@@ -1,4 +1,4 @@
-"""What the documents show works as printed, and what they name is there."""
+"""The documents' examples work as printed, and the files that they name exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
 def anchors(document: Path) -> set[str]:
-    """What a link may name after #: the headings, as GitHub writes them."""
+    """The headings as GitHub writes them in links, after #."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
@@ -56,7 +56,7 @@ def test_the_engine_in_a_program_works(tmp_path: Path) -> None:
     assert lines[:2] == ["length (9, 10, 11, 7, 8)", "9 10 11 7 8 "]
 
 
-def test_what_python_the_documents_show_is_an_example() -> None:
+def test_python_in_the_documents_is_an_example() -> None:
     """Without its docstring, which says how to run the file."""
     examples = {path.read_text().split('"""\n\n', 1)[1] for path in EXAMPLES.glob("*.py")}
     shown = [

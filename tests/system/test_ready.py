@@ -8,23 +8,7 @@ import httpx
 
 from tests.cluster import until
 from tests.faults.cluster import FaultyCluster
-
-PLUGIN = """
-import os
-import time
-from worker.executor import hash
-
-class Wedged(hash.HashExecutor):
-    def forward(self, batch):
-        while 1299 in list(batch.token_ids) and not os.path.exists(os.environ["GO_ON"]):
-            time.sleep(0.02)
-        return super().forward(batch)
-
-def create(**settings):
-    executor = hash.create(**settings)
-    executor.__class__ = Wedged
-    return executor
-"""
+from tests.wedged_executor import WEDGE
 
 
 def readiness(cluster: FaultyCluster) -> tuple[int, list[str]]:
@@ -68,19 +52,18 @@ def test_it_is_ready_as_long_as_somebody_is(tmp_path: Path) -> None:
 
 def test_a_worker_that_beats_but_makes_no_step_is_not_ready(tmp_path: Path) -> None:
     """An engine that stands still: alive is not enough."""
-    (tmp_path / "wedged.py").write_text(PLUGIN)
     cluster = FaultyCluster(
         tmp_path,
         prefills=1,
         decodes=1,
         router_args=("--stall-ms", "1000", "--max-attempts", "1"),
-        executor="wedged:create",
+        executor="tests.wedged_executor:create",
         is_supervised=False,
     )
-    cluster.environ |= {"PYTHONPATH": str(tmp_path), "GO_ON": str(tmp_path / "go_on")}
+    cluster.environ |= {"WEDGED": str(tmp_path / "wedged"), "GO_ON": str(tmp_path / "go_on")}
     with cluster:
         until(lambda: readiness(cluster) == (200, []), "ready")
-        body = {"prompt": [1, 2, 1299], "max_tokens": 2, "ignore_eos": True}
+        body = {"prompt": [1, 2, WEDGE], "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(cluster.http + "/v1/completions", json=body, timeout=60)
         assert answer.status_code == 503, answer.text
         assert "prefill-0 is suspect" in unready(cluster, "prefill")[0]

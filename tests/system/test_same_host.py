@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.cluster import Cluster, hash_oracle, until
@@ -33,19 +30,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def answers(cluster: Cluster) -> bool:
     """Whether every prompt is answered as it has to be."""
     for prompt in PROMPTS:
-        body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-        response = httpx.post(
-            f"{cluster.http}/v1/completions", json=body | {"return_token_ids": True}, timeout=60
-        )
-        tokens = response.json()["choices"][0]["token_ids"]
-        if tokens != hash_oracle(prompt, NUM_TOKENS, Options(ignore_eos=True)):
+        fields = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        [choice] = cluster.choices(prompt, **fields)
+        if choice["token_ids"] != hash_oracle(prompt, NUM_TOKENS, Options(ignore_eos=True)):
             return False
     cluster.until_idle()
     return True
-
-
-def said(cluster: Cluster, event: str) -> list[dict[str, Any]]:
-    return [line for line in map(json.loads, cluster.log().splitlines()) if line["event"] == event]
 
 
 def mapped_to_read(pid: int) -> int:
@@ -75,7 +65,7 @@ def num_opened(process: subprocess.Popen[bytes]) -> int:
 def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) -> None:
     decode, prefill = cluster.worker("decode", 0, *ON_CREDIT), cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
-    assert len(said(cluster, "KV is read from memory")) == 1
+    assert len(cluster.events("KV is read from memory")) == 1
     descriptors = num_opened(decode)
     names = lent_by(prefill.pid)
     assert len(names) == 1
@@ -99,13 +89,10 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) 
     assert not names.intersection(listening().values())
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_who_shall_not_share_gets_and_sends_bytes(cluster: Cluster, role: str) -> None:
-    settings = {role: ("--kv-shared-memory", "off")}
-    decode = cluster.worker("decode", 0, *settings.get("decode", ()))
-    cluster.worker("prefill", 0, *settings.get("prefill", ()))
+def test_a_worker_that_does_not_share_sends_bytes(cluster: Cluster) -> None:
+    decode = cluster.worker("decode", 0)
+    cluster.worker("prefill", 0, "--kv-shared-memory", "off")
     assert answers(cluster) and mapped_to_read(decode.pid) == 0
-    assert said(cluster, "KV is read from memory") == []
-    event = {"prefill": "KV is sent as bytes", "decode": "KV comes as bytes"}[role]
-    (told,) = said(cluster, event)
-    assert told["reason"] == "--kv-shared-memory is off"
+    assert cluster.events("KV is read from memory") == []
+    (event,) = cluster.events("KV is sent as bytes")
+    assert event["reason"] == "--kv-shared-memory is off"

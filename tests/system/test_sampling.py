@@ -6,7 +6,6 @@ prompt logprobs with those of `transformers`.
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
-from tests.kv import whole
 from wire.frames import (
     ANY_RANK,
     DecodeDone,
@@ -27,13 +25,12 @@ from wire.frames import (
     PrefillDone,
     PrefillRequest,
 )
-from wire.logprobs import unpack_prompt_logprobs
 from wire.options import Options
 from wire.payloads import decode_prefill_result, encode_prompt
 from wire.process.model import locate
 from wire.stream import StreamDecoder, encode
 from worker.engine.engine import Engine
-from worker.engine.outputs import Computed, Reserved, Started, Token
+from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence as Request
 from worker.executor.torch import TorchExecutor
 
@@ -58,8 +55,8 @@ EVERY = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two prefill and two decode workers on the demo model."""
-    with Cluster(tmp_path_factory.mktemp("pairs"), local="2,2") as cluster:
+    """A prefill and two decode workers on the demo model."""
+    with Cluster(tmp_path_factory.mktemp("pairs"), local="1,2") as cluster:
         yield cluster
 
 
@@ -98,13 +95,6 @@ def prompt_of(cluster: Cluster, text: str = STORY) -> list[int]:
     return response.json()["tokens"]  # type: ignore[no-any-return]
 
 
-def complete(cluster: Cluster, prompt: Any, **fields: Any) -> dict[str, Any]:
-    body = {"model": cluster.model, "prompt": prompt, "return_token_ids": True} | fields
-    response = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=60, trust_env=False)
-    assert response.status_code == 200, response.text
-    return response.json()  # type: ignore[no-any-return]
-
-
 def asked(options: Options) -> dict[str, Any]:
     """The same options as fields of a body."""
     names = ("temperature", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -113,7 +103,7 @@ def asked(options: Options) -> dict[str, Any]:
 
 
 def over_tcp(cluster: Cluster, prompt: Sequence[int], options: Options) -> list[int]:
-    """What a raw TCP client gets."""
+    """The tokens that a raw TCP client gets."""
     assert options.max_tokens is not None
     frames = [
         *encode(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, options)),
@@ -146,17 +136,17 @@ def test_the_same_tokens_alone_in_a_crowd_and_on_any_workers(
     prompt = prompt_of(pairs)
     expected = alone(executor, prompt, options)
     fields = asked(options)
-    [choice] = complete(pairs, prompt, **fields)["choices"]
+    [choice] = pairs.choices(prompt, **fields)
     assert choice["token_ids"] == expected
 
     def mate(number: int) -> list[int]:
         if number % 4 == 0:
             return over_tcp(pairs, prompt, options)
         if number % 4 == 1:
-            [choice] = complete(pairs, prompt, **fields)["choices"]
+            [choice] = pairs.choices(prompt, **fields)
             return choice["token_ids"]  # type: ignore[no-any-return]
         other = prompt[: 3 + number]
-        complete(pairs, other, temperature=1.2, seed=number, max_tokens=40, frequency_penalty=1)
+        pairs.choices(other, temperature=1.2, seed=number, max_tokens=40, frequency_penalty=1)
         return []
 
     with ThreadPoolExecutor(16) as pool:
@@ -166,7 +156,7 @@ def test_the_same_tokens_alone_in_a_crowd_and_on_any_workers(
 
 
 def test_all_workers_took_part(pairs: Cluster) -> None:
-    """What the test above says of them holds for each."""
+    """The same tokens, and each worker has made a step."""
     prompt = prompt_of(pairs)[:9]  # under a block: no worker has a prefix of it to offer
     expected = over_tcp(pairs, prompt, SAMPLED)
 
@@ -184,56 +174,13 @@ def test_all_workers_took_part(pairs: Cluster) -> None:
     assert all(after > was for after, was in zip(steps(), before, strict=True))
 
 
-@EVERY
-def test_a_crowd_in_one_engine(executor: TorchExecutor, options: Options) -> None:
-    prompt = list(range(40, 80))
-    expected = alone(executor, prompt, options)
-    engine = engine_of(executor, num_blocks=256)
-    engine.add(Request(1, prompt, options))
-    for mate in range(2, 18):
-        other = Options(temperature=1.5, seed=mate, frequency_penalty=mate / 10, max_tokens=30)
-        engine.add(Request(mate, range(30, 30 + 3 * mate), other))
-    assert texts_of(engine)[1] == expected
-
-
-@EVERY
-def test_preemption_changes_nothing(executor: TorchExecutor, options: Options) -> None:
-    prompts = {number: list(range(number, number + 24)) for number in range(30, 33)}
-    engine = engine_of(executor, num_blocks=8, max_ubatch_tokens=16)
-    for number, prompt in prompts.items():
-        engine.add(Request(number, prompt, options))
-    texts = texts_of(engine)
-    assert engine.counters.preemptions > 0
-    for number, prompt in prompts.items():
-        assert texts[number] == alone(executor, prompt, options)
-
-
-@EVERY
-def test_a_transfer_changes_nothing(executor: TorchExecutor, options: Options) -> None:
-    prompt = list(range(50, 90))
-    prefill = engine_of(executor)
-    decode = engine_of(TorchExecutor.load(locate("demo"), name="demo", device="cpu"), block_size=8)
-    prefill.add(Request(1, prompt, options, transfer=True))
-    decode.reserve(1, prompt)
-    outputs = [*prefill.step(), *decode.step()]
-    [source] = [output.block_table for output in outputs if isinstance(output, Started)]
-    [target] = [output.block_table for output in outputs if isinstance(output, Reserved)]
-    assert Computed(1, len(prompt)) in outputs
-    [first] = [output.token_id for output in outputs if isinstance(output, Token)]
-    layout = prefill.info.layout
-    prompt_kv = whole(layout, 0, len(prompt))
-    decode.cache.unpack(target, prompt_kv, prefill.cache.pack(source, prompt_kv))
-    decode.begin_decode(1, [*prompt, first], options, NUM_TOKENS - 1)
-    assert [first, *texts_of(decode)[1]] == alone(executor, prompt, options)
-
-
 # Choices.
 
 
 def test_choices_have_keys_of_their_own(cluster: Cluster, executor: TorchExecutor) -> None:
     prompt = prompt_of(cluster)
     fields = asked(SAMPLED)
-    choices = complete(cluster, prompt, n=4, **fields)["choices"]
+    choices = cluster.choices(prompt, n=4, **fields)
     texts = [choice["token_ids"] for choice in choices]
     assert len({tuple(text) for text in texts}) == 4
     for number, text in enumerate(texts):
@@ -241,31 +188,8 @@ def test_choices_have_keys_of_their_own(cluster: Cluster, executor: TorchExecuto
             temperature=1.0, seed=20, ignore_eos=True, max_tokens=NUM_TOKENS, choice=number
         )
         assert text == alone(executor, prompt, options)
-    again = complete(cluster, prompt, n=4, **fields)["choices"]
+    again = cluster.choices(prompt, n=4, **fields)
     assert [choice["token_ids"] for choice in again] == texts
-
-
-@pytest.mark.parametrize("max_ubatch_tokens", [128, 512])
-def test_choices_share_the_prompt(executor: TorchExecutor, max_ubatch_tokens: int) -> None:
-    """It is computed once, whether it fills a step or not; the others find it in the cache."""
-    prompt = [30 + number % 200 for number in range(130)]
-    engine = engine_of(executor, max_ubatch_tokens=max_ubatch_tokens)
-    for choice in range(4):
-        options = Options(temperature=1.0, seed=1, choice=choice, max_tokens=4, ignore_eos=True)
-        engine.add(Request(choice, prompt, options))
-    started: list[Started] = []
-    while engine.has_work():
-        started += [output for output in engine.step() if isinstance(output, Started)]
-    assert [output.cached_tokens for output in started] == [0, 128, 128, 128]
-
-
-def test_choices_come_from_the_cache_the_second_time(cluster: Cluster) -> None:
-    prompt = prompt_of(cluster, "The bear and the bird went to the big green tree. " * 8)
-    body = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 4}
-    first = complete(cluster, prompt, **body)["usage"]
-    second = complete(cluster, prompt, **body)["usage"]
-    assert first["prompt_tokens"] == second["prompt_tokens"] == len(prompt)
-    assert second["prompt_tokens_details"]["cached_tokens"] >= (len(prompt) - 1) // 16 * 16
 
 
 # Each option, end to end.
@@ -274,60 +198,40 @@ def test_choices_come_from_the_cache_the_second_time(cluster: Cluster) -> None:
 def test_min_tokens_stop_ids_and_bias(cluster: Cluster) -> None:
     prompt = prompt_of(cluster)
     greedy = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    [plain] = complete(cluster, prompt, **greedy)["choices"]
+    [plain] = cluster.choices(prompt, **greedy)
     text = plain["token_ids"]
     stop = text[6]
     first = text.index(stop)
-    [stopped] = complete(cluster, prompt, stop_token_ids=[stop], **greedy)["choices"]
+    [stopped] = cluster.choices(prompt, stop_token_ids=[stop], **greedy)
     assert (stopped["token_ids"], stopped["finish_reason"]) == (text[: first + 1], "stop")
-    held = complete(cluster, prompt, stop_token_ids=[stop], min_tokens=10, **greedy)
-    [choice] = held["choices"]
+    [choice] = cluster.choices(prompt, stop_token_ids=[stop], min_tokens=10, **greedy)
     assert stop not in choice["token_ids"][:10]
     assert len(choice["token_ids"]) >= 10
-    [banned] = complete(cluster, prompt, logit_bias={stop: -100}, **greedy)["choices"]
+    [banned] = cluster.choices(prompt, logit_bias={stop: -100}, **greedy)
     assert stop not in banned["token_ids"]
     assert banned["token_ids"][:first] == text[:first]
-    [forced] = complete(cluster, prompt, logit_bias={stop: 100}, **greedy)["choices"]
+    [forced] = cluster.choices(prompt, logit_bias={stop: 100}, **greedy)
     assert forced["token_ids"] == [stop] * 24
 
 
 def test_min_p_and_top_k_of_one_are_greedy(cluster: Cluster) -> None:
     prompt = prompt_of(cluster)
-    [greedy] = complete(cluster, prompt, temperature=0, max_tokens=16)["choices"]
+    [greedy] = cluster.choices(prompt, temperature=0, max_tokens=16)
     for fields in ({"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-9}):
-        [same] = complete(cluster, prompt, temperature=1.5, max_tokens=16, **fields)["choices"]
+        [same] = cluster.choices(prompt, temperature=1.5, max_tokens=16, **fields)
         assert same["token_ids"] == greedy["token_ids"]
 
 
 def test_penalties_against_repetition(cluster: Cluster) -> None:
     prompt = prompt_of(cluster)
     greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    [plain] = complete(cluster, prompt, **greedy)["choices"]
+    [plain] = cluster.choices(prompt, **greedy)
     for fields in ({"frequency_penalty": 2, "presence_penalty": 2}, {"repetition_penalty": 1.5}):
-        [varied] = complete(cluster, prompt, **greedy, **fields)["choices"]
+        [varied] = cluster.choices(prompt, **greedy, **fields)
         assert len(set(varied["token_ids"])) > len(set(plain["token_ids"]))
-    [never] = complete(cluster, prompt, repetition_penalty=100, **greedy)["choices"]
+    [never] = cluster.choices(prompt, repetition_penalty=100, **greedy)
     assert len(set(never["token_ids"])) == 40
     assert not set(never["token_ids"]) & set(prompt)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("logit_bias", {"99999": 1}), ("presence_penalty", 3), ("repetition_penalty", 0)],
-)
-def test_what_is_out_of_range_is_named(cluster: Cluster, field: str, value: Any) -> None:
-    body = {"model": cluster.model, "prompt": "a", field: value}
-    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False, timeout=60)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == field
-    assert error["message"].startswith(f"{field}: ")
-
-
-def test_prompt_logprobs_that_do_not_fit_are_refused(cluster: Cluster) -> None:
-    body = {"prompt": [40] * 8000, "echo": True, "logprobs": 20, "max_tokens": 1}
-    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False, timeout=60)
-    assert response.status_code == 400
 
 
 # Ends without a decode step.
@@ -342,8 +246,8 @@ def test_ends_at_the_first_token_take_no_decode_step(pairs: Cluster) -> None:
         return sum([worker["step"] for worker in workers if worker["role"] == "decode"])
 
     greedy = {"temperature": 0, "max_tokens": 20}
-    [plain] = complete(pairs, prompt, **greedy)["choices"]
-    first_text = complete(pairs, prompt, temperature=0, max_tokens=1)["choices"][0]["text"]
+    [plain] = pairs.choices(prompt, **greedy)
+    first_text = pairs.choices(prompt, temperature=0, max_tokens=1)[0]["text"]
     assert first_text.strip()
     steps = decode_steps()
     for fields, reason in [
@@ -354,10 +258,10 @@ def test_ends_at_the_first_token_take_no_decode_step(pairs: Cluster) -> None:
         ({"max_tokens": 1}, "length"),
         ({"echo": True, "max_tokens": 0}, "length"),
     ]:
-        [choice] = complete(pairs, prompt, **greedy | fields)["choices"]
+        [choice] = pairs.choices(prompt, **greedy | fields)
         assert choice["finish_reason"] == reason, fields
     # Two tokens are one decode step: and it is the only one that anybody counted.
-    complete(pairs, prompt, **greedy | {"max_tokens": 2, "ignore_eos": True})
+    pairs.choices(prompt, **greedy | {"max_tokens": 2, "ignore_eos": True})
     assert decode_steps() == steps + 1
 
 
@@ -365,7 +269,7 @@ def test_ends_at_the_first_token_take_no_decode_step(pairs: Cluster) -> None:
 
 
 def evaluate(choice: dict[str, Any], context_len: int) -> tuple[float, bool]:
-    """What lm-eval makes of a choice of local-completions: a sum, and whether it is greedy."""
+    """Evaluate a choice as lm-eval does: the sum of its scores, and whether it is greedy."""
     logprobs = choice["logprobs"]
     chosen = logprobs["token_logprobs"][context_len:-1]
     tops = logprobs["top_logprobs"][context_len:-1]
@@ -384,9 +288,9 @@ def test_an_evaluation_gets_what_transformers_says(tmp_path: Path) -> None:
             [9],
         ]
         body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
-        answer = complete(cluster, prompts, **body)
+        choices = cluster.choices(prompts, **body)
     model = AutoModelForCausalLM.from_pretrained(locate("demo"), dtype=torch.float32)
-    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+    for prompt, choice in zip(prompts, choices, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt])).logits[0]
         scores = logits.log_softmax(-1)
@@ -408,19 +312,10 @@ def test_an_evaluation_gets_what_transformers_says(tmp_path: Path) -> None:
         )
 
 
-def test_a_greedy_continuation_is_seen_as_greedy(cluster: Cluster) -> None:
-    prompt = prompt_of(cluster)
-    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    [plain] = complete(cluster, prompt, **greedy)["choices"]
-    whole = prompt + plain["token_ids"]
-    [choice] = complete(cluster, whole, echo=True, logprobs=1, max_tokens=1)["choices"]
-    assert evaluate(choice, len(prompt))[1]
-
-
 def test_echo_with_logprobs_in_every_shape(cluster: Cluster) -> None:
     prompt = prompt_of(cluster)
     base: dict[str, Any] = {"echo": True, "temperature": 0, "seed": 1}
-    [long] = complete(cluster, STORY, logprobs=5, max_tokens=6, **base)["choices"]
+    [long] = cluster.choices(STORY, logprobs=5, max_tokens=6, **base)
     logprobs = long["logprobs"]
     assert long["text"].startswith(STORY)
     assert len(logprobs["tokens"]) == len(prompt) + len(long["token_ids"])
@@ -433,13 +328,13 @@ def test_echo_with_logprobs_in_every_shape(cluster: Cluster) -> None:
             assert long["text"][offset:].startswith(text)
 
     # Nothing generated; no top; from the prefix cache or not; streamed; two choices.
-    [none] = complete(cluster, prompt, logprobs=5, max_tokens=0, **base)["choices"]
+    [none] = cluster.choices(prompt, logprobs=5, max_tokens=0, **base)
     count = len(prompt)
     assert (none["text"], none["finish_reason"], none["token_ids"]) == (STORY, "length", [])
     assert len(none["logprobs"]["tokens"]) == count
     close = pytest.approx(logprobs["token_logprobs"][1:count], abs=1e-3)
     assert none["logprobs"]["token_logprobs"][1:] == close
-    for choice in complete(cluster, prompt, logprobs=0, max_tokens=2, n=2, **base)["choices"]:
+    for choice in cluster.choices(prompt, logprobs=0, max_tokens=2, n=2, **base):
         assert choice["logprobs"]["token_logprobs"][1:count] == close
         assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
 
@@ -448,25 +343,15 @@ def test_an_echo_may_fill_the_context(cluster: Cluster) -> None:
     """Evaluators of long texts send prompts as long as the model's context."""
     length = httpx.get(f"{cluster.http}/v1/models").json()["data"][0]["max_model_len"]
     prompt = (prompt_of(cluster) * length)[:length]
-    [choice] = complete(cluster, prompt, echo=True, logprobs=1, max_tokens=0)["choices"]
+    [choice] = cluster.choices(prompt, echo=True, logprobs=1, max_tokens=0)
     assert (choice["token_ids"], choice["finish_reason"]) == ([], "length")
     assert len(choice["logprobs"]["token_logprobs"]) == length
     assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"][1:])
 
 
-def test_an_answer_that_is_only_eos_still_has_its_entry(cluster: Cluster) -> None:
-    """Evaluators drop the last entry: it must be the generated token's and not the prompt's."""
-    eos = min(TorchExecutor.load(locate("demo"), name="demo", device="cpu").info.eos_token_ids)
-    prompt = prompt_of(cluster)
-    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {eos: 100}}
-    [choice] = complete(cluster, prompt, **body)["choices"]
-    assert choice["text"] == STORY
-    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
-
-
 def test_streamed_echo(cluster: Cluster) -> None:
     body = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
-    [whole] = complete(cluster, STORY, **body)["choices"]
+    [whole] = cluster.choices(STORY, **body)
     request = {"model": cluster.model, "prompt": STORY, "stream": True, **body}
     response = httpx.post(
         f"{cluster.http}/v1/completions", json=request, trust_env=False, timeout=60
@@ -478,28 +363,3 @@ def test_streamed_echo(cluster: Cluster) -> None:
     offsets = [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]]
     assert tokens == whole["logprobs"]["tokens"]
     assert offsets == whole["logprobs"]["text_offset"]
-
-
-def test_prompt_logprobs_are_the_same_whatever_the_chunks(executor: TorchExecutor) -> None:
-    """Chunked, after a prefix hit, or in a crowd: each position is scored once, and alike."""
-    prompt = [40 + number * 7 % 300 for number in range(75)]
-    options = Options(prompt_logprobs=3, max_tokens=2, ignore_eos=True)
-    answers = []
-    for budget in (20, 512):
-        engine = engine_of(executor, max_ubatch_tokens=budget)
-        engine.add(Request(9, prompt, Options(max_tokens=1, ignore_eos=True)))
-        texts_of(engine)
-        engine.add(Request(1, prompt, options))
-        engine.add(Request(2, prompt[:50], Options(max_tokens=9, ignore_eos=True)))
-        outputs = []
-        while engine.has_work():
-            outputs += [output for output in engine.step() if isinstance(output, Token)]
-        first, second = [output for output in outputs if output.request_id == 1]
-        assert second.prompt_logprobs is None
-        assert first.prompt_logprobs is not None
-        answers.append(unpack_prompt_logprobs(first.prompt_logprobs))
-    for answer in answers:
-        assert len(answer) == len(prompt) - 1
-        for row, other in zip(answer, answers[0], strict=True):
-            assert math.isclose(row.logprob, other.logprob, abs_tol=1e-3)
-            assert [token_id for token_id, _ in row.top] == [token_id for token_id, _ in other.top]

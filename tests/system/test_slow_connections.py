@@ -45,7 +45,7 @@ async def test_a_crowd_is_closed_and_leaves_nothing(tmp_path: Path, face: str) -
         router = psutil.Process(cluster.router.pid)
         before = router.num_fds()
         crowd = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(ROOT / "scripts/crowd.py"), host, port, "--face", face),
+            *(sys.executable, str(ROOT / "scripts/bench/crowd.py"), host, port, "--face", face),
             *("--idle", str(IDLE), "--dribbling", str(DRIBBLING), "--interval-s", "0.4"),
             stdout=asyncio.subprocess.PIPE,
         )

@@ -139,7 +139,7 @@ def key(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     sys.stdout.write(machine.logs())  # shown when a test fails
 
 
-def test_what_is_enabled_starts_at_boot_and_nothing_else(machine: Machine, key: str) -> None:
+def test_only_enabled_units_start_at_boot(machine: Machine, key: str) -> None:
     machine.run("systemctl", "enable", "baton-router")
     machine.run("systemctl", "start", "multi-user.target")  # as a boot does
     until(lambda: machine.states()[0] == "active", "the router is ready", 60)

@@ -71,7 +71,7 @@ def hosts() -> Iterator[None]:
 
 
 def command(text: str, etc: Path) -> list[str]:
-    """What to run for a command of the document, with our Python and one host's /etc/baton."""
+    """The command line for a command of the document, with our Python and one host's /etc/baton."""
     words = shlex.split(text.replace("/etc/baton", str(etc)))
     words[0] = {"python": sys.executable, "scripts/keys": str(ROOT / "scripts/keys")}.get(
         words[0], words[0]
@@ -181,28 +181,12 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
 
 
 @pytest.mark.usefixtures("hosts")
-def test_the_refusals_the_document_names(tmp_path: Path) -> None:
-    """Without --keys and --api-keys the same commands open no port."""
-    for mark, host in (("-m router", "router"), ("--role decode", "decode")):
-        words = command(the(mark), tmp_path)
-        for flag in ("--keys", "--api-keys"):
-            if flag in words:
-                at = words.index(flag)
-                del words[at : at + 2]
-        done = subprocess.run(on(host, words), cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 78 and "--insecure" in done.stderr
-
-
-@pytest.mark.usefixtures("hosts")
-@pytest.mark.parametrize("guard", ["--insecure", "--keys"])
-def test_a_worker_whose_stages_are_on_two_hosts(guard: str, tmp_path: Path, start: Start) -> None:
-    """It answers as one process does; when the other host's dies, it ends and is started again."""
-    if guard == "--keys":
-        make_keys(tmp_path / "keys", ["router", "prefill-0", "decode-0"], list[object]().append)
-        guard = f"--keys {tmp_path}/keys"
+def test_a_worker_whose_stages_are_on_two_hosts(tmp_path: Path, start: Start) -> None:
+    """It answers as one process does, and ends when the process on the other host dies."""
+    make_keys(tmp_path / "keys", ["router", "prefill-0", "decode-0"], list[object]().append)
     path = make_model(tmp_path / "model", num_hidden_layers=3, vocab_size=VOCAB_SIZE)
     (expected,) = expectations(path, random.Random(1), (300,))
-    shared = f"--model {path} {guard}"
+    shared = f"--model {path} --keys {tmp_path}/keys"
     worker = f"python -m worker --router tcp://10.0.0.1:5570 --dtype float32 --device cpu {shared}"
     start("router", f"python -m router --bus tcp://10.0.0.1:5570 {shared}", tmp_path, "torch")
     start("router", f"{worker} --role prefill", tmp_path, "torch")
@@ -220,9 +204,8 @@ def test_a_worker_whose_stages_are_on_two_hosts(guard: str, tmp_path: Path, star
         choices = json.loads(done.stdout or "{}").get("choices")
         return choices[0]["token_ids"] if choices else None
 
-    for _ in range(2):
-        leader = start("prefill", f"{stage} --process 0", tmp_path, "torch")
-        other = start("decode", f"{stage} --process 1", tmp_path, "torch")
-        assert until(answered, "answer", START_S) == expected.tokens
-        other.kill()
-        assert leader.wait(60) == EXIT_CRASHED
+    leader = start("prefill", f"{stage} --process 0", tmp_path, "torch")
+    other = start("decode", f"{stage} --process 1", tmp_path, "torch")
+    assert until(answered, "answer", START_S) == expected.tokens
+    other.kill()
+    assert leader.wait(60) == EXIT_CRASHED

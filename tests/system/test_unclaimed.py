@@ -39,7 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, 
 
 
 async def answer(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[int]:
-    """What a client gets for this prompt."""
+    """The tokens that a client gets for this prompt."""
     tokens: list[int] = []
     async with await connect(*cluster.tcp) as client:
         client.send(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, OPTIONS))

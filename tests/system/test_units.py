@@ -28,27 +28,10 @@ import router.config
 import worker.config
 from tests.cluster import ROOT, until
 from tests.faults.ports import free_port
+from tests.wedged_executor import WEDGE
 from wire.process.settings import Settings
 
 UNITS = ROOT / "scripts" / "systemd"
-PLUGIN = """
-import os
-import threading
-from pathlib import Path
-from worker.executor import hash
-
-class Wedged(hash.HashExecutor):
-    def forward(self, batch):
-        if 1299 in list(batch.token_ids):
-            Path(os.environ["WEDGED"]).touch()
-            threading.Event().wait()
-        return super().forward(batch)
-
-def create(**settings):
-    executor = hash.create(**settings)
-    executor.__class__ = Wedged
-    return executor
-"""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +92,7 @@ def test_security(root: Path, tmp_path: Path, name: str, gpu: bool, threshold: i
         ("decode.env", worker.config.Config),
     ],
 )
-def test_what_the_files_of_settings_name_are_settings(file: str, kind: type[Settings]) -> None:
+def test_the_env_files_name_settings_only(file: str, kind: type[Settings]) -> None:
     """Those that are commented out, too."""
     named = re.findall(r"^#?BATON_(\w+)=", (UNITS / file).read_text(), re.MULTILINE)
     assert named and {name.lower() for name in named} <= set(kind.model_fields)
@@ -140,9 +123,7 @@ class Service:
         with (directory / f"{name}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 self._command,
-                env=os.environ
-                | {"PYTHONPATH": f"{ROOT}:{directory}", "NOTIFY_SOCKET": str(path)}
-                | settings,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "NOTIFY_SOCKET": str(path)} | settings,
                 cwd="/",
                 stdout=log,
                 stderr=log,
@@ -240,11 +221,11 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
 def test_a_worker_whose_engine_is_wedged_stops_feeding_its_watchdog(
     root: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "wedged_executor.py").write_text(PLUGIN)
     http, tcp, bus = (free_port() for _ in range(3))
     endpoints = {"BATON_HTTP": f"127.0.0.1:{http}", "BATON_TCP": f"127.0.0.1:{tcp}"}
-    plugin = {"BATON_EXECUTOR": "wedged_executor:create", "BATON_ROUTER": f"tcp://127.0.0.1:{bus}"}
-    plugin["WEDGED"] = str(tmp_path / "wedged")
+    plugin = {"BATON_EXECUTOR": "tests.wedged_executor:create"}
+    plugin |= {"BATON_ROUTER": f"tcp://127.0.0.1:{bus}"}
+    plugin |= {name: str(tmp_path / name) for name in ("WEDGED", "GO_ON")}
     client = HTTPConnection("127.0.0.1", http)
     services: list[Service] = []
     try:
@@ -257,10 +238,10 @@ def test_a_worker_whose_engine_is_wedged_stops_feeding_its_watchdog(
             service.until_ready()
         fed = wedged.said.count("WATCHDOG=1")
         until(lambda: wedged.said.count("WATCHDOG=1") > fed + 1, "fed while idle")
-        body = {"model": "demo", "prompt": [1, 2, 1299], "max_tokens": 1}
+        body = {"model": "demo", "prompt": [1, 2, WEDGE], "max_tokens": 1}
         headers = {"content-type": "application/json"}
         client.request("POST", "/v1/completions", json.dumps(body), headers)  # no answer will come
-        until((tmp_path / "wedged").exists, "the engine hangs")
+        until((tmp_path / "WEDGED").exists, "the engine hangs")
         reports = wedged.statuses
         until(lambda: wedged.statuses >= reports + 2, "the last feeding is past")
         # Its loop is well: it says how it is, once a second, and never again that all is.

@@ -11,7 +11,7 @@ URL, MODEL = sys.argv[1:]
 
 
 class Anything(BaseModel):
-    """What JSON mode can promise: an object."""
+    """JSON mode promises an object and no more."""
 
     model_config = ConfigDict(extra="allow")
 

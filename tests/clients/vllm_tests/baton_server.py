@@ -231,7 +231,7 @@ def _flags(model: str, args: Sequence[str]) -> tuple[str, ...]:
 
 
 class RemoteOpenAIServer:
-    """What vLLM's tests call their server."""
+    """Our cluster under the name of the server class in vLLM's tests."""
 
     DUMMY_API_KEY = KEY
     uds = None

@@ -30,22 +30,13 @@ def test_flags_reach_the_config(tmp_path: Path) -> None:
     assert len(list(out.glob("*.safetensors"))) == 2
 
 
-def test_the_tokenizer_is_copied(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    out = make_model(tmp_path / "out", tokenizer=tmp_path)
-    assert (out / "tokenizer.json").read_text() == "{}"
-
-
 @pytest.mark.parametrize(
     ("like", "millions"),
     [
         ("smollm2-135m", 134.5),
         ("qwen3-0.6b", 596.0),
         ("qwen3-30b-a3b", 30_532.1),
-        ("llama-3.2-1b", 1235.8),
         ("gemma-3-1b", 999.9),
-        ("qwen2.5-7b", 7615.6),
-        ("mistral-7b", 7241.7),
     ],
 )
 def test_shapes_of_public_models(like: str, millions: float, tmp_path: Path) -> None:

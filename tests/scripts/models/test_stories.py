@@ -1,6 +1,5 @@
 """The stories are told the same for one seed, never cross the split, and answer their questions."""
 
-import string
 from random import Random
 
 import pytest
@@ -21,25 +20,16 @@ def pairs(told: list[Story]) -> set[tuple[str, str]]:
     return {pair for story in told for person in story.cast for pair in person.pairs()}
 
 
-def test_one_seed_tells_the_same_stories() -> None:
-    assert tell(seed=5) == tell(seed=5)
-    assert tell(seed=5) != tell(seed=6)
-
-
-def test_no_pair_is_in_both_splits() -> None:
-    assert pairs(tell(1, "train")).isdisjoint(pairs(tell(1, "held_out")))
-
-
 def test_the_split_is_decided_by_the_pair() -> None:
     assert not any(stories.is_held_out(*pair) for pair in pairs(tell(2, "train")))
     assert all(stories.is_held_out(*pair) for pair in pairs(tell(2, "held_out")))
 
 
-@pytest.mark.parametrize("name", stories.NAMES)
-def test_every_name_has_things_and_places_in_both_splits(name: str) -> None:
-    for pool in (stories.THINGS, stories.PLACES):
-        held_out = [choice for choice in pool if stories.is_held_out(name, choice)]
-        assert 0 < len(held_out) < len(pool) / 2
+def test_every_name_has_things_and_places_in_both_splits() -> None:
+    for name in stories.NAMES:
+        for pool in (stories.THINGS, stories.PLACES):
+            held_out = [choice for choice in pool if stories.is_held_out(name, choice)]
+            assert 0 < len(held_out) < len(pool) / 2, name
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -53,14 +43,6 @@ def test_the_story_holds_every_fact_and_every_answer(split: Split) -> None:
             assert question.word not in question.text.strip("?").split()
 
 
-def test_no_two_questions_of_a_text_have_different_answers() -> None:
-    rng = Random(4)
-    for _ in range(NUM_STORIES):
-        told = stories.make_stories(rng, 4)
-        questions = [question for story in told for question in story.questions]
-        assert len({question.text for question in questions}) == len(questions)
-
-
 def test_people_share_neither_names_nor_things() -> None:
     rng = Random(8)
     for split in SPLITS:
@@ -69,14 +51,6 @@ def test_people_share_neither_names_nor_things() -> None:
             assert len({person.name for person in people}) == 8
             assert len({person.thing for person in people}) == 8
             assert all(person.home != person.spot for person in people)
-
-
-def test_a_text_is_whole_sentences() -> None:
-    for story in tell(6):
-        assert "{" not in story.text
-        assert "  " not in story.text
-        assert story.text[0] in string.ascii_uppercase
-        assert story.text[-1] == "."
 
 
 def test_a_chat_alternates_and_ends_with_the_assistant() -> None:

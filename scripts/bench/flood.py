@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One API key's flood of expensive requests, from a process of its own that costs little CPU.
 
-    tail -1 api_keys | scripts/flood.py 127.0.0.1 8000 schemas --seconds 10
+    tail -1 api_keys | scripts/bench/flood.py 127.0.0.1 8000 schemas --seconds 10
 
 Reads the API key from stdin, opens the connections of the load and sends on each one request after
 the other.  Prints "begun" when the first request of every connection is sent, and stops at SIGTERM,
@@ -28,12 +28,10 @@ from typing import Any, Final
 
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from scripts.streams import HttpAsker, post
+from scripts.bench.connections import CHAT, COMPLETIONS, HttpConnection, open_http
 
-COMPLETIONS: Final = "/v1/completions"
-CHAT: Final = "/v1/chat/completions"
 # After an error, so that a client that is refused does not compute for nothing.
 PAUSE_S: Final = 0.05
 WORDS: Final = "the quick brown fox jumps over the lazy dog and "
@@ -42,47 +40,6 @@ AMBIGUOUS: Final = "start: s\ns: s s | /[ -~]/"
 
 # The path and the body of a request; the number makes it another one.
 Request = Callable[[int], tuple[str, dict[str, Any]]]
-
-
-class KeyedAsker(HttpAsker):
-    """A connection that sends an API key, and reads answers of any kind and length."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__("", "demo")
-        self._authorization = f"authorization: Bearer {key}\r\n"
-        # Bytes of a whole answer that have not come; None before its head, and for a stream.
-        self._left: int | None = None
-
-    @property
-    def status(self) -> int:
-        return int(self.taken[0][9:12])
-
-    @property
-    def body(self) -> bytes:
-        """The answer; a stream's still has its framing."""
-        return b"".join(self.taken).partition(b"\r\n\r\n")[2]
-
-    def post(self, path: str, body: dict[str, Any]) -> asyncio.Future[None]:
-        """Send a body; the future is done when all of the answer has come."""
-        self._left, self._tail = None, b""
-        return self.send(post(path, json.dumps(body).encode(), self._authorization))
-
-    def is_end(self, data: bytes) -> bool:
-        if self._left is not None:
-            self._left -= len(data)
-        elif data is self.taken[0]:
-            head, _, body = data.partition(b"\r\n\r\n")
-            _, found, length = head.lower().partition(b"content-length: ")
-            self._left = int(length.partition(b"\r\n")[0]) - len(body) if found else None
-        self._tail = (self._tail + data)[-8:]
-        return self._tail.endswith(b"\r\n0\r\n\r\n") if self._left is None else self._left <= 0
-
-
-async def connect(host: str, port: int, key: str) -> KeyedAsker:
-    """Connect to a router, as the owner of this key."""
-    loop = asyncio.get_running_loop()
-    _, asker = await loop.create_connection(lambda: KeyedAsker(key), host, port)
-    return asker
 
 
 @dataclass(frozen=True)
@@ -96,16 +53,16 @@ class Load:
 
 
 def schema(number: int) -> tuple[str, dict[str, Any]]:
-    """A JSON schema of 50 KB that nobody has sent before; the router checks it for 0.15 s."""
+    """A JSON schema of 50 KB that is new to the router, which checks it for 0.15 s."""
     addresses = {"type": "array", "items": {"type": "string", "format": "ipv6"}}
     properties = {f"address_{number:06}_{index:03}": addresses for index in range(480)}
-    held = {
+    nested = {
         "type": "object",
         "properties": properties,
         "required": list(properties),
         "additionalProperties": False,
     }
-    body = {"prompt": "Once", "max_tokens": 4, "structured_outputs": {"json": held}}
+    body = {"prompt": "Once", "max_tokens": 4, "structured_outputs": {"json": nested}}
     return COMPLETIONS, body
 
 
@@ -162,12 +119,12 @@ class Flood:
         self._error = ""
 
     async def run(self, seconds: float) -> dict[str, Any]:
-        """Ask until SIGTERM, for so many seconds at most; return what became of it."""
+        """Send requests until SIGTERM, for so many seconds at most; return the counts."""
         is_over = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
-        askers = [await connect(*self._address) for _ in range(self._load.connections)]
+        connections = [await open_http(*self._address) for _ in range(self._load.connections)]
         start = time.monotonic()
-        tasks = [asyncio.create_task(self._ask_on(asker)) for asker in askers]
+        tasks = [asyncio.create_task(self._repeat(connection)) for connection in connections]
         await asyncio.sleep(0)  # each sends its first
         print("begun", flush=True)
         over = asyncio.create_task(is_over.wait())
@@ -180,27 +137,27 @@ class Flood:
                 raise error
         return {"seconds": passed, "answers": self._answers, "error": self._error}
 
-    async def _ask_on(self, asker: KeyedAsker) -> None:
+    async def _repeat(self, connection: HttpConnection) -> None:
         while True:
-            done = asker.post(*self._load.request(next(self._numbers)))
+            done = connection.post(*self._load.request(next(self._numbers)))
             try:
-                await (self._opened(asker, done) if self._load.is_aborted else done)
-                status = asker.status
+                await (self._first_token(connection, done) if self._load.is_aborted else done)
+                status = connection.status
                 self._answers[str(status)] += 1
             except ConnectionError:
-                self._answers["hung up"] += 1
+                self._answers["closed"] += 1
                 status = 0
             if status != 200:
-                self._error = self._error or asker.body.decode()
+                self._error = self._error or connection.body.decode()
                 await asyncio.sleep(PAUSE_S)
-            if self._load.is_aborted or asker.transport.is_closing():
+            if self._load.is_aborted or connection.transport.is_closing():
                 done.cancel()
-                asker.transport.abort()
-                asker = await connect(*self._address)
+                connection.transport.abort()
+                connection = await open_http(*self._address)
 
-    async def _opened(self, asker: KeyedAsker, done: asyncio.Future[None]) -> None:
-        """Wait for the first token of an answer, or for its end."""
-        await asyncio.wait([asker.first, done], return_when="FIRST_COMPLETED")
+    async def _first_token(self, connection: HttpConnection, done: asyncio.Future[None]) -> None:
+        """Wait for the first token of a response, or for its end."""
+        await asyncio.wait([connection.first, done], return_when="FIRST_COMPLETED")
         if done.done():
             done.result()
 

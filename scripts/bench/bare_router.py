@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A router that only passes on: what the time to a first token is at least, with these processes.
+"""A router that only forwards: the least time to a first token with these processes.
 
     scripts/bench_router.py --rows ttft      # starts it by turns with the real one
 
@@ -100,7 +100,7 @@ class Bus:
 
 
 class Client(asyncio.Protocol):
-    """One connection; whatever it sends is one whole request."""
+    """One connection; each read is one whole request."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

@@ -104,7 +104,7 @@ class Still:
         return self.cache
 
     def forward(self, batch: Batch) -> list[int]:
-        """Write the KV of marked prompts, or say of each sequence whether its KV is what it was."""
+        """Write the KV of marked prompts, or compare the KV of each sequence with it."""
         if not self._is_writing:
             return [self._look(batch, row) for row in range(len(batch.samplings))]
         (marked,) = np.nonzero(batch.token_ids)
@@ -168,7 +168,7 @@ class Watched(KVPlane):
 
 
 class Counted(Copies):
-    """Counts what was given to the transfer threads."""
+    """Counts the jobs of the transfer threads."""
 
     num_jobs = 0
 
@@ -178,7 +178,7 @@ class Counted(Copies):
 
 
 def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
-    """Be one worker until told to stop; answer what comes over the pipe with what was used."""
+    """Run one worker until it is stopped; answer each message of the pipe with the usage so far."""
     config = Config(**settings)
     configure(config.log_level)
     if config.cores:
@@ -265,7 +265,7 @@ class Pair:
         return [Moved(num_bytes, it["offered_s"], it["ready_s"]) for it in times]
 
     async def figures(self) -> dict[Role, dict[str, float]]:
-        """Return what each worker has used so far: CPU seconds, context switches, copy jobs."""
+        """Return each worker's usage so far: CPU seconds, context switches, copy jobs."""
         found = {}
         for role, pipe in self._pipes.items():
             pipe.send(None)

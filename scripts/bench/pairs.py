@@ -54,7 +54,7 @@ class Pairs:
         self._blocks[int(at // BLOCK_S)][0 if is_tried else 1].append(seconds)
 
     def add_all(self, other: Pairs) -> None:
-        """Enter what another has, of other seconds or the same."""
+        """Enter the samples of another, of other seconds or the same."""
         for key, sides in other._blocks.items():
             for mine, theirs in zip(self._blocks[key], sides, strict=True):
                 mine += theirs

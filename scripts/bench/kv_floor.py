@@ -1,4 +1,4 @@
-"""The least that moving KV between two processes can cost: the same bytes, and no protocol.
+"""The least cost of moving KV between two processes: the same bytes, and no protocol.
 
 `measure` starts a receiving process, sends it the KV of one prompt several times, and returns bytes
 a second of the best time.  The ways:
@@ -6,7 +6,6 @@ a second of the best time.  The ways:
     memcpy       this process, from one buffer into another
     raw, zmq     a segment again and again over a socket, and nobody looks at it
     raw+, zmq+   of each block: digest, send, receive, digest, copy into a block
-    raw++, zmq++ the same, and each segment is packed into memory of its own first
     memory       of each block: digest, and one copy out of the memory of the other process
 
 `zmq+` is what `bench_kv.py` compares with: a block of all layers is the same bytes in the pool and
@@ -35,7 +34,7 @@ from wire.transfer import Rectangle
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.shared_memory import map_memory
 
-WAYS: Final = ("memcpy", "raw", "zmq", "raw+", "zmq+", "raw++", "zmq++", "memory")
+WAYS: Final = ("memcpy", "raw", "zmq", "raw+", "zmq+", "memory")
 REPEATS: Final = 4
 # Segments that ZeroMQ may hold: as many as the workers' credit.
 HIGH_WATER_MARK: Final = 8
@@ -65,7 +64,7 @@ def measure(way: str, layout: KVLayout, num_tokens: int, block_size: int) -> flo
         rates = []
         for _ in range(REPEATS):
             for index in range(len(pool.rectangles)):
-                segment = pool.packed(index) if way.endswith("++") else pool.block(index)
+                segment = pool.block(index)
                 if "+" in way:
                     xxh3_64_intdigest(segment)
                 send(segment)
@@ -77,7 +76,7 @@ def measure(way: str, layout: KVLayout, num_tokens: int, block_size: int) -> flo
 
 
 class Pool:
-    """A worker's KV cache with one prompt in it, whose blocks lie anywhere."""
+    """A worker's KV cache with one prompt in it, in blocks in random order."""
 
     def __init__(self, layout: KVLayout, num_tokens: int, block_size: int) -> None:
         torch.set_num_threads(1)
@@ -96,7 +95,7 @@ class Pool:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user can open its memory."""
+        """The path under which other processes of this user can open its memory."""
         assert self._cache.memory is not None, "this system has no such memory"
         return f"/proc/{os.getpid()}/fd/{self._cache.memory.descriptor}"
 
@@ -105,10 +104,6 @@ class Pool:
         block = self._cache.pool[self._table[index]]
         bytes_of: memoryview = block.view(-1).view(torch.uint8).numpy().data
         return bytes_of
-
-    def packed(self, index: int) -> memoryview:
-        """Return a copy of them."""
-        return self._cache.pack(self._table, self.rectangles[index])
 
     def store(self, index: int, segment: Buffer) -> None:
         """Copy a segment into its block."""
@@ -140,7 +135,7 @@ def _receive(pipe: Any, way: str, layout: KVLayout, num_tokens: int, block_size:
 
 
 def _copy(pipe: Any, path: str, layout: KVLayout, num_tokens: int, block_size: int) -> None:
-    """Copy blocks out of the memory there, which lie elsewhere here."""
+    """Copy blocks out of the other process's memory into blocks in another order."""
     pool, size = Pool(layout, num_tokens, block_size), block_size * layout.token_bytes
     with Path(path).open("rb") as file:
         memory = map_memory(file.fileno())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A prefill and a decode worker that compute nothing: tokens as fast as a router takes them.
 
-    scripts/emitters.py tcp://127.0.0.1:5570 --model wire/demo
+    scripts/bench/emitters.py tcp://127.0.0.1:5570 --model wire/demo
 
 Both are in this process and speak the wire protocol.  A prompt's first token id chooses the answer
 (`answer`), so that whoever asked can check every token of it.  The `seed` of a request says how its
@@ -61,7 +61,7 @@ TOGETHER_S: Final = 0.05
 
 @dataclass(frozen=True)
 class Flow:
-    """How the tokens after the first come.
+    """The pace of the tokens after the first.
 
     A step every `pace_us`, 0: as fast as the router takes them; and none before so many requests
     run together.
@@ -80,7 +80,7 @@ class Flow:
 
 
 def vocabulary(model: Path) -> list[int]:
-    """Return the tokens that answers are made of: those that read as plain words."""
+    """Return the tokens that read as plain words; answers are made of these."""
     vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     return sorted(index for text, index in vocab.items() if text.strip("Ġ").isalpha())
 
@@ -101,14 +101,14 @@ class Running:
 
 @dataclass(slots=True)
 class Shared:
-    """What the decode workers of several routers know of each other."""
+    """The state that the decode workers of several routers share."""
 
     running: list[dict[int, Running]] = field(default_factory=list)
     has_more: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Worker:
-    """One of the two, and its connection."""
+    """One of the two workers, and its connection to the router."""
 
     def __init__(self, role: Role, model: Path, router: str) -> None:
         self._identity = Identity(role, 0, time.time_ns() & (2**40 - 1))
@@ -140,7 +140,7 @@ class Worker:
         self.beat()
 
     def beat(self) -> None:
-        """Say that we are alive, and have room."""
+        """Send a heartbeat with free blocks."""
         load = Load(total=NUM_BLOCKS, used=0, cached=0, free=NUM_BLOCKS)
         self.link.send(encode(Heartbeat(0, 0, 0), encode_map(load)))
 

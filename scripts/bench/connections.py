@@ -1,0 +1,204 @@
+"""The load generator: bare connections with one request at a time, which cost little CPU.
+
+A response is kept as it comes, with the time of each piece, and read when it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from wire.frames import (
+    ANY_RANK,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    PrefillDone,
+    PrefillRequest,
+    Tag,
+)
+from wire.options import Options
+from wire.payloads import decode_prefill_result, encode_prompt
+from wire.stream import PREFIX, StreamDecoder, encode
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a server."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport
+        self.sent_at = self.first_at = 0.0
+        self.pieces: list[bytes] = []
+        self.times: list[float] = []
+        self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error or ConnectionError("the server closed the connection"))
+
+    def send(self, request: bytes) -> asyncio.Future[None]:
+        """Send a request; the future is done when the whole response is in `pieces`."""
+        loop = asyncio.get_running_loop()
+        self.pieces, self.times, self.first_at = [], [], 0.0
+        self.first, self._done = loop.create_future(), loop.create_future()
+        self.sent_at = time.monotonic()
+        self.transport.write(request)
+        return self._done
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
+        self.pieces.append(data)
+        self.times.append(now)
+        if not self.first.done() and self.has_token(data):
+            self.first_at = now
+            self.first.set_result(None)
+        # A cancelled request is done, and nobody waits for the rest of its response.
+        if self._done is not None and not self._done.done() and self.is_end(data):
+            self._done.set_result(None)
+
+    def has_token(self, data: bytes) -> bool:
+        raise NotImplementedError
+
+    def is_end(self, data: bytes) -> bool:
+        raise NotImplementedError
+
+    def num_tokens(self) -> int:
+        """About how many tokens have come."""
+        raise NotImplementedError
+
+
+class HttpConnection(Connection):
+    """HTTP/1.1; the headers that each request has end in a line break each."""
+
+    def __init__(self, headers: str = "") -> None:
+        super().__init__()
+        self._headers = f"host: localhost\r\ncontent-type: application/json\r\n{headers}"
+        self._has_head = False
+        # Bytes of the body that have not come; None for a chunked one.
+        self._left: int | None = None
+        self._tail = b""
+
+    @property
+    def status(self) -> int:
+        return int(self.pieces[0][9:12])
+
+    @property
+    def body(self) -> bytes:
+        """The response body; a chunked one has its framing."""
+        return b"".join(self.pieces).partition(b"\r\n\r\n")[2]
+
+    def post(self, path: str, body: dict[str, Any]) -> asyncio.Future[None]:
+        return self.request("POST", path, json.dumps(body).encode())
+
+    def request(self, method: str, path: str, body: bytes = b"") -> asyncio.Future[None]:
+        self._has_head, self._left, self._tail = False, None, b""
+        head = f"{method} {path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
+        return self.send(head.encode() + body)
+
+    def events(self) -> Iterator[tuple[float, Any]]:
+        """Yield each JSON object of a body, or of a stream of events, and when it had come."""
+        if b"text/event-stream" not in self.pieces[0].partition(b"\r\n\r\n")[0].lower():
+            yield self.times[-1], json.loads(self.body)
+            return
+        line = b""
+        for at, piece in zip(self.times, self.pieces, strict=True):
+            *lines, line = (line + piece).split(b"\n")
+            for each in lines:
+                if each.startswith(b"data: {"):
+                    yield at, json.loads(each[6:])
+
+    def has_token(self, data: bytes) -> bool:
+        return b'"choices"' in data
+
+    def is_end(self, data: bytes) -> bool:
+        if self._left is not None:
+            self._left -= len(data)
+        elif not self._has_head:
+            head, end, body = b"".join(self.pieces).partition(b"\r\n\r\n")
+            self._has_head = bool(end)
+            _, found, length = head.lower().partition(b"content-length: ")
+            if end and found:
+                self._left = int(length.partition(b"\r\n")[0]) - len(body)
+        self._tail = (self._tail + data)[-8:]
+        is_last_chunk = self._has_head and self._tail.endswith(b"\r\n0\r\n\r\n")
+        return is_last_chunk if self._left is None else self._left <= 0
+
+    def num_tokens(self) -> int:
+        return b"".join(self.pieces).count(b'"choices"')
+
+
+class TcpConnection(Connection):
+    """Raw TCP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._decoder = StreamDecoder()
+
+    def complete(self, prompt: list[int], num_tokens: int, seed: int) -> asyncio.Future[None]:
+        payload = encode_prompt(prompt, Options(seed=seed, ignore_eos=True))
+        parts = encode(PrefillRequest(1, len(prompt), ANY_RANK), payload)
+        return self.send(b"".join([*parts, *encode(DecodeRequest(1, num_tokens - 1))]))
+
+    def token_ids(self) -> list[int]:
+        """Return the tokens of a response.
+
+        Raises:
+            ConnectionError: It has an error.
+        """
+        for piece in self.pieces:
+            self._decoder.receive(piece)
+        token_ids = list[int]()
+        while (message := self._decoder.next_message()) is not None:
+            match message.frame:
+                case PrefillDone():
+                    token_ids.append(decode_prefill_result(message.body()).token_id)
+                case DecodeToken(token_id=token_id):
+                    token_ids.append(token_id)
+                case DecodeDone():
+                    pass
+                case other:
+                    raise ConnectionError(f"{other}: {bytes(message.body())!r}")
+        return token_ids
+
+    def has_token(self, data: bytes) -> bool:
+        return True
+
+    def is_end(self, data: bytes) -> bool:
+        return PREFIX.pack(Tag.DECODE_DONE, 0)[:4] in data[-200:] and b"length" in data[-200:]
+
+    def num_tokens(self) -> int:
+        return sum(map(len, self.pieces)) // 24
+
+
+async def open_tcp(host: str, port: int) -> TcpConnection:
+    loop = asyncio.get_running_loop()
+    return (await loop.create_connection(TcpConnection, host, port))[1]
+
+
+async def open_http(host: str, port: int, key: str = "") -> HttpConnection:
+    """Connect, with the API key if there is one."""
+    headers = f"authorization: Bearer {key}\r\n" if key else ""
+    loop = asyncio.get_running_loop()
+    return (await loop.create_connection(lambda: HttpConnection(headers), host, port))[1]
+
+
+async def open_url(url: str) -> HttpConnection:
+    """Connect to the server of an http or https URL."""
+    parts = urlsplit(url)
+    assert parts.hostname, f"no URL: {url}"
+    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    port = parts.port or (443 if tls else 80)
+    loop = asyncio.get_running_loop()
+    return (await loop.create_connection(HttpConnection, parts.hostname, port, ssl=tls))[1]

@@ -1,0 +1,24 @@
+"""The table that every bench prints."""
+
+from __future__ import annotations
+
+
+class Table:
+    """Prints headings, then rows as they are measured.
+
+    A column is its heading and the format of its numbers, as in "answer s:>10.2f"; a cell of text
+    has the width alone.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        parts = [column.rpartition(":") for column in columns]
+        self._formats = [form for _, _, form in parts]
+        self.row(*[heading for heading, _, _ in parts])
+
+    def row(self, *cells: str | float) -> None:
+        columns = zip(self._formats, cells, strict=True)
+        print(" ".join([_cell(form, cell) for form, cell in columns]).rstrip(), flush=True)
+
+
+def _cell(form: str, cell: str | float) -> str:
+    return format(cell, form.partition(".")[0].rstrip(",%") if isinstance(cell, str) else form)
