@@ -2,7 +2,8 @@
 
 python -m router --model demo --executor tests.failing_device:create
 
-TEST_DEVICE_FAILS names a file.  One device fails: that of the process which removes the file.
+TEST_DEVICE_FAILS names a file.  If it is empty, one device fails: that of the process which removes
+the file.  If something is in it every device does, and if it is gone none does.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class FailingDevice(HashExecutor):
         return super().forward(batch)
 
     def _fails(self) -> bool:
+        path = Path(os.environ["TEST_DEVICE_FAILS"])
         try:
-            Path(os.environ["TEST_DEVICE_FAILS"]).unlink()
+            if path.stat().st_size == 0:
+                path.unlink()
         except FileNotFoundError:
             return False
         return True
