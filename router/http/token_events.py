@@ -16,7 +16,7 @@ from wire.aio.fair_writes import FairWrites, Writer
 from wire.payloads import Logprobs
 
 
-class FastPath:
+class TokenEvents:
     """Writes the texts of `choice`, each between the two of `around`, until `end`.
 
     `last` is the time of its last write.

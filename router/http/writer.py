@@ -22,7 +22,7 @@ from router.api.completions.events import HEADERS
 from router.api.completions.response import Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Send, resume
-from router.http.token_events import FastPath
+from router.http.token_events import TokenEvents
 from wire.aio.fair_writes import FairWrites
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
@@ -65,7 +65,7 @@ class ResponseWriter:
 
         self._streamed: tuple[Completion, Answer] | None = None
         # Writes in place of this object while there is only text.
-        self._fast_path: FastPath | None = None
+        self._fast_path: TokenEvents | None = None
         # The body of `prepare`; None while no task is in `stream` or `collect`.
         self._advance: Callable[[float], bytes] | None = None
         # Wakes that task at the end, at an error, and for a write that was not taken at once.
@@ -144,7 +144,7 @@ class ResponseWriter:
             return
         completion, answer = self._streamed
         if answer.usual is not None and completion.choices[0].num_lendable > 0:
-            self._fast_path = FastPath(
+            self._fast_path = TokenEvents(
                 self,
                 self._turns,
                 completion.choices[0],
