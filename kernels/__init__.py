@@ -27,7 +27,7 @@ from kernels.contract import (
 if TYPE_CHECKING:
     import torch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "GELU_TANH",
     "SAMPLING",

@@ -1,4 +1,4 @@
-"""Compiled code on disk, for the next start: a file for each task, which no other user can write.
+"""Compiled code on disk for the next start: a file for each task, writable by its user alone.
 
 What is read here runs as this process.  So the directory belongs to this user and is closed to all
 others (mode 0700), as each file is: else nothing of it is read.  A file begins with a digest of the
@@ -64,7 +64,7 @@ class Directory:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Let one process at a time save under a name, and the others wait; remove a damaged file.
+        """Lock a name so that one process at a time saves it; remove a damaged file.
 
         Raises:
             OSError: The directory cannot be written to.

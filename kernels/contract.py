@@ -1,4 +1,4 @@
-"""What every backend computes: shapes, dtypes and the errors, checked in one place.
+"""The operators of every backend: shapes, dtypes and errors, checked in one place.
 
 Notation: T tokens of S sequences in one step, N blocks, L layers, Hq query heads, Hkv KV heads
 (Hkv divides Hq), B tokens in a block, D dimensions of a head, M columns of the block tables.
@@ -61,7 +61,7 @@ MAX_VOCABULARY = 1 << 21
 
 
 class Activation(NamedTuple):
-    """What gates a feed-forward: x times the logistic function of linear x + cubic x^3.
+    """A gate of a feed-forward: x times the logistic function of linear x + cubic x^3.
 
     A gate over `limit` counts as that; so does what it multiplies, either way from 0, before
     `shift` is added to it.
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
 
 class Singles(NamedTuple):
-    """Runs of one token none of which goes on from another: rows, slots, and which are new."""
+    """Runs of one token that do not continue each other: rows, slots, and which are new."""
 
     rows: torch.Tensor
     before: torch.Tensor
@@ -129,7 +129,7 @@ class Windowed(NamedTuple):
 
 
 class Scratch:
-    """What backends derive from a batch once and use in every layer: one object of each type."""
+    """Values that backends derive from a batch once for all layers: one object of each type."""
 
     def __init__(self) -> None:
         self._kept: dict[type[Any], Any] = {}

@@ -1,4 +1,4 @@
-"""The gated delta rule and the convolution before it, by torch on any device, from state to state.
+"""The gated delta rule and its convolution, by torch on any device, from state to state.
 
 What a head remembers is a matrix S, which each token changes: it fades, then what it has for the
 token's key moves by a part `beta` towards the token's value.  With `decay` the logarithm of what is
@@ -130,7 +130,7 @@ def _through(
     beta: torch.Tensor,
     matrix: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the queries of one part find, and the matrix after it."""
+    """Return the results of one part's queries, and the state after it."""
     total = decay.cumsum(-1)
     left = total.exp()[..., None]  # of the matrix, after each token
     # What is left after token i of what token j added; nothing of what comes later.

@@ -1,4 +1,4 @@
-"""The operators in plain torch, on any device: what the other backends are tested against.
+"""The operators in plain torch on any device, against which the other backends are tested.
 
 Strategy of attention: sequences of similar length are gathered out of their blocks, whole blocks at
 a time, into one padded tensor.  Slots past a sequence's end may hold NaN, so they are zeroed in the
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What makes weights of scores; see `kernels.paged_attention`."""
+    """Turns scores into weights; see `kernels.paged_attention`."""
 
     scale: float
     cap: float | None
@@ -62,7 +62,7 @@ class Softmax(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What is derived from a batch once: pool rows of its slots in layer 0, groups by window."""
+    """Values derived from a batch once: pool rows of its slots in layer 0, groups by window."""
 
     rows: torch.Tensor | None = None
     groups: dict[int | None, list[Group]] = field(default_factory=dict)
@@ -441,7 +441,7 @@ def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
 
 
 def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
-    """Zero what is under the likeliest tokens that make up the share, for rows with one."""
+    """Zero the weights outside the likeliest tokens that reach top_p, in rows with top_p."""
     rows = [row for row, share in enumerate(shares) if share < 1.0]
     if not rows:
         return

@@ -44,7 +44,7 @@ MAX_MESSAGE_BYTES: Final = 2 << 20
 
 
 class Bus:
-    """What goes over the one bound socket that all workers connect to.
+    """Frames over the one bound socket that all workers connect to.
 
     `transmit(peer, parts)` sends and may raise WireError; `forget(peer)` drops the connection and
     what waits for it.  The owner calls `on_message` and `on_lost` for the socket, and `tick`

@@ -304,7 +304,7 @@ class Config(SharedSettings):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model: `served_model_name`, or the last part of `model`."""
+        """The model name for clients: `served_model_name`, or the last part of `model`."""
         return self.served_model_name or super().model_name
 
 

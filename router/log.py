@@ -1,4 +1,4 @@
-"""What the one line of the log about a request says, over HTTP and raw TCP alike.
+"""The log line of a request, the same over HTTP and raw TCP.
 
 An HTTP request may have several choices, each of which is a request of its own inside the router; a
 raw TCP request is one.  No prompt and no text is in the log.  Pure.

@@ -1,4 +1,4 @@
-"""What `python -m router` does once everything is imported: finds and checks the model."""
+"""The part of `python -m router` after the imports: finds and checks the model."""
 
 from __future__ import annotations
 

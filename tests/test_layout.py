@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -262,17 +261,6 @@ def test_every_module_has_its_test() -> None:
     ]
     missing = [str(path) for path in plain if not (ROOT / test_of(path)).exists()]
     assert missing == []
-
-
-def test_links_between_documents_lead_to_files() -> None:
-    broken = [
-        f"{document.relative_to(ROOT)}: {target}"
-        for document in ROOT.rglob("*.md")
-        if ".venv" not in document.parts
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text())
-        if not (document.parent / target).exists()
-    ]
-    assert broken == []
 
 
 def test_functions_and_modules_fit_in_the_eye() -> None:

@@ -81,7 +81,7 @@ class WireError(Exception):
 
 
 class ProtocolError(WireError):
-    """The two ways to break the protocol; raise the one that says who did it."""
+    """A violation of the protocol; raise the subclass that names the side at fault."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.PROTOCOL) -> None:
         if type(self) is ProtocolError:

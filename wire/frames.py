@@ -37,7 +37,7 @@ END_OF_GENERATION: Final = -1
 
 
 class Tag(IntEnum):
-    """What a frame means.  30-36 are the seeds' data plane, 40-46 our control plane."""
+    """Frame types.  30-36 are the seeds' data plane, 40-46 our control plane."""
 
     PREFILL_REQUEST = 30
     PREFILL_DONE = 31
@@ -56,7 +56,7 @@ class Tag(IntEnum):
 
 
 class Role(IntEnum):
-    """Who a peer is (seed 000: DisaggRole, and the raw TCP client)."""
+    """The role of a peer (seed 000: DisaggRole, and the raw TCP client)."""
 
     PREFILL = 0
     DECODE = 1

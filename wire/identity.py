@@ -1,4 +1,4 @@
-"""Who a worker is: the ZeroMQ identity `role-rank-epoch`, written and read in this one place.
+"""A worker's ZeroMQ identity, `role-rank-epoch`, written and read in this one place.
 
 Every layer behind the handshake compares identities, never their text: a prefix of the text says
 nothing (`prefill-1` is how `prefill-10-7` begins).  SPEC 2.1.

@@ -144,7 +144,7 @@ class KVLayout(Map, frozen=True, kw_only=True):
         return any(isinstance(group, StateGroup) for group in self.groups)
 
     def transfer_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
-        """Return how many bytes of so many tokens are sent to who has the first ones already."""
+        """Return the bytes sent of `num_tokens` if the receiver holds `cached_tokens`."""
         if cached_tokens == num_tokens:
             return 0
         return sum(

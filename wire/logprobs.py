@@ -51,7 +51,7 @@ def prompt_logprobs_problem(seq_len: int, num_top: int | None) -> str | None:
 
 
 def join_prompt_logprobs(num_top: int, rows: Iterable[bytes]) -> bytes:
-    """Put packed rows, one for each prompt token but the first, behind their count of tops."""
+    """Join packed rows, one for each prompt token but the first, behind their number of tops."""
     return _NUM_TOP.pack(num_top) + b"".join(rows)
 
 

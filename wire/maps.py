@@ -20,7 +20,7 @@ _ARRAY: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 class Map(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What the payloads that are maps have in common."""
+    """Common parent of the payloads that are maps."""
 
 
 def check_keys(buffer: Buffer, *nested: str) -> None:

@@ -1,4 +1,4 @@
-"""What a client may ask of a request: one msgpack map, every field optional.  SPEC 4.8.
+"""The options of a request: one msgpack map, every field optional.  SPEC 4.8.
 
 Unknown keys are refused, values out of range are refused, and the error names the field.  A client
 that sends no options at all is a valid client: it gets greedy decoding.
@@ -38,7 +38,7 @@ BadSequence = Annotated[
 
 
 class Structure(Map, frozen=True):
-    """What the text of an answer has to be, from its first character to its last.
+    """A constraint on the whole text of an answer.
 
     A JSON schema as JSON text, a regular expression, or a grammar in llguidance's Lark dialect.
     Whether a model can be held to it is not asked here (`wire.process.structured_output`).

@@ -118,7 +118,7 @@ class PeerDetail(Map, frozen=True, kw_only=True):
 
 
 class PrefillRest(Map, frozen=True, kw_only=True):
-    """What follows the first token in PREFILL_DONE; `wire.logprobs` unpacks `prompt_logprobs`.
+    """The map behind the first token in PREFILL_DONE; `wire.logprobs` unpacks `prompt_logprobs`.
 
     `stop_token_id` is the EOS or stop token that came instead of a first one.  SPEC 4.2.
     """

@@ -1,4 +1,4 @@
-"""The life of one request as a table: which frame may come in which state.  SPEC 7.
+"""The life of one request as a table: which frames are allowed in which state.  SPEC 7.
 
 A raw TCP client asks the router, and the router asks its pair of workers, in the same frames; both
 use this table.  The table does not know which side we are; `Session` does, and says who broke it.

@@ -1,4 +1,4 @@
-"""The engine that a worker's configuration asks for: its blocks, its settings, its draft model."""
+"""Builds the engine of a worker's configuration: its blocks, its settings, its draft model."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ class Config(SharedSettings):
 
     @property
     def draft_model(self) -> str | None:
-        """What `speculate` names as draft model, if this worker is to load one."""
+        """The draft model named by `speculate`, if this worker loads one."""
         kind, _, rest = self.speculate.partition(":")
         return rest.partition(":")[2] if kind == "draft" and self.role == "decode" else None
 

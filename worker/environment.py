@@ -1,4 +1,4 @@
-"""What a worker finds outside itself: the time, its sockets, and the threads that compute and copy.
+"""A worker's access to the outside: the time, its sockets, the threads that compute and copy.
 
 The parts of a worker know their sockets and threads by the interfaces declared here.  `Environment`
 has the real ones; the simulation (`tests/simulation`) passes virtual time, sockets on a network of
@@ -134,7 +134,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a role works with: the worker's settings and identity, its threads, KV and sockets."""
+    """A role's means: the worker's settings and identity, its threads, KV and sockets."""
 
     config: Config
     identity: Identity

@@ -1,4 +1,4 @@
-"""A worker's connection to one router: it registers, stays registered, and passes requests on.
+"""A worker's connection to one router: registration, heartbeats, and requests passed to the role.
 
 The worker says HELLO whenever the connection comes up or a router that does not know it asks for
 one; WELCOME makes it ready.  A refusal (another model) is fatal: the router said what to fix, and
@@ -74,7 +74,7 @@ HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 
 
 class Requests(Protocol):
-    """What a role does with the frames of a router."""
+    """The handler of a router's frames: a role."""
 
     def on_registered(self, router: RouterLink) -> None:
         """WELCOME came: its settings hold from now on."""

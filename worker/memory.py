@@ -1,4 +1,4 @@
-"""How many KV blocks a worker gets, and whether they fit beside the model.
+"""The number of KV blocks of a worker, and whether they fit beside the model.
 
 This is asked when the weights are loaded: what is free then is for the activations of the largest
 step and for the blocks.

@@ -56,7 +56,7 @@ class TransferCounts:
 
 
 class Served(Protocol):
-    """What of an engine is read here, from any thread."""
+    """The engine's figures that metrics read, from any thread."""
 
     def stats(self) -> Stats: ...
 
@@ -64,7 +64,7 @@ class Served(Protocol):
 
 
 class Role(Protocol):
-    """What of a role is read here."""
+    """The role's figures that metrics read."""
 
     transfers: TransferCounts
 

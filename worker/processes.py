@@ -1,4 +1,4 @@
-"""The processes of a worker whose model several compute: who starts them, and where they meet.
+"""Starts the processes of a model that several compute, and tells them where to meet.
 
 Process 0 leads: it is the worker that routers know.  Unless it is told where to meet, it starts the
 others on this machine.  When one of them is lost, the worker is: it ends at once, as if it had been

@@ -1,4 +1,4 @@
-"""What `python -m worker` does once everything is imported: loads the model, serves or follows."""
+"""The part of `python -m worker` after the imports: loads the model, serves or follows."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
 
 @cache
 def configurations() -> Configuration:
-    """Return what `configure` loads for each number of rows below two tiles; for 0, two whole ones.
+    """Return tile configurations by number of rows below two tiles; index 0 is two full tiles.
 
     [32, CONFIGURATION_BYTES], kept for ever.
     """

@@ -1,4 +1,4 @@
-"""Attention over a paged pool on the CPU, compiled: keys and values are read where they lie.
+"""Compiled attention over a paged pool on the CPU; keys and values are read in place.
 
 Threads take a work item (`kernels.cpu.work_items`) and a KV head at a time.  The query heads that
 share the head are the item's rows, so its keys are read once.  An item walks its context in tiles

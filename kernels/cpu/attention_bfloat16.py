@@ -1,4 +1,4 @@
-"""Attention in bfloat16: queries, keys, weights and values are, every sum is float32.
+"""Attention in bfloat16: inputs and weights are bfloat16, sums are float32.
 
 Keys and values of a tile are gathered once for all rows of a work item, into panels of pairs (see
 `kernels.cpu.amx`): pairs along a head for the scores, pairs along the keys for the sums.  A few
@@ -161,7 +161,7 @@ def _add(
     state: int,
     is_added: int,
 ) -> None:
-    """Add the values of a tile to what sums there are, if `is_added`, of the rows from `row` on."""
+    """Add the weighted values of a tile to the sums of the rows from `row` on, if `is_added`."""
     head_dim, scores, weights = a.head_dim, near, near + _SCORES
     rows = min(ROWS_TOGETHER, item.num_queries * a.shared - row)
     first, last = item.position + row // a.shared, item.position + (row + rows - 1) // a.shared
@@ -202,7 +202,7 @@ def _weigh(
     sums: int,
     is_added: int,
 ) -> None:
-    """Turn scores into weights; multiply what sums there are with what that makes of the bases."""
+    """Turn scores into weights, and rescale the sums to the new maximum."""
     scores, weights = near, near + _SCORES
     bounds, kept = weights + _WEIGHTS, weights + _WEIGHTS + _BOUNDS
     factors = floats_at(kept)

@@ -1,4 +1,4 @@
-"""The operators on a CPU: attention and sampling are compiled, the rest is the reference's.
+"""The operators on a CPU: attention and sampling are compiled, the others are the reference's.
 
 So is attention over heads that are no multiple of 16, or a pool of another dtype.  A model whose
 widths allow it does without most of this: it runs as a program of `kernels.cpu.program`.

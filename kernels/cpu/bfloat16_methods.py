@@ -1,4 +1,4 @@
-"""The three ways to multiply bfloat16, and which of them is taken on this processor."""
+"""The three methods of multiplying bfloat16, and the one for this processor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def known_ways() -> list[Way]:
 
 
 def best_way() -> Way:
-    """Return the way that is taken here if none is asked for."""
+    """Return the default method of this processor."""
     return known_ways()[-1]
 
 

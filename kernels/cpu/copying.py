@@ -1,4 +1,4 @@
-"""Copies memory and digests the copy in one pass: XXH3-64 of what is in a register on its way.
+"""Copies memory and digests the copy in one pass: XXH3-64 of each register between load and store.
 
 What is written is not read again soon, so it goes past the caches: no line is fetched only to be
 overwritten, and reading, writing and digesting overlap.  Two passes take half as long again.
@@ -141,7 +141,7 @@ def _add_stripe(
 
 @instruction(types.void)
 def _order_writes(b: ir.IRBuilder) -> None:
-    """Let what was written past the caches be seen before anything that is written later."""
+    """Order non-temporal stores before later stores."""
     b.fence("seq_cst")
 
 

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and its row to where theirs lie together.
+"""Selects experts for each token, and gathers the rows of each expert.
 
 Rows are put in the order of their experts, so that the tokens of a step that one expert is given
 are one product (`kernels.cpu.row_groups`).  Between them nothing is added up across tokens, and

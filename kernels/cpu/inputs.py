@@ -1,4 +1,4 @@
-"""What a step is given, copied to where the tasks of its program look for it.
+"""Copies the inputs of a step to where the tasks of its program read them.
 
 Token ids, positions and slots come in new arrays each step, while a program was written down once.
 `StepInputs.set` notes where they lie; the program's first operation copies them and computes the
@@ -73,7 +73,7 @@ class StepInputs:
         )
 
     def load(self, num_tokens: int, num_rows: int) -> Operation:
-        """Return the operation that comes before those which need the numbers."""
+        """Return the operation that loads the inputs, to run before those that read them."""
         num_rotations, half = self._frequencies.shape
         arguments = _Arguments(
             num_tokens=num_tokens,

@@ -1,4 +1,4 @@
-"""Memory in large pages, for weights: a processor reads them from one page after another."""
+"""Memory in huge pages, for weights."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """What the panels take."""
+        """Bytes of the panels."""
         return self.panels.nbytes
 
     @staticmethod

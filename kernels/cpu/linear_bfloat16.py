@@ -1,4 +1,4 @@
-"""y = x W^T on the CPU in bfloat16: x and W are, every product is exact, every sum is float32.
+"""y = x W^T on the CPU in bfloat16: exact products, float32 sums.
 
 Strategy: W is packed into panels of 16 output columns, two elements of each for every pair of
 inputs in turn (`[N / 16, K / 32, 16, 16, 2]`): what the processor's tiles take, a step of 32 inputs
@@ -56,7 +56,7 @@ _by_vectors = pair_product(_FEW)
 
 
 class GateableWeight(ABC):
-    """A weight matrix [N, K], or a stack of E, whose halves may be a gate and what it gates.
+    """A weight matrix [N, K], or a stack of E; its halves may be gate and up projection.
 
     Attributes:
         shape: (N, K).
@@ -121,7 +121,7 @@ class GateableWeight(ABC):
 
     @property
     def nbytes(self) -> int:
-        """What the matrix takes."""
+        """Bytes of the matrix."""
         return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @abstractmethod
@@ -223,7 +223,7 @@ def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 class Arguments(NamedTuple):
-    """What the threads of one product read."""
+    """Shared state that the threads of one product read."""
 
     groups: int
     num_units: int  # of a matrix: what threads take: a panel, or one of the gate with that of up
@@ -358,7 +358,7 @@ def _multiply_by_vectors(a: Arguments, thread: int) -> None:
 def _begin(
     a: Arguments, panel: int, width: int, begin: int, end: int, sums: int
 ) -> tuple[int, int, int]:
-    """Return where the sums of rows [begin, end) with so many panels go, and what is there.
+    """Return where the sums of rows [begin, end) go, and their initial values.
 
     As (address, bytes from row to row, whether something is): in y, or in `sums` first.
     """
@@ -378,7 +378,7 @@ def _begin(
 
 @inner
 def _end(a: Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
-    """Write what `sums` come to where y is gated, or add it where y has rows of tokens."""
+    """Write `sums` to a gated y, or add them to the tokens' rows of y."""
     if a.is_by_token:
         column = panel % a.num_units * PANEL
         add_to_tokens(a, sums, width * PANEL * 4, width, column, begin, end)

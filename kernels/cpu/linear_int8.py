@@ -1,4 +1,4 @@
-"""y = x W^T from weights of 8 bits: x is rounded to 15 bits, integer sums are exact.
+"""y = x W^T from 8-bit weights: x is rounded to 15 bits, integer sums are exact.
 
 Strategy: W is packed into panels of 16 output columns, four elements of each for every four inputs
 in turn (`[N / 16, K / 64, 16, 16, 4]`), a scale a column: half the bytes of bfloat16 for a step
@@ -151,7 +151,7 @@ def _multiply_by_vectors(a: Arguments, thread: int) -> None:
 
 @inner
 def _finish(a: Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
-    """Write what the sums of planes [begin, end) with so many panels come to."""
+    """Combine the sums of planes [begin, end) and write the rows."""
     stride, at = width * PANEL * 4, panel * PANEL * 4
     column = panel % (a.num_units * a.together) * PANEL * 4
     # What is not y yet becomes float32 where it is.

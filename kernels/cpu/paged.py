@@ -1,4 +1,4 @@
-"""What attention is told of a step, and where a sequence's keys and values lie in the pool."""
+"""Attention's view of a step, and the addresses of a sequence's keys and values in the pool."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AttentionArguments(NamedTuple):
 def run_of_rows(
     a: AttentionArguments, table: int, head: int, position: int, end: int
 ) -> tuple[int, int]:
-    """Return where a position's key lies, and how many lie in a row; `head` counts values too.
+    """Return a key's row and the number of consecutive rows; `head` counts values too.
 
     Those a little later are asked for: blocks lie anywhere, so no processor foresees the next.
     """

@@ -40,7 +40,7 @@ class Operation(NamedTuple):
 
 @dataclass
 class _Step:
-    """What a program knows of an operation; the record of its arguments follows."""
+    """A program's record of an operation; the record of its arguments follows."""
 
     task: int  # its native function
     arguments: int  # their address

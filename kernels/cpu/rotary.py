@@ -1,4 +1,4 @@
-"""Heads after their projection: normalized if the model says so, rotated, KV put into the pool.
+"""Heads after their projection: norm, rotation, and keys and values into the pool.
 
 One pass over a token's query, key and value heads, while the first cache has them.
 """

@@ -1,4 +1,4 @@
-"""Which rows meet which matrix of a stack: rows of a group lie together and meet one matrix.
+"""Groups of rows that are multiplied by one matrix of a stack each.
 
 A product with one matrix is one group of all rows.  What experts are given is many: which, and how
 many rows each, is known when the step runs, so that threads read it from memory.
@@ -17,7 +17,7 @@ from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
 
 
 class Table(NamedTuple):
-    """What threads read; tasks that make groups write it."""
+    """Shared state that threads read; tasks that make groups write it."""
 
     num_groups: int
     matrices: int  # [G] int32: which of the stack
@@ -58,7 +58,7 @@ class Groups:
 
 @inner
 def next_units(a: Any, thread: int, group: int, unit: int, count: int) -> tuple[int, int, int]:
-    """Take some units of one matrix: (group, first unit, count), after those taken before.
+    """Take the next units of one matrix: (group, first unit, count).
 
     A count of 0: nothing was taken yet, or nothing is left.  The arguments have the fields
     `groups`, `num_units` of a matrix, `is_by_token`, `num_threads` and `taken`.  Rows that are

@@ -1,4 +1,4 @@
-"""Rows that are computed in registers and written in bfloat16: weights of keys, gated pairs.
+"""Rows that are computed in registers and written as bfloat16: attention weights, gated pairs.
 
 In vectors of 16 numbers.
 """
@@ -240,14 +240,14 @@ def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 
 def _joined(vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """Return one vector of a power of two of them: neighbours are joined until one is left."""
+    """Sum a power of two of vectors pairwise."""
     while len(vectors) > 1:
         vectors = [join(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
 
 
 def _joined_lanes(b: ir.IRBuilder, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """Return a vector of what the lanes of each vector come to, joined half by half.
+    """Return a vector with the sum of the lanes of each vector, added half by half.
 
     A pair of vectors is joined in one, their halves side by side, until all are in one.
     """

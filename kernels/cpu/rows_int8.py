@@ -1,4 +1,4 @@
-"""Rows as products with int8 take them: two planes of int8 and a scale, made in one pass.
+"""Rows as int8 products take them: two planes of int8 and a scale, made in one pass.
 
 A number is scale * (128 * high + low), with 14 bits and a sign where the row's largest is all ones:
 next to that what rounding takes away is nothing, and sums of planes are exact.  A row of them is

@@ -1,4 +1,4 @@
-"""What stands between the matrices of a transformer, each in one pass over float32 rows on the CPU.
+"""The steps between the matrices of a transformer, each in one pass over float32 rows on the CPU.
 
 Torch makes three to six passes, and as many tensors, of each of these.
 """

@@ -1,4 +1,4 @@
-"""Sums of products of int8, by vectors: exact in int32, so the same on every processor.
+"""Vector sums of int8 products: exact in int32, so the same on every processor.
 
 A vector holds four inputs of each of 8 columns.  A processor with VNNI multiplies and adds them in
 one instruction, one with AVX2 in three; others do it four times in int32.  Both kinds of

@@ -1,4 +1,4 @@
-"""How a Python loop becomes native code, and how its arguments lie in memory, each under its name.
+"""Compiles Python loops to native code, and lays out their named arguments in memory.
 
 A task is a function of a module, over the module's globals: `def _norm(a: NormArguments, thread:
 int) -> None`.  The class of its arguments is declared once: Python fills one in, `record_of` lays
@@ -167,7 +167,7 @@ class _Cache:
         self._name, self._key = "", b""
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return what is kept: without what Numba imports to compile, 0.15 s in each process."""
+        """Return the cached code, without importing Numba's compiler (0.15 s in each process)."""
         rtsys.initialize(context)  # what some loops are linked to
         processor = context.codegen().magic_tuple()
         self._name = f"{self._task.__module__}.{self._task.__qualname__}-{_short(processor)}"
@@ -195,7 +195,7 @@ class _Cache:
 
 
 def _code_of(result: Any) -> bytes:
-    """Return what `_linked` needs of what Numba has compiled: a line of JSON, then two modules."""
+    """Serialize compiled code for `_linked`: a line of JSON, then two modules."""
     # Nothing in it belongs to this process: no addresses, no Python objects.
     assert not result.library.has_dynamic_globals
     assert not any(it.consts for it in result._find_referenced_environments())  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Compiled tasks on several threads, and how these share the work.
+"""Runs compiled tasks on several threads that share the work.
 
 A task is a loop of which every thread runs a part.  Its arguments have a field `taken`, 0 at first:
 how much of the loop threads have taken.  Each takes the next rounds until none are left (`take`),
@@ -62,7 +62,7 @@ class _Board:
 
 
 def rows_at_a_time(num_rows: int) -> int:
-    """Return how many rows a thread takes: few rows one by one, a row is some microseconds."""
+    """Return the number of rows that a thread takes at a time; a row is some microseconds."""
     return max(1, min(MAX_CHUNK, num_rows // MAX_CHUNK))
 
 
@@ -88,7 +88,7 @@ def take_chunk(
 
 
 def next_chunk(taken: int, total: int, run: int, num_threads: int, thread: int) -> tuple[int, int]:
-    """Return (first, count) of what a thread is to take next: even ones in front, odd ones behind.
+    """Return (first, count) of a thread's next chunk: even threads from the front, odd ones back.
 
     Each reads on where it was, so what it asked memory for early is what it takes.  Two that take
     in turns from one end now and then swap, and both find what the other asked for: a fifth of the
@@ -138,7 +138,7 @@ def team_of(num_threads: int) -> Team | None:
 
 
 class Team:
-    """Helper threads that live as long as the process; `lock` is held by whoever runs a task."""
+    """Helper threads that live as long as the process; the caller of a task holds `lock`."""
 
     def __init__(self, num_helpers: int) -> None:
         self.lock = Lock()

@@ -1,4 +1,4 @@
-"""Any number of rows that meet some panels as tiles, while the weights that come next are fetched.
+"""Multiplies any number of rows by panels in tiles, prefetching the next weights.
 
 32 rows meet two panels in registers, 16 rows or fewer up to four.  Memory is slower than tiles: so
 that it is never idle, the first few lots of rows each ask for a part of what comes next.

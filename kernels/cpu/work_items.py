@@ -1,4 +1,4 @@
-"""How a step's attention is cut into work items, once for all layers.
+"""Cuts a step's attention into work items, once for all layers.
 
 A work item is some consecutive queries of one sequence; threads take an item and a KV head at a
 time, those that take long first.
@@ -84,7 +84,7 @@ class WorkItems:
         step["items"] = self._items.ctypes.data
 
     def plan(self) -> Operation:
-        """Return the operation that comes before those which need the items."""
+        """Return the operation that plans the items, to run before those that read them."""
         return Operation(_plan, _PlanArguments(self.address), (self,))
 
 
@@ -118,7 +118,7 @@ def _plan(a: _PlanArguments, _thread: int) -> None:
 def _insert(
     items: int, count: int, sequence: int, token: int, num_queries: int, position: int
 ) -> None:
-    """Put an item among `count` others, behind those that take as long or longer."""
+    """Insert an item into `count` others, sorted by descending cost."""
     cost, place = (position + num_queries) * num_queries, count
     while place > 0:
         before = item_at(items + (place - 1) * ITEM_BYTES)

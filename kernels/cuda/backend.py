@@ -310,7 +310,7 @@ def _context(device: int) -> int:
 
 @cache
 def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
-    """Compile and load one instantiation, and keep it; `ptr` is what the driver calls it.
+    """Compile and load one instantiation, and keep it; `ptr` is the driver's handle.
 
     CuPy keeps the binary on disk under a hash of the text.
     """

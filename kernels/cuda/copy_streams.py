@@ -1,4 +1,4 @@
-"""Where copies between a pool and the host run: streams beside the one that computes.
+"""Streams for copies between a pool and the host, beside the stream that computes.
 
 `Lane` is all that `kernels.cuda.staging` asks of a device; the tests have one made of the CPU.
 """
@@ -22,7 +22,7 @@ IN_FLIGHT = 3
 
 
 class Lane(Protocol):
-    """Where copies run, IN_FLIGHT at a time: beside what computes.
+    """Runs copies, IN_FLIGHT at a time, beside computation.
 
     What is larger than `max_buffer_bytes` goes some layers at a time where it needs a buffer.
     """

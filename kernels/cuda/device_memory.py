@@ -1,4 +1,4 @@
-"""Memory of a GPU that other processes may map: by a file descriptor, as the host's.
+"""GPU memory that other processes may map by a file descriptor.
 
 CUDA's virtual memory management exports a descriptor of an allocation that was made for it.  The
 memory is freed when the last process that has mapped it, or has the descriptor open, unmaps or

@@ -1,4 +1,4 @@
-"""Which kernel, on how many thread blocks, with which arguments: all that is decided on the host.
+"""Host side of each launch: the kernel, its grid and its arguments.
 
 An operator becomes a list of `Launch`; `backend.py` gives them to the device, the tests to the
 same kernels compiled for the CPU.  Outside of CUDA graphs every launch pays for what is done here,

@@ -1,4 +1,4 @@
-"""Uploads and downloads of a step, through pinned memory: the host waits for neither.
+"""Uploads and downloads of a step through pinned memory, without blocking the host.
 
 Torch allocates the pinned memory, and reuses it only when the copies from or to it have ended.  So
 each step has memory of its own, and the host may plan the next one while this one is copied.

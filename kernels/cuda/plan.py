@@ -1,4 +1,4 @@
-"""The plan of a decode step in device memory that stays where it is, for CUDA graphs.
+"""The plan of a decode step in device memory at fixed addresses, for CUDA graphs.
 
 A graph repeats its launches with the pointers and the grids of the day it was recorded.  So there
 is room for the most sequences, work items and partial results that its size can have.  Sequences
@@ -79,7 +79,7 @@ class FixedPlan:
         return on_device(self._tile, tiling.Work(items, most_items), self._pool)
 
     def tables(self, batch: PagedBatch) -> list[tuple[torch.Tensor, tiling.Ints]]:
-        """Plan a step of no more sequences than there is room for, one token each.
+        """Plan a step of at most `max_sequences` sequences with one token each.
 
         Returns:
             (device tensor, table) pairs: the caller writes each table to its tensor (`pinned.put`)

@@ -1,4 +1,4 @@
-"""Prompts: by the quicker of our kernels, or by torch's attention where that was quicker still.
+"""Attention of prompts: the quicker of our kernels, or torch's where that is quicker still.
 
 Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered first; the measured
 time includes that.  Our kernel computes whatever has a past, a window, a cap or sinks.  cuDNN's
@@ -103,7 +103,7 @@ def agree(attend: Attend, pool: torch.Tensor, num_heads: int) -> bool:
 def _random(
     lens: list[tuple[int, int]], pool: torch.Tensor, num_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Return queries, a pool of one layer, and the batch of such (context, queries).
+    """Return random queries, a pool of one layer, and the batch for the (context, queries) given.
 
     The pool is a new one, as the worker's may be too small.  It is random, for a GPU multiplies
     zeros faster.

@@ -1,4 +1,4 @@
-"""How sampling.cu is started: a thread block for each row, on tensors that lie on the device."""
+"""Launches sampling.cu: a thread block for each row, on tensors of the device."""
 
 from __future__ import annotations
 

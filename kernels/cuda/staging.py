@@ -1,4 +1,4 @@
-"""KV between a device's pool and the host's memory: which way for how many bytes, and the copies.
+"""Copies KV between a device's pool and host memory, by the method that suits the size.
 
     plain   the kernel packs on the device, the driver copies that to pageable memory by itself
     direct  the kernel writes pinned memory, which it can address: one step, for small segments
@@ -275,7 +275,7 @@ def _pinned(lane: Lane, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor |
 def _groups(
     lane: Lane, pool: torch.Tensor, layers: range, heads: range, tokens: range
 ) -> Iterator[tuple[range, slice]]:
-    """Yield (layers of the pool, the same of the segment): what a buffer holds, or one layer."""
+    """Yield (layers of the pool, layers of the segment) in groups that fit a buffer."""
     layer_bytes = segment_shape(pool, range(1), heads, tokens).numel() * pool.itemsize
     step = max(1, lane.max_buffer_bytes // layer_bytes)
     for first in range(0, len(layers), step):

@@ -1,4 +1,4 @@
-"""How attention is cut into work items for thread blocks.  NumPy only; made once a step.
+"""Cuts attention into work items for thread blocks.  NumPy only; once a step.
 
 Rows of a sequence are its queries times the query heads that share a KV head.  Sequences of few
 rows use a tile of 16, whose keys are split until there are enough items to fill the device.

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation, and what the assistant says next."""
+"""POST /v1/chat/completions: a conversation, and the assistant's next message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from router.api.completions.chunks import CompletionAnswer, ending, prompt_ids
 from router.api.completions.completion import Choice, CompletionRequest
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.logprobs import chat_logprobs, encoded, prompt_logprobs
 from router.api.errors import invalid
 from router.api.model import Asker, ServedModel
@@ -33,7 +33,7 @@ from wire.options import NumTop
 
 
 class FunctionBody(Struct):
-    """What a tool is: a function, by its name, with the JSON schema of its arguments."""
+    """A tool of type function: its name, and the JSON schema of its arguments."""
 
     name: ToolName
     description: str | None = None
@@ -169,7 +169,7 @@ class ChatAnswer(CompletionAnswer):
     # What stands for the content of a message that only calls tools.
     no_content: str | None = None
 
-    def entry(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def entry(self, choice: Choice, piece: Delta) -> dict[str, Any]:
         return {
             "index": choice.index,
             "message": _message(piece, choice.prefix, self.no_content),
@@ -177,7 +177,7 @@ class ChatAnswer(CompletionAnswer):
             **ending(choice, piece),
         }
 
-    def delta(self, choice: Choice, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
         delta = _said(piece)
         if is_first:
             delta["content"] = choice.prefix + delta.get("content", "")
@@ -186,8 +186,8 @@ class ChatAnswer(CompletionAnswer):
             delta = {"content": ""}
         return {"delta": delta}
 
-    def about_prompt(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        scores = {} if choice.asked.is_streamed else prompt_logprobs(choice, piece)
+    def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
+        scores = {} if choice.request.is_streamed else prompt_logprobs(choice, piece)
         return prompt_ids(choice) | scores
 
     logprobs = staticmethod(chat_logprobs)
@@ -199,7 +199,7 @@ class ForcedAnswer(ChatAnswer):
     no_content = ""
 
 
-def _message(piece: Piece, prefix: str, no_content: str | None) -> dict[str, Any]:
+def _message(piece: Delta, prefix: str, no_content: str | None) -> dict[str, Any]:
     said = _said(piece)
     if prefix:
         said["content"] = prefix + said.get("content", "")
@@ -210,7 +210,7 @@ def _message(piece: Piece, prefix: str, no_content: str | None) -> dict[str, Any
     return {"role": "assistant", "content": empty, "refusal": None, "annotations": []} | said
 
 
-def _said(piece: Piece) -> dict[str, Any]:
+def _said(piece: Delta) -> dict[str, Any]:
     """Return what a piece adds to a message: content, reasoning, tool calls."""
     said: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}

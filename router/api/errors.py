@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered, and with which status.
+"""Errors of the API: messages for clients, and their statuses.
 
 Errors have the shape that OpenAI clients parse.
 """
@@ -86,7 +86,7 @@ def _type(status: int) -> str:
 
 
 def http_error(error: WireError) -> HttpError:
-    """Return what a client is told of an error of the system.
+    """Return the HTTP error for an error of the system.
 
     An error that is not in HTTP_STATUS is a fault of ours: the client is told its code alone.
     """

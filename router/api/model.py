@@ -1,4 +1,4 @@
-"""The model that is served, as prompts and requests meet it: its name, its text, its vocabulary.
+"""The served model as requests see it: its name, tokenizer, template and vocabulary.
 
 Synchronous and without side effects, so that the HTTP application can read a long prompt in a
 thread.
@@ -42,7 +42,7 @@ _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_
 
 
 class Asker(NamedTuple):
-    """Who asks, and within what.
+    """The client of a request, and the limits that apply to it.
 
     `client` takes turns with the others that wait, `seed` is for who names none, `max_model_len` is
     the longest sequence that the workers take.
@@ -163,7 +163,7 @@ class ServedModel:
     def converse(
         self, conversation: Conversation, body: Sampled, asker: Asker, answer: NewAnswer
     ) -> CompletionRequest:
-        """Return what a body asks of the core that goes on with a conversation.
+        """Return the core requests of a body that continues a conversation.
 
         Raises:
             HttpError, WireError: It cannot be rendered, is too long, or asks for what is not here.

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from router.api.completions.chunks import CompletionAnswer, ending, prompt_ids
 from router.api.completions.completion import Choice, CompletionRequest
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.logprobs import completion_logprobs, encoded, prompt_logprobs
 from router.api.errors import invalid
 from router.api.model import Asker, ServedModel
@@ -112,7 +112,7 @@ class TextAnswer(CompletionAnswer):
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def entry(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def entry(self, choice: Choice, piece: Delta) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": choice.prefix + piece.text,
@@ -123,7 +123,7 @@ class TextAnswer(CompletionAnswer):
             **prompt_logprobs(choice, piece),
         }
 
-    def delta(self, choice: Choice, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
         if not is_first:
             return {"text": piece.text}
         return {"text": choice.prefix + piece.text, **prompt_ids(choice)}

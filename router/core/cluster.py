@@ -1,4 +1,4 @@
-"""What one can see of the workers: `GET /v1/cluster`, and whether the router is ready."""
+"""The workers as `GET /v1/cluster` shows them, and whether the router is ready."""
 
 from __future__ import annotations
 

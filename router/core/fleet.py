@@ -233,7 +233,7 @@ class Fleet:
 
     @property
     def arithmetics(self) -> list[str]:
-        """What the numbers of the workers here depend on: one name if a text is the same on all."""
+        """The `arithmetic` of the workers here: one name if a text is the same on all."""
         return sorted({worker.detail.arithmetic for worker in self._workers.values()})
 
     def hello(self, identity: bytes, hello: Hello, detail: HelloDetail, now: float) -> Joined:

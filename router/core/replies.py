@@ -1,4 +1,4 @@
-"""What workers say about requests: checked, then passed on to the request it is about.
+"""Replies of workers: checked, then passed on to the request they belong to.
 
 A frame about an attempt that is over, or from a worker that does not serve it, is counted and
 dropped.  A frame out of turn, or one that cannot be true, is the worker's fault: that attempt

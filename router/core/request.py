@@ -1,4 +1,4 @@
-"""What a client asks of the core, and the sink that hears the answer; types only.
+"""A request to the core, and the sink that receives its tokens; types only.
 
 HTTP (`router.http`) and raw TCP (`router.tcp`) make a `Request`, give it to `Dispatcher.submit`
 (`router.core.dispatcher`) together with a `Sink`, and hear of it through that sink only.

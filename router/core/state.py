@@ -33,7 +33,7 @@ _NUM_ROUNDS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a router allows its requests; times are in seconds.
+    """Limits of a router's requests; times are in seconds.
 
     Attributes:
         lease_s: A request whose client has not sent DECODE_REQUEST keeps its KV for this long.

@@ -44,7 +44,7 @@ from router.http.status import Status
 from router.http.structures import Structures
 from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.processes.siblings import Siblings
-from wire.aio.fair_writes import Turns
+from wire.aio.fair_writes import FairWrites
 from wire.errors import ErrorCode, WireError
 from wire.process.api_keys import ApiKeys
 from wire.process.frame_counters import Traffic
@@ -97,7 +97,7 @@ class Application:
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._writers: set[ResponseWriter] = set()
-        self._turns = Turns()
+        self._turns = FairWrites()
         self._tick_due: float | None = None
         dispatcher.observers.append(self.metrics)
         status = Status(
@@ -274,9 +274,9 @@ class Application:
         self, exchange: HttpExchange, completion: Completion, writer: ResponseWriter
     ) -> None:
         head = Head(exchange.request_id, int(time.time()), self._model.name)
-        answer = completion.asked.answer(completion, head)
+        answer = completion.request.answer(completion, head)
         exchange.failure = answer.failure
-        if completion.asked.is_streamed:
+        if completion.request.is_streamed:
             await writer.stream(completion, answer)
             return
         pieces = await writer.collect(completion)

@@ -166,7 +166,7 @@ class HttpExchange(Struct, eq=False):
 
     @property
     def asker(self) -> str:
-        """Who takes turns with the others that wait: an API key, or without keys an address."""
+        """The key for fair scheduling: an API key, or without keys an address."""
         return self.key_name or self.client
 
     async def unless_left(self, future: asyncio.Future[T]) -> T:

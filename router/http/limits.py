@@ -1,4 +1,4 @@
-"""What the body of a request may cost: its size, its pace, and the time of the loop.
+"""Limits on the body of a request: its size, its rate, and the time of the loop.
 
 A body must be JSON, small enough, inflated too, and fast enough.  All bodies that are being read or
 understood have one limit together: what goes over it is refused at once, since whoever is made to
@@ -97,7 +97,7 @@ class Bodies:
         return raw
 
     def let_go(self, exchange: HttpExchange, raw: bytes) -> None:
-        """What `read` returned is understood, or refused."""
+        """Parses the bytes that `read` returned, or refuses them."""
         self._count(exchange.asker, -len(raw))
 
     def _count(self, client: str, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What one can do with the responses that are kept: see them, list their input, delete them."""
+"""Endpoints of kept responses: get one, list its input, delete it."""
 
 from __future__ import annotations
 

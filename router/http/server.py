@@ -34,7 +34,7 @@ from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import Beginning, answered, framing_problem, unchunked
 from wire.aio.listener import LAST_LOOK_S, bind, is_told, listen
-from wire.aio.slow_readers import STALL_S, Unread, has_left
+from wire.aio.slow_readers import STALL_S, SlowReader, has_left
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
@@ -54,7 +54,7 @@ MAX_PIPELINED: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one HTTP client may cost.
+    """Limits of one HTTP client.
 
     `idle_s` is between two requests.  It is longer than clients keep an idle connection (5 s, say
     httpx and openai): who hangs up first must not be us, just as they send the next request.
@@ -356,7 +356,7 @@ class LingeringTransport:
         self.inner = transport
         self._protocol = protocol
         self._is_closing = False
-        self.unread = Unread(transport, protocol.limits.stall_s, protocol.on_slow_client)
+        self.unread = SlowReader(transport, protocol.limits.stall_s, protocol.on_slow_client)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -1,4 +1,4 @@
-"""What one can ask the router about itself: models, health, cluster, metrics, version, docs."""
+"""Endpoints about the router: models, health, cluster, metrics, version, docs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The middle of a stream: tokens of one choice that show nothing but their text.
+"""Fast path of a stream: tokens of one choice that show nothing but their text.
 
-That is what a router does all day, so it has a way of its own from the core to the connection, past
-`Choice`, `Completion`, `Answer` and `ResponseWriter`.  When a stream has a token every 10 ms, half
-of what one costs is the interpreter with cold caches, so every call and every object counts: a
-token is made an event where it comes in, and written when the turn of the event loop ends.  At the
-first sign of anything else, an end or a client that lags, the writer goes on.
+These are most of a router's work, so they go from the core to the connection past `Choice`,
+`Completion`, `Answer` and `ResponseWriter`.  With a token every 10 ms half of its cost is the
+interpreter with cold caches, so every call and object counts: a token becomes an event where it
+arrives, and is written at the end of the loop's iteration.  At anything else, an end or a slow
+client, the writer takes over.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from router.api.completions.completion import Choice
 from router.http.asgi import Push
-from wire.aio.fair_writes import Turns, Writer
+from wire.aio.fair_writes import FairWrites, Writer
 from wire.payloads import Logprobs
 
 
-class Middle:
+class TokenEvents:
     """Writes the texts of `choice`, each between the two of `around`, until `end`.
 
     `last` is when it wrote last.
@@ -41,7 +41,7 @@ class Middle:
     def __init__(
         self,
         writer: Writer,
-        turns: Turns,
+        turns: FairWrites,
         choice: Choice,
         around: tuple[bytes, bytes],
         push: Push,

@@ -19,14 +19,14 @@ from functools import partial
 from typing import Final
 
 from router.api.completions.completion import Choice, Completion
-from router.api.completions.deltas import Piece, joined
+from router.api.completions.deltas import Delta, joined
 from router.api.completions.events import HEADERS
 from router.api.completions.response import Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Receive, Send
 from router.http.eager import go_on
-from router.http.token_events import Middle
-from wire.aio.fair_writes import Turns
+from router.http.token_events import TokenEvents
+from wire.aio.fair_writes import FairWrites
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0
@@ -45,7 +45,7 @@ class ResponseWriter:
     def __init__(
         self,
         send: Send,
-        turns: Turns,
+        turns: FairWrites,
         *,
         find_push: Callable[[Send], Push | None] = lambda send: None,
         headers: tuple[Header, ...],
@@ -68,7 +68,7 @@ class ResponseWriter:
 
         self._streamed: tuple[Completion, Answer] | None = None
         # What writes instead of this while there is but text.
-        self._middle: Middle | None = None
+        self._middle: TokenEvents | None = None
         # What `prepare` does: nothing before somebody waits in `stream` or `collect`, or after.
         self._advance: Callable[[float], bytes] | None = None
         # Whoever waits there; woken by the end, an error, and a write that is not taken at once.
@@ -148,7 +148,7 @@ class ResponseWriter:
             return
         completion, answer = self._streamed
         if answer.usual is not None and completion.choices[0].num_lendable > 0:
-            self._middle = Middle(
+            self._middle = TokenEvents(
                 self,
                 self._turns,
                 completion.choices[0],
@@ -175,14 +175,14 @@ class ResponseWriter:
         self._streamed = completion, answer
         await self._until_over(completion, self._write_events)
 
-    async def collect(self, completion: Completion) -> list[Piece]:
+    async def collect(self, completion: Completion) -> list[Delta]:
         """Wait for the end and return each choice whole.
 
         Raises:
             Disconnected: The client is gone.
             HttpError: It failed.
         """
-        pieces: dict[Choice, list[Piece]] = {choice: [] for choice in completion.choices}
+        pieces: dict[Choice, list[Delta]] = {choice: [] for choice in completion.choices}
         await self._until_over(completion, partial(self._collect, completion, pieces))
         return [joined(each) for each in pieces.values()]
 
@@ -240,7 +240,7 @@ class ResponseWriter:
         return body
 
     def _collect(
-        self, completion: Completion, pieces: dict[Choice, list[Piece]], now: float
+        self, completion: Completion, pieces: dict[Choice, list[Delta]], now: float
     ) -> bytes:
         for choice, taken in completion.take():
             pieces[choice] += taken

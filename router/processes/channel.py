@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Assignment(Struct):
-    """What a process is told before it begins: which of `num_processes` it is, and where to listen.
+    """The first message to a process: which of `num_processes` it is, and where to listen.
 
     `is_again`: others went on serving while this one was away.
     """
@@ -56,7 +56,7 @@ class AskState(Struct, frozen=True, tag="state"):
 
 
 class AskMetrics(Struct, frozen=True, tag="metrics"):
-    """What has this process measured?  `router.processes.merged_metrics.Families`."""
+    """Ask a process for its metrics, as `router.processes.merged_metrics.Families`."""
 
 
 class FindResponse(Struct, frozen=True, tag="find"):
@@ -83,7 +83,7 @@ class AskAll(Struct, frozen=True, tag="all"):
 
 
 class Answers(Struct, Generic[T]):
-    """What the processes answered that did so soon; `is_complete` if all did."""
+    """The replies of the processes that replied in time; `is_complete` if all did."""
 
     given: list[T]
     is_complete: bool

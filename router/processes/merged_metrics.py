@@ -1,4 +1,4 @@
-"""What several processes have measured, as the series of one: counters and histograms are added.
+"""Merges the metrics of several processes: counters and histograms are added.
 
 A counter must not fall because a process died: what it had counted stays, its gauges do not.
 """

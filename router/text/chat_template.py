@@ -38,7 +38,7 @@ _TAG: Final = "\ue000continue\ue000 "
 
 
 class _Config(msgspec.Struct):
-    """What of tokenizer_config.json templates see; everything else in the file is not read."""
+    """The entries of tokenizer_config.json that templates see; the rest is not read."""
 
     chat_template: str | list[dict[str, str]] | None = None
     bos_token: str | dict[str, Any] | None = None

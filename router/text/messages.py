@@ -1,4 +1,4 @@
-"""Messages as chat templates want them, of messages as the API has them.
+"""Converts messages of the API to those of chat templates.
 
 - The arguments of a tool call are an object, not the JSON text of one.  A text that is not that of
   an object, as of a call that the model did not finish, becomes an empty object: a conversation

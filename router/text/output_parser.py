@@ -1,4 +1,4 @@
-"""How the answers of one model are read: its tool calls, its reasoning, and grammars for both.
+"""Parses a model's answers: tool calls and reasoning; builds grammars for both.
 
 The syntax is that of the chat template, or one that the operator names.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AnswerSyntax:
-    """What the answers of a model consist of; one for all requests."""
+    """The syntax of a model's answers; one for all requests."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AnswerSyntax:
     def reader(
         self, *, is_reasoning: bool, has_tools: bool, max_calls: int | None = None
     ) -> Reader:
-        """Return what reads one answer; `is_reasoning`: it begins inside reasoning."""
+        """Return a parser of one answer; with `is_reasoning` it begins inside reasoning."""
         family, marks = self._family if has_tools else None, self._marks
         if family is None and marks is None:
             return PlainReader()
@@ -105,7 +105,7 @@ class AnswerSyntax:
         return [*of_calls, *((self._marks.open, self._marks.close) if self._marks else ())]
 
     def _mark(self, text: str) -> str:
-        """A mark in a grammar.  One that is a token has no other spelling for llguidance."""
+        """A mark in a grammar.  A mark that is a token has no other spelling for llguidance."""
         token_id = self._tokenizer.added_tokens([text]).get(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 

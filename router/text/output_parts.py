@@ -1,4 +1,4 @@
-"""The parts of an answer: content, reasoning and tool calls, and what a reader of them is.
+"""Parts of an answer: content, reasoning and tool calls; and the protocol of their parsers.
 
 A reader turns the text of an answer into parts, piece by piece as the text comes.  What it has
 given is never taken back, and depends on the text alone, not on how the text was cut: the parts of
@@ -15,13 +15,13 @@ from pydantic_core import from_json
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What the model says to whoever asked."""
+    """Text for the client."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """What the model says to itself before it answers."""
+    """Reasoning: text that precedes the answer."""
 
     text: str
 
@@ -91,7 +91,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Return the same parts with neighbours of one kind made one."""
+    """Merge adjacent parts of one kind."""
     if len(parts) < 2:  # As of most pieces.
         return parts
     together = list[Part]()

@@ -1,4 +1,4 @@
-"""Reasoning: what a model writes between two marks before it answers.
+"""Reasoning: the text that a model writes between two marks before it answers.
 
 Only the beginning of an answer can be reasoning: it opens with the first mark, or the prompt has
 opened it already, and goes on to the second mark or the end of the text.  A mark anywhere else is
@@ -13,7 +13,7 @@ from router.text.scan import Scan, Steps
 
 
 class Marks(NamedTuple):
-    """What opens and closes the reasoning of a family of models."""
+    """The marks around the reasoning of a family of models."""
 
     open: str
     close: str

@@ -1,4 +1,4 @@
-"""An answer read character by character, with what may still become a tool call held back.
+"""Scans an answer by character, holding back text that may become a tool call.
 
 What reads it is a generator over a `Scan`: `scan.char` is the character it stands at ("" is the
 end of the text), and a `yield` moves on to the next.  So it is written like a parser of the whole
@@ -223,7 +223,7 @@ class Scan:
 
 @cache
 def _watch(marks: tuple[str, ...]) -> tuple[StopAutomaton, re.Pattern[str]]:
-    """What finds `marks`, and characters with which none begins."""
+    """Finds `marks`, and knows characters with which none begins."""
     begins = "".join(re.escape(mark[0]) for mark in marks)
     plain = f"[^{begins}]+" if marks else "(?s:.+)"
     return StopAutomaton(marks), re.compile(plain)

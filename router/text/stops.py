@@ -1,4 +1,4 @@
-"""Stop strings, found across token borders.
+"""Finds stop strings across token boundaries.
 
 The stop strings become one automaton (Aho and Corasick): its state after a character is the longest
 end of the text that begins some stop string, so the depth of the state is exactly how much text
@@ -80,7 +80,7 @@ class StopMatcher:
         return self._held != ""
 
     def feed(self, text: str) -> str:
-        """Return what may be shown after `text` came; the rest is held or, if stopped, dropped."""
+        """Return the text that may be shown; the rest is held back or, after a stop, dropped."""
         automaton, state = self._automaton, self._state
         pending = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):

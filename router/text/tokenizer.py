@@ -156,7 +156,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or "" if self._backend is not None else ""
 
     def added_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return those of `texts` that are one token of their own, whatever stands beside them."""
+        """Return the `texts` that are a token of their own in any context."""
         return {text: self._added[text] for text in texts if text in self._added}
 
     def detokenizer(
@@ -196,7 +196,7 @@ class _NoText:
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes of every token met so far, and when it is asked for, of any other.
+    """The bytes of tokens, computed when first needed.
 
     `texts` are those of whole characters, as far as they were met, and `jsons` the same in JSON:
     lists, for a dict reads three places of memory for every token, and mostly from afar.
@@ -305,7 +305,7 @@ class _WindowDetokenizer:
 
 
 def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
-    """Return how many characters of a text one token stands for at most; None: that is not known.
+    """Return the most characters of text that one token can stand for; None if unknown.
 
     It is known of byte-pair encodings in which every character, and in the worst case every byte,
     is a token: others drop what they do not know, or make one token of any length of it.

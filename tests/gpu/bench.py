@@ -1,4 +1,4 @@
-"""What the kernels reach, and the limits of the machine in the same run.
+"""Measures the kernels, and the limits of the machine in the same run.
 
 Rates count the bytes or operations that the task needs, not those a kernel happens to move: keys
 and values once for attention, every byte once read and once written for a copy.  Where inputs are
@@ -103,7 +103,7 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
-    """What a launch costs Python, and what is left of it in a graph.
+    """The cost of a launch from Python, and inside a graph.
 
     Without a GPU nothing is started: the first figure is then what Python does on this CPU.
     """

@@ -39,7 +39,7 @@ COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a kernel's last check on a GPU said."""
+    """The result of a kernel's last check on a GPU."""
 
     source: str  # file of csrc/, without .cu
     hash: str  # `cuda.source_hash` of it then

@@ -1,4 +1,4 @@
-"""What a check found, for people: findings, targets, figures; and the exit status."""
+"""The report of a check for people: findings, targets, figures; and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of a check was asked for."""
+"""Settings of one process of a check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels should reach: ratios of two figures that were measured in the same run."""
+"""Targets of the kernels: ratios of two figures that were measured in the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compute-sanitizer's last lines mean."""
+"""The meaning of compute-sanitizer's last lines."""
 
 import pytest
 

@@ -70,17 +70,11 @@ def test_the_reference_in_a_kernel_s_place_passes_the_full_check(name: str) -> N
     ("name", "old", "new"),
     [
         ("heads float32", "cosine.values[k] + x.values[k] *", "cosine.values[k] - x.values[k] *"),
-        ("heads bfloat16", "a.norm + row * a.head_dim", "a.norm"),
-        (
-            "move float32",
-            "const int token = a.first_token + i / eights;",
-            "const int token = i / eights;",
-        ),
+        ("move float32", "const int token = a.first_token + i", "const int token = i"),
         ("rows float32", "expf(-x ", "expf(x "),
         ("draw", "share_of(of.uniform, all) + 1", "share_of(of.uniform, all)"),
         ("plain 24 bfloat16", "key <= position; key++", "key < position; key++"),
         ("tiled 64 bfloat16", "a.sinks[head] * LOG2_E", "a.sinks[head]"),
-        ("plain 24 bfloat16", "if (a.cap != 0) x = capped(a, x);", ""),
     ],
 )
 def test_a_broken_kernel_is_wrong(

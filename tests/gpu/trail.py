@@ -1,4 +1,4 @@
-"""What a check has found so far, a line a finding: a run that is cut leaves all up to there.
+"""The findings of a check so far, one on each line, so that a run that is cut keeps them.
 
 A part is begun, then it ends well with figures or badly with a problem; one that was begun and
 never ended took its process with it.

@@ -1,4 +1,4 @@
-"""What was saved is found again by whoever saved it, and nothing else is."""
+"""Saved code is found again by its owner, and nothing else is."""
 
 from __future__ import annotations
 

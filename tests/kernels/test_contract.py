@@ -38,7 +38,7 @@ def ints(*values: int) -> torch.Tensor:
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, kernels; print(kernels.__version__, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0.1.0", "False"]
+    assert done.stdout.split() == ["0.2.0", "False"]
 
 
 def test_an_unknown_device_is_refused_by_name() -> None:

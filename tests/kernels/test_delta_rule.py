@@ -15,7 +15,7 @@ HEADS, PER_KEY, KEY, VALUE, WIDTH, SLOTS = 2, 3, 8, 5, 4, 12
 
 
 class Tokens(NamedTuple):
-    """What some tokens bring: [T, H, ...]."""
+    """Inputs of some tokens: [T, H, ...]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -38,7 +38,7 @@ def tokens_of(count: int, seed: int = 0) -> Tokens:
 
 
 def one_by_one(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each token finds, and the matrices in the end, by the definition."""
+    """The result for each token, and the final matrices, by the definition."""
     matrix = torch.zeros(HEADS, PER_KEY, KEY, VALUE, dtype=torch.float64)
     found = []
     for query, key, value, decay, beta in zip(*(it.double() for it in tokens), strict=True):

@@ -1,4 +1,4 @@
-"""What is the reference's own: how it groups sequences; `test_operators` has what it computes."""
+"""Tests of the reference alone: how it groups sequences; `test_operators` tests its results."""
 
 from __future__ import annotations
 

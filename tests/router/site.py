@@ -85,7 +85,7 @@ def ids(text: str) -> list[int]:
 
 @dataclass
 class Answer:
-    """What the workers do with one request.  More tokens than asked for are not sent."""
+    """The workers' part of one request.  More tokens than asked for are not sent."""
 
     text: str | list[int] = "hello"
     finish_reason: str = "stop"

@@ -352,7 +352,7 @@ def test_a_system_that_allows_less_than_it_says_is_believed(
 
 
 def said_to(client: socket.socket) -> bytes:
-    """What a client hears that says nothing; nothing if it is cut off."""
+    """Bytes that a silent client receives; nothing if it is cut off."""
     try:
         return client.recv(12)
     except ConnectionError:

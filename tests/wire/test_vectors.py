@@ -386,7 +386,7 @@ def offered(messages: list[tuple[str, list[bytes]]]) -> Offer:
 
 
 def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
-    """What SPEC 12 says the bytes of a transfer are, where keys and values are alike."""
+    """The bytes of a transfer by SPEC 12, where keys and values are alike."""
     group = layout.groups[rectangle.group]
     assert isinstance(group, KVGroup)
     return bytes(

@@ -129,7 +129,7 @@ class ScriptedRouter:
         await self.until(is_free)
 
     async def load(self, role: Role) -> Load:
-        """What the next heartbeat says."""
+        """The content of the next heartbeat."""
         del self.loads[self.peers[role]]
         await self.until_joined(role)
         return self.loads_by_role[role]
@@ -205,7 +205,7 @@ class ScriptedRouter:
 
 
 class Clock:
-    """What a worker takes for the time: it passes only where a test says so."""
+    """The worker's clock: it advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -351,7 +351,7 @@ class ScriptedDecode:
 
 
 def offer_of(prompt: list[int], **changes: Any) -> bytes:
-    """What a prefill worker offers of a prompt."""
+    """A prefill worker's offer of a prompt."""
     fields = {
         "layout": LAYOUT,
         "num_tokens": len(prompt),

@@ -1,4 +1,4 @@
-"""What the flags say is what the engine has."""
+"""The engine has the settings that the flags give."""
 
 from dataclasses import fields, replace
 

@@ -1,4 +1,4 @@
-"""Who starts the processes of a worker, where they meet, and what becomes of the leader."""
+"""The processes of a worker: their start, their rendezvous, and the end of the leader."""
 
 from __future__ import annotations
 

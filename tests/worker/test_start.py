@@ -1,4 +1,4 @@
-"""What the worker's process does before it serves: threads, the model, the draft model."""
+"""A worker's process before it serves: threads, the model, the draft model."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def full_text(
 
 
 def sent_kv(layout: KVLayout, prompt: Many[int], cached: int) -> Iterator[tuple[Rectangle, bytes]]:
-    """What another worker sends of a prompt to who has the first tokens."""
+    """Another worker's KV of a prompt, for a worker that has the first tokens."""
     positions = np.arange(len(prompt), dtype=np.int32)
     words = kv_words(np.array(prompt, np.int32), positions)
     for rectangle in plan(layout, cached, len(prompt), 1 << 20):

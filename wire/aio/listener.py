@@ -1,4 +1,4 @@
-"""Listens on a TCP port and says who is accepted, with or without TLS.
+"""Listens on a TCP port, with or without TLS, and names each accepted client.
 
 asyncio's own server tells nobody of a TLS client before its handshake is over: whoever opens many
 connections and says nothing would cost a descriptor and a handshake's buffers each, and no cap

@@ -1,4 +1,4 @@
-"""What leaves for one peer: at once if the socket takes it, else from a queue bounded in bytes.
+"""The outgoing messages of one peer: sent at once, or queued up to a bound in bytes.
 
 A full peer makes `Outbox.send` raise; it blocks no one and costs no other peer a message.  A
 message whose buffers the caller wants back is followed by a `Sending`.  Delivery is at most once:
@@ -53,7 +53,7 @@ class Sending:
         return self._trackers == []
 
     async def wait(self) -> None:
-        """Return when `done`.  No one is told when that is, so this looks every 0.5 to 20 ms."""
+        """Return when `done`.  libzmq does not report it, so this polls every 0.5 to 20 ms."""
         pause_s = 0.0005
         while not self.done:
             await asyncio.sleep(pause_s)
@@ -164,7 +164,7 @@ class Outbox:
         return 0.0 if self._queue else None
 
     def drop(self) -> None:
-        """Forget what waits: the connection it was meant for is gone."""
+        """Drop the queued messages: their connection is gone."""
         for _, _, sending in self._queue:
             if sending is not None:
                 sending.drop()

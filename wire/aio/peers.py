@@ -1,4 +1,4 @@
-"""The peers of a bound socket: who is connected, by which connection, and what waits for each.
+"""The peers of a bound socket: their connections and the frames queued for each.
 
 libzmq's monitor names a closed connection by its file descriptor only.  Each frame tells the
 descriptor that it came by, and so a loss is traced to its peer.  Descriptors are reused: every
@@ -17,7 +17,7 @@ from wire.parts import Buffer
 
 
 class Peers:
-    """Peers by routing id.  One whose connection ended stays, unreachable, until `lose`."""
+    """Peers by routing id.  A peer whose connection ended stays, unreachable, until `lose`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One ZeroMQ socket with its options and its monitor, in calls that never block.
+"""One ZeroMQ socket with its options and its monitor; its calls never block.
 
 `wire.aio.pump` runs it; `wire.aio.zmq` gives it a role.
 """

@@ -1,4 +1,4 @@
-"""Reads and sends on one ZeroMQ socket in turns of the event loop, and hears its monitor.
+"""Reads and sends on one ZeroMQ socket in iterations of the event loop, and reads its monitor.
 
 The file descriptor of such a socket is edge-triggered, and any use of the socket may swallow an
 edge.  So a turn reads until the socket says that there is nothing more (or its burst is used up),
@@ -101,7 +101,7 @@ class Pump:
             self._notice(event)
 
     async def close(self, linger_s: float) -> None:
-        """Send what waits for up to `linger_s`; the socket keeps what is left of that time."""
+        """Send queued messages for up to `linger_s`; the socket lingers for what is left."""
         deadline = self._loop.time() + linger_s
         while not self.is_closed and self._loop.time() < deadline:
             pause_s = self._flush()

@@ -38,13 +38,13 @@ def pauses(draw: Callable[[], float]) -> Iterator[float]:
 
 
 class Timer(Protocol):
-    """What `loop.call_later` returns."""
+    """The handle that `loop.call_later` returns."""
 
     def cancel(self) -> None: ...
 
 
 class Dial:
-    """Tries until it is told that one try succeeded; begins again at the next `fail`.
+    """Retries until `succeed` is called, and starts again at the next `fail`.
 
     `connect` starts a try; the caller tells how it ended by `succeed` or `fail`.  The first try is
     taken to be under way already.  `call_later` is the loop's.
@@ -64,7 +64,7 @@ class Dial:
         self._timer = call_later(TRY_S, self._try)
 
     def succeed(self) -> None:
-        """The peer is there: the next outage is a new one."""
+        """The peer is connected: the next outage starts with short pauses again."""
         self._timer.cancel()
         self._pauses = pauses(self._draw)
 
@@ -73,7 +73,7 @@ class Dial:
         self._wait(next(self._pauses))
 
     def stop(self) -> None:
-        """Try no more, whatever is still told."""
+        """Stop retrying for good."""
         self._is_stopped = True
         self._timer.cancel()
 

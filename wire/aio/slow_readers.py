@@ -1,8 +1,8 @@
-"""What waits for a client to read it: one that takes too little of it in its time is cut off.
+"""Outgoing bytes of one client, and the rule that cuts off a client that reads too slowly.
 
-A client may be slow, and a write buffer that is full says nothing of it: the kernel takes more only
-when a third of its own buffer is free, which on a slow network is a minute's worth.  So what counts
-is how much the client has acknowledged.
+A client may be slow, and a full write buffer does not show how slow: the kernel takes more only
+when a third of its own buffer is free, which on a slow network is a minute's worth.  So the bytes
+that the client has acknowledged are measured.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-# What a client has to read at least while more waits for it than may, and in what time.  Any
-# network brings as much; but who reads a byte now and then does not hold our memory with it.  A
-# kernel whose program reads slowly lets more come, and acknowledges it, only when a good part of
-# its buffer is free: at 10 kB/s every 13 s.
+# The least rate of a client with more pending than it may have, and the time it is measured over.
+# Any network is faster, while a client that reads a byte now and then cannot hold our memory.  The
+# kernel of a slow program acknowledges more only when a good part of its buffer is free: at 10 kB/s
+# every 13 s.
 MIN_BYTES_PER_S: Final = 4 << 10
 STALL_S: Final = 30.0
 # In Linux's `struct tcp_info`, which is only ever added to: tcpi_bytes_acked, a u64 at 120.
@@ -29,8 +29,8 @@ _HUNG_UP: Final = getattr(select, "POLLRDHUP", 0)
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
-class Unread:
-    """Watches one connection while more waits for its client than may, and when it ends.
+class SlowReader:
+    """Watches one connection while more than its limit is pending, and when it ends.
 
     A client that takes less than `MIN_BYTES_PER_S` in `stall_s` is cut off, and `on_cut` is called.
     """
@@ -129,11 +129,11 @@ class Unread:
 
 
 def _nothing() -> None:
-    """Nobody is told."""
+    """Do nothing: the default of `on_cut`."""
 
 
 def has_left(transport: asyncio.Transport) -> bool:
-    """Whether the client has ended its side, whatever it sent before that nobody has read."""
+    """Whether the client has closed its sending side, even if unread bytes precede that."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
     return bool(poll.poll(0))

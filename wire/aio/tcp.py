@@ -16,9 +16,9 @@ from typing import Final, Protocol, cast
 
 import structlog
 
-from wire.aio.fair_writes import Turns
+from wire.aio.fair_writes import FairWrites
 from wire.aio.listener import LAST_LOOK_S, Listener, bind, is_told, listen
-from wire.aio.slow_readers import STALL_S, Unread, has_left
+from wire.aio.slow_readers import STALL_S, SlowReader, has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame, Tag
 from wire.parts import Buffer, Message
@@ -35,7 +35,7 @@ LOOK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may cost.
+    """Limits of one client.
 
     At most `max_write_bytes` wait for a client to read them; while more than `high_water_bytes` do,
     it must read at a least rate in each `stall_s` (`wire.aio.slow_readers`).  A message must be
@@ -57,7 +57,7 @@ class Limits:
 
 
 class Handler(Protocol):
-    """One client's messages.  `on_closed` comes once and last; its error is None at a plain end."""
+    """Handles one client's messages.  `on_closed` comes once and last, with None on EOF."""
 
     @property
     def is_busy(self) -> bool:
@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol):
         limits: Limits,
         connections: set[Connection],
         traffic: Traffic,
-        turns: Turns,
+        turns: FairWrites,
         on_slow_client: Callable[[], object],
     ) -> None:
         self.peer_name = ""
@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
         self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._unread: Unread
+        self._unread: SlowReader
         self._message_began_at: float | None = None
         # When a message whose time is over is read for the last time.
         self._last_look_at: float | None = None
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         self.close(error)
 
     def close(self, error: Exception | None = None) -> None:
-        """Send what waits, then hang up; the handler hears `on_closed` now."""
+        """Send pending bytes, then close the connection; `on_closed` is called now."""
         if self.is_closing:
             return
         self._write()
@@ -182,7 +182,7 @@ class Connection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("unknown", 0)
         self.peer_name = f"{address[0]}:{address[1]}"
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
-        self._unread = Unread(self._transport, self._limits.stall_s, self._on_cut)
+        self._unread = SlowReader(self._transport, self._limits.stall_s, self._on_cut)
         self._connections.add(self)
         num, most = len(self._connections), self._limits.max_connections
         if num > most:
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
         self._take_messages()
 
     def _take_messages(self) -> None:
-        """Take the messages that came, `MAX_AT_ONCE` at most before others have their turn."""
+        """Handle received messages, at most `MAX_AT_ONCE` before other connections are served."""
         num_taken = 0
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:
@@ -362,7 +362,7 @@ async def serve(
     called for each that is cut because it does not read.
     """
     connections: set[Connection] = set()
-    turns = Turns()
+    turns = FairWrites()
     allowed = limits or Limits()
     counts = traffic or Traffic()
     sock = bind(host, port, is_shared=is_shared)

@@ -1,4 +1,4 @@
-"""TLS for clients: its certificate, and how many records without data a client may send.
+"""TLS for clients: the certificate, and a bound on records without data.
 
 A record may cost far more than its bytes: a KeyUpdate of TLS 1.3 has 27, takes 24 us and a reply,
 and any client may send as many as it likes, without an API key.  So records are counted as they
@@ -113,7 +113,7 @@ class Opened:
         self._protocol.data_received(data)
 
     def note(self, num_records: int) -> None:
-        """Records have come.  While nobody reads them it is not known whether they bring data."""
+        """Count received records; whether they carry data is known once they are read."""
         if self._transport is None or self._transport.is_reading():
             self.num_idle += num_records
 

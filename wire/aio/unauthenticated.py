@@ -1,8 +1,9 @@
-"""Strangers: connections of a bound socket that have not shown who they are, and a bound on them.
+"""A bound on the connections of a bound socket that have not authenticated.
 
-libzmq reads what comes first on a connection whole, up to the largest message that the port takes,
-before it looks whether that is a handshake: many strangers could take any amount of memory.  Who
-has a key is known within milliseconds, so of too many those that came first are cut.
+libzmq reads the first message of a connection whole, up to the port's largest message, before it
+looks whether it is a handshake, so many unauthenticated connections could take any amount of
+memory. A peer with a key authenticates within milliseconds; over the bound the oldest connections
+are cut.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-# Also how many workers may come at once: those that were cut try again.
-MAX_STRANGERS: Final = 128
+# Also the number of workers that may connect at once: those that are cut try again.
+MAX_UNAUTHENTICATED: Final = 128
 
 
-class Strangers:
-    """Connections by file descriptor, of one bound socket.  `cut` ends one.
+class UnauthenticatedConnections:
+    """The unauthenticated connections of one bound socket, by file descriptor.
 
-    `read_events` must call `come`, `succeed` and `leave` for all that has happened: descriptors are
-    used again, and only connections of this socket may be cut.
+    `read_events` must call `come`, `succeed` and `leave` for every pending event of the socket:
+    descriptors are reused, and `cut` may only end connections of this socket.
     """
 
     def __init__(self, read_events: Callable[[], None], cut: Callable[[int], None]) -> None:
@@ -30,25 +31,25 @@ class Strangers:
     def come(self, fd: int) -> None:
         """A connection was accepted."""
         self._waiting[fd] = None
-        if len(self._waiting) == MAX_STRANGERS + 1:
+        if len(self._waiting) == MAX_UNAUTHENTICATED + 1:
             asyncio.get_running_loop().call_soon(self._make_room)
 
     def succeed(self) -> None:
-        """One of them is known now.  libzmq does not say which: taken for it is who came first.
+        """One connection authenticated.  libzmq does not say which; the oldest is assumed.
 
-        That lets off as many strangers as there are others with a key, and libzmq ends them after
-        the 5 s of a handshake.
+        So each authenticated peer may spare one other connection, which libzmq ends after the 5 s
+        of a handshake.
         """
         if self._waiting:
             del self._waiting[next(iter(self._waiting))]
 
     def leave(self, fd: int) -> None:
-        """It is known by its first message, or has ended."""
+        """A connection sent its first message, or ended."""
         self._waiting.pop(fd, None)
 
     def _make_room(self) -> None:
         self._read_events()
-        while len(self._waiting) > MAX_STRANGERS:
+        while len(self._waiting) > MAX_UNAUTHENTICATED:
             fd = next(iter(self._waiting))
             del self._waiting[fd]
             self._cut(fd)

@@ -1,4 +1,4 @@
-"""A file descriptor for other processes of the same user on this machine, and for nobody else.
+"""Passes a file descriptor to other processes of the same user on this machine.
 
 `DescriptorPort` listens under a random name in Linux's abstract namespace: the name is in no file
 system, and is gone with the process.  Whoever connects is one of the same user by what the kernel
@@ -85,7 +85,7 @@ class DescriptorPort:
                 _LOG.debug("memory was asked for, and not taken", error=str(error))
 
     def _note(self, user: int) -> None:
-        """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
+        """Log a refusal, at most one a second: refused peers must not fill the disk."""
         self.num_refused += 1
         now = self._clock()
         if now >= self._quiet_until:
@@ -155,7 +155,7 @@ def _new_socket() -> socket.socket:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Return the user of the process at the other end of a Unix socket, by what Linux says."""
+    """Return the user id of the process at the other end of a Unix socket, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 

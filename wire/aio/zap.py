@@ -97,7 +97,7 @@ class Authenticator:
         return [version, request_id, b"200", b"OK", public.encode(), b""]
 
     def _note(self, address: bytes, reason: str) -> None:
-        """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
+        """Log a refusal, at most one a second: refused peers must not fill the disk."""
         self.num_refused += 1
         now = self._clock()
         if now >= self._quiet_until:
@@ -111,7 +111,7 @@ class Authenticator:
 
 
 class Gate:
-    """Who is behind the connections of one bound socket, and whether they may still be there.
+    """The keys behind the connections of one bound socket, and whether they are still allowed.
 
     `read_events` must call `leave` for every connection that has ended: descriptors are reused, and
     only connections of this socket may be cut.

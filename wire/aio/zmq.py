@@ -36,7 +36,7 @@ from wire.aio.port import (
 )
 from wire.aio.pump import Pump, guarded
 from wire.aio.reconnect import Dial
-from wire.aio.unauthenticated import Strangers
+from wire.aio.unauthenticated import UnauthenticatedConnections
 from wire.aio.zap import Gate, cut, prove
 from wire.errors import PeerLost, WireError
 from wire.parts import Buffer
@@ -85,7 +85,7 @@ class Hub:
         self._gate: Gate | None = None
         if keys is not None:
             self._gate = Gate(self._port.context, keys, lambda: self._pump.read_events())
-        self._strangers = Strangers(lambda: self._pump.read_events(), cut)
+        self._unauthenticated = UnauthenticatedConnections(lambda: self._pump.read_events(), cut)
         self._peers = Peers(limits, self._port.transmit, guarded(on_lost))
         self._pump = Pump(
             self._port, self._receive, self._notice, self._peers.settle, self._peers.flush
@@ -162,7 +162,7 @@ class Hub:
     def _may_speak(self, peer: bytes, frame: zmq.Frame, fd: int) -> bool:
         if self._gate is None:
             return True
-        self._strangers.leave(fd)
+        self._unauthenticated.leave(fd)
         public = str(frame.get("User-Id"))
         return self._gate.admit(peer, public, fd, is_live=self._peers.is_live(fd))
 
@@ -171,12 +171,12 @@ class Hub:
         if kind == zmq.EVENT_ACCEPTED:
             self._peers.open(fd)
             if self._gate is not None:
-                self._strangers.come(fd)
+                self._unauthenticated.come(fd)
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._strangers.succeed()
+            self._unauthenticated.succeed()
         elif kind == zmq.EVENT_DISCONNECTED:
             self._peers.close(fd)
-            self._strangers.leave(fd)
+            self._unauthenticated.leave(fd)
             if self._gate is not None:
                 self._gate.leave(fd)
 

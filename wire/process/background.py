@@ -1,4 +1,4 @@
-"""Work mostly without the GIL, done at a low priority: event loop and engine come first.
+"""Runs work that mostly holds no GIL at a low priority, behind event loop and engine.
 
 Without that, threads that compile structures get as much of a busy core as the engine, each step of
 which waits for a time slice of every one of them.  Only work that releases the GIL belongs here: a

@@ -1,4 +1,4 @@
-"""Child processes: of the same release, started again; on Linux none outlives its parent."""
+"""Child processes: started, restarted, and on Linux never outliving their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores of a machine: lists as Linux writes them (`0-3,8`), how they lie, which a process may use.
+"""CPU cores: lists as Linux writes them (`0-3,8`), topology, and those a process may use.
 
 A core here is what Linux counts as a CPU: with SMT, one of the threads of a physical core.
 """
@@ -58,7 +58,7 @@ def own_cores() -> frozenset[int]:
 
 
 def physical_cores(cores: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
-    """Return these cores by the physical one whose threads they are (SMT); alone if nobody says."""
+    """Group cores by physical core (SMT siblings); one group each where Linux does not say."""
     found = {
         core: parse_cores(_read(system / f"cpu/cpu{core}/topology/thread_siblings_list"))
         for core in cores
@@ -91,14 +91,14 @@ def quota(process: Path = Path("/proc/self/cgroup"), groups: Path = GROUPS) -> f
 
 
 def best_threads() -> int:
-    """Return how many threads compute best: one for each physical core, as far as time goes."""
+    """Return the best number of threads: one for each physical core, within the CPU quota."""
     cores = own_cores()
     count = len(physical_cores(cores)) if cores else os.cpu_count() or 1
     return max(1, min(count, ceil(min(quota(), count))))
 
 
 def run_on(cores: Collection[int]) -> None:
-    """Let this process run on these cores only: every thread it has, and those it will start.
+    """Pin this process to these cores: all its threads, and those it will start.
 
     Raises:
         ValueError: It may not run on them; the message says on which it may.

@@ -1,4 +1,4 @@
-"""Exceptions as the log has them: types and frames, no locals, and no text made from a request.
+"""Exceptions in the log: types and frames, without locals and without text from requests.
 
 Locals, and the text of many exceptions (``invalid literal for int(): 'what was in the prompt'``),
 would bring prompts, token ids and keys into the log.  So only those texts are kept that are
@@ -32,23 +32,23 @@ _LOG = structlog.get_logger(__name__)
 
 
 def text(error: BaseException) -> str:
-    """Return what `error` says, if that is sure to repeat nothing of a request."""
+    """Return the message of `error` if it cannot contain text of a request."""
     module = type(error).__module__.partition(".")[0]
     return str(error) if isinstance(error, _PLAIN) or module in _PLAIN_MODULES else WITHHELD
 
 
 def described(error: BaseException) -> list[dict[str, Any]]:
-    """Return an exception and those it came from, for JSON."""
+    """Return an exception and its causes, for JSON."""
     return [_entry(each) for each in _chain(error)]
 
 
 def printed(error: BaseException) -> str:
-    """Return an exception and those it came from, for people: the oldest first."""
+    """Return an exception and its causes as text, the first cause first."""
     return "\n\nthen:\n\n".join(reversed([_paragraph(each) for each in _chain(error)]))
 
 
 def catch_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Log what nobody catches: in this loop, in any thread, in a destructor."""
+    """Log uncaught exceptions: of this loop, of any thread, of destructors."""
     loop.set_exception_handler(_on_loop)
     sys.excepthook = lambda kind, error, frames: _LOG.error("not caught", exc_info=error)
     sys.unraisablehook = _on_unraisable

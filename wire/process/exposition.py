@@ -1,4 +1,4 @@
-"""What the metrics of routers and workers have in common, for Prometheus.
+"""Series and helpers that the metrics of routers and workers share, for Prometheus.
 
 Base units, prefix ``baton_``, bounded labels, never a request id.
 """
@@ -69,7 +69,7 @@ class Distribution(Collector):
 def histogram(
     name: str, help_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> Metric:
-    """Return a histogram: of each bucket its count, and one more of what is above all `bounds`.
+    """Return a histogram of the counts of each bucket and of the values above all `bounds`.
 
     `name` has its prefix already.
     """

@@ -1,4 +1,4 @@
-"""Results that take long to compute: each is computed once, and kept while there is room.
+"""A cache of slow results: each is computed once and kept while there is room.
 
 When there is no room, the client with the most results loses the one it has not used for longest.
 So a client that asks for ever new ones pushes out its own.

@@ -1,4 +1,4 @@
-"""A queue of several clients: the clients take turns, and the items of each stay in order.
+"""A queue in which clients take turns, and each client's items stay in order.
 
 A thousand items of one client do not hold up the first item of another.
 """
@@ -48,12 +48,12 @@ class FairQueue(Generic[C, T]):
         return True
 
     def end_turn(self, client: C) -> None:
-        """Put a client behind all others: an item of it was served."""
+        """Put a client behind all others, after one of its items was served."""
         if client in self._lines:
             self._lines.move_to_end(client)
 
     def first(self, barred: Collection[C] = ()) -> tuple[C, T] | None:
-        """Return the item that is served next and its client, which is none of those `barred`."""
+        """Return the next item and its client, skipping `barred` clients."""
         for client, line in self._lines.items():
             if client not in barred:
                 return client, next(iter(line))

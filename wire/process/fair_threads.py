@@ -1,4 +1,4 @@
-"""A thread pool of several clients: they take turns, and no client has all of its threads.
+"""A thread pool in which clients take turns, and no client has all threads.
 
 A client that submits much long work uses every thread but one, and the others never wait for more
 than a single job of it, however many it submits.
@@ -62,7 +62,7 @@ class FairThreads:
         return job
 
     def join(self, client: Hashable, future: Future[T]) -> None:
-        """Let submitted work be done in the turn of this client too, whichever comes first."""
+        """Let submitted work also run in this client's turn, whichever comes first."""
         assert isinstance(future, _Job)
         with self._lock:
             if not (future.running() or future.done()):
@@ -70,7 +70,7 @@ class FairThreads:
                 self._start()
 
     def shutdown(self) -> None:
-        """Drop the work that waits and stop the threads; nobody waits for what they are doing."""
+        """Drop queued work and stop the threads without waiting for work under way."""
         waiting = []
         with self._lock:
             while (first := self._waiting.first()) is not None:

@@ -1,4 +1,4 @@
-"""Files that settings name: read without waiting for anybody, and read again when they change."""
+"""Files that settings name: read without blocking, and read again when they change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T", bound=Sized)
 
 
 class WatchedFile(Generic[_T]):
-    """What `parse` makes of a file, made anew by `refresh` when the file has changed.
+    """The parsed content of a file; `refresh` parses again when the file has changed.
 
     While it cannot be read, it is tried each time: nothing about a file tells that there are
     descriptors again.  Meanwhile `trouble` says what is wrong, and `content` is what it was;
@@ -51,7 +51,7 @@ class WatchedFile(Generic[_T]):
 
 
 def read_file(path: Path, *, is_secret: bool) -> bytes:
-    """Return what is in a regular file; of a secret, one that not everybody may read.
+    """Return the content of a regular file; refuse a secret that everybody may read.
 
     Raises:
         ConfigError: It cannot be read, is something else, or is a secret that anybody can read.
@@ -91,7 +91,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _version_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when the file or its mode does; None while there is none."""
+    """Return a value that changes with the file or its mode; None while it does not exist."""
     try:
         status = path.stat()
     except OSError:

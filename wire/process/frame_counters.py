@@ -1,4 +1,4 @@
-"""How many frames crossed one kind of socket: by tag and direction, and those that did not cross.
+"""Counts frames of one kind of socket by tag and direction, and those dropped.
 
 Counts messages as `wire.parts` lays them out, without decoding them.  All tags that do not exist
 are one entry, so that a peer cannot make the table grow.

@@ -1,4 +1,4 @@
-"""Who may connect to our ZeroMQ sockets: CURVE key pairs, and the list of those that are known.
+"""CURVE key pairs, and the list of keys that may connect to our ZeroMQ sockets.
 
 One directory holds what a process needs (`scripts/keys` writes it):
 
@@ -58,7 +58,7 @@ class Keys:
         self._list = WatchedFile(self._path, _read_parties, "the list of keys stays as it was")
 
     def party(self, public: str) -> str | None:
-        """Whose key this is, None for an unknown one."""
+        """The party of a key; None for an unknown key."""
         return self._list.content.get(public)
 
     def public_of(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""A grammar in llguidance's dialect of Lark, before it is compiled: how long and how deep it is.
+"""Bounds on a grammar in llguidance's dialect of Lark, before it is compiled.
 
 A terminal is compiled with everything it names in its place, so a few lines may stand for millions
 of parts: `A: B B`, `B: C C`, and so on.  Rules of rules, and brackets, are followed by recursion.

@@ -1,4 +1,4 @@
-"""The life of a process: uvloop, signals, exit status, and what systemd wants to be told.
+"""The life of a process: uvloop, signals, exit status, and notices to systemd.
 
     async def main(stop: asyncio.Event) -> int:
         ...start...
@@ -138,7 +138,7 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Write what has been logged, and end this process whatever its threads do."""
+    """Flush the log, and end this process whatever its threads do."""
     logging.shutdown()
     os._exit(status)
 

@@ -1,4 +1,4 @@
-"""Logs: JSON lines on stderr, coloured ones on a terminal; nobody ever waits for them.
+"""Logs: JSON lines on stderr, coloured ones on a terminal; logging never blocks.
 
 structlog and the standard library's loggers (uvicorn, huggingface_hub) end in one bounded queue
 that a thread writes out.  When the reader of stderr stalls, lines are dropped and counted; the
@@ -80,7 +80,7 @@ class LogWriter:
 
 
 class _Logger:
-    """What structlog hands a rendered line to, whatever its level."""
+    """The logger that structlog gives rendered lines to, whatever their level."""
 
     def __init__(self, writer: LogWriter, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""A log line that many requests may cause at once: the first of a cause, then how many followed."""
+"""Rate-limits a log line: the first of a cause is written, then the number that followed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RepeatedLine:
         self._note(self._event, **cause, **details)
 
     def tick(self) -> None:
-        """Log how often each cause came again, when it is time, and forget those that did not."""
+        """Log the repetitions of each cause when due, and forget causes without any."""
         if not self._causes:
             return
         now = self._clock()

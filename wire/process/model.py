@@ -1,4 +1,4 @@
-"""A model's directory: where it lies, which model it is, whether its files are whole.  SPEC 5.1.
+"""A model's directory: its path, its identity, and whether its files are complete.  SPEC 5.1.
 
 Routers and workers must mean the same model: both find it with `locate` and compare what
 `fingerprint` returns.  The router checks the files before it starts workers, a worker before it
@@ -97,7 +97,7 @@ def vocab_size(directory: Path) -> int | None:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a directory whose small files are not whole; whatever executor is to run it.
+    """Refuse a directory with incomplete small files, whatever the executor.
 
     Raises:
         ModelError: One of them is cut off, or config.json is not there.
@@ -109,7 +109,7 @@ def check_files(path: Path) -> None:
 
 
 def check_weights(path: Path) -> None:
-    """Refuse a directory whose family is none of ours, or whose weights are not whole.
+    """Refuse a directory of an unknown family or with incomplete weights.
 
     Raises:
         ModelError: It cannot be served by our own transformer.
@@ -197,7 +197,7 @@ def _not_found(model: str, reason: str) -> WireError:
 
 
 def _check_size(file: Path) -> None:
-    """Refuse a safetensors file whose header is not there, or says another size than it has.
+    """Refuse a safetensors file whose header is missing or does not fit its size.
 
     The library would tell as much, but opens a file for NumPy or torch only.
     """

@@ -96,7 +96,7 @@ def objects(schema: object) -> Iterator[dict[str, Any]]:
 
 
 def is_joined(node: dict[str, Any]) -> bool:
-    """Return whether llguidance intersects what this schema says with other schemas."""
+    """Return whether llguidance intersects this schema with others."""
     constraints = node.keys() - _ANNOTATIONS
     if len(constraints) > 1 and not constraints.isdisjoint(_JOINS):
         return True
@@ -132,7 +132,7 @@ def settle(schema: object) -> None:
 
 
 class _Node:
-    """One schema, without those in it."""
+    """One schema, without its subschemas."""
 
     def __init__(self, place: str, keywords: dict[str, Any]) -> None:
         self._place = place
@@ -293,7 +293,7 @@ class _Node:
         self.steps.append(Decimal(step))
 
     def _check_names(self) -> None:
-        """Refuse patterns for which no name is left, and counts that one name twice comes up to."""
+        """Refuse patterns that leave no name, and counts that a repeated name would meet."""
         keywords = self._keywords
         if "type" in keywords and "object" not in self._kinds:
             return
@@ -314,7 +314,7 @@ class _Node:
 
 
 def _check_multiples(steps: list[Decimal], *, has_joins: bool) -> None:
-    """Refuse steps whose remainders take too long: those by 0.25 are as those by 25.
+    """Refuse `multipleOf` values that take too long: 0.25 costs as much as 25.
 
     Where schemas are combined, llguidance gives all the same number of decimal places first.
     """

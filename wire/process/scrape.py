@@ -48,7 +48,7 @@ class ScrapePort:
         _LOG.info("metrics", url=f"http://{host}:{self.port}/metrics")
 
     async def close(self) -> None:
-        """Stop, and cut off who is there."""
+        """Stop, and close open connections."""
         if self._server is None:
             return
         self._server.close()

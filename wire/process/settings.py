@@ -72,7 +72,7 @@ class Settings(BaseSettings):
 
 
 class SharedSettings(Settings):
-    """What a router and its workers are told alike.  A router tells it to its local workers."""
+    """Settings that a router and its workers share; a router passes them to its local workers."""
 
     model: str = Field(
         default="demo", description="a model directory, 'demo', or a name on the Hugging Face hub"
@@ -116,7 +116,7 @@ class SharedSettings(Settings):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model: the last part of `model`."""
+        """The name that clients use for the model: the last part of `model`."""
         return self.model.rstrip("/").rpartition("/")[2]
 
 

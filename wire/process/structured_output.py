@@ -1,4 +1,4 @@
-"""What an answer is held to, as llguidance reads it, and what that may cost.  SPEC 4.9.
+"""Structured output: constraints as llguidance reads them, and limits on their cost.  SPEC 4.9.
 
 A router calls `problem_of`, on a thread, to refuse a structure early; a worker calls `grammar_of`
 and compiles what it returns within `limits`.
@@ -129,7 +129,7 @@ def grammar_of(structure: Structure) -> str:
 
 
 def embedded(schema: dict[str, Any]) -> str:
-    """Return what stands for a JSON schema in a grammar: its JSON is to look as that of others.
+    """Return the grammar term of a JSON schema, with the whitespace of other JSON answers.
 
     Raises:
         StructureError: It cannot be written.
@@ -210,7 +210,7 @@ def _written(schema: object) -> str:
 
 
 def _parted(text: str) -> tuple[list[str], list[Any]]:
-    """Return the rules of a grammar, parted where there are JSON schemas, and those."""
+    """Split a grammar at its JSON schemas; return the rules between, and the schemas."""
     parts: list[str] = []
     schemas: list[Any] = []
     end = position = 0

@@ -1,4 +1,4 @@
-"""The bytes of a connection for segments alone: plain TCP, as fast as systems copy.  SPEC 6.9.
+"""The bytes of a segment connection: plain TCP, read and written with few copies.  SPEC 6.9.
 
     sender      GREETING, token                       once
     receiver    GREETING                              once: it has admitted the token
@@ -31,7 +31,7 @@ def new_token() -> bytes:
 
 
 def segment_head(frame: KvCache, descriptor: SegmentDescriptor, num_bytes: int) -> bytes:
-    """Return what goes before the `num_bytes` of KV of a segment."""
+    """Return the bytes that precede the KV of a segment."""
     length = HEADER_BYTES + DESCRIPTOR.size + num_bytes
     return PREFIX.pack(Tag.KV_CACHE, length) + frame.header() + descriptor.pack()
 

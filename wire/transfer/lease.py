@@ -1,4 +1,4 @@
-"""What both ends of a transfer share: its state, its lease, its one end.  SPEC 6.6.
+"""State common to both ends of a transfer: its phase, its lease, its one end.  SPEC 6.6.
 
 Every frame of the peer renews the lease.  Nothing here sends or frees anything: the owner asks
 `expired` now and then and calls `fail`.
@@ -46,7 +46,7 @@ TRANSITIONS: Final[dict[TransferState, frozenset[TransferState]]] = {
 
 
 class Transfer:
-    """What both ends share: a state, a lease that any frame of the peer renews, a key, an end."""
+    """One end of a transfer: a state, a lease that any frame of the peer renews, a key, an end."""
 
     def __init__(self, request_id: int, *, lease_s: float, peer: str, now: float) -> None:
         self.request_id = request_id

@@ -148,7 +148,7 @@ class KVReceiver(Transfer):
 
     @property
     def skipped_bytes(self) -> int:
-        """What need not come because it is here already; of an accepted transfer."""
+        """The part of an accepted transfer that the receiver already holds."""
         return self.total_bytes - self._expected_bytes
 
     @property
@@ -386,7 +386,7 @@ class KVReceiver(Transfer):
         self._unpacking.add(segment.number)
 
     def _check_beside(self, descriptor: SegmentDescriptor) -> None:
-        """Refuse what no sender sends to the segment port; who sealed it, opening it shows."""
+        """Refuse frames that do not belong on the segment port; the seal authenticates them."""
         if not self.segment_port:
             raise RemoteProtocolError("KV_CACHE: a segment where none of this transfer is taken")
         if descriptor.in_memory:
@@ -395,7 +395,7 @@ class KVReceiver(Transfer):
             raise RemoteProtocolError("KV_CACHE: the digest of a sealed segment is 0")
 
     def _check_places(self, segment: Segment) -> None:
-        """Refuse places outside the sender's memory; what lies there is for the digest to say."""
+        """Refuse addresses outside the sender's memory; the digest checks the bytes there."""
         number, num_tokens = len(segment.places), segment.descriptor.num_tokens
         num_bytes = segment.descriptor.num_bytes
         if not self._memory_bytes:

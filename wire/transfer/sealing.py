@@ -1,4 +1,4 @@
-"""Sealed segments: AES-256-GCM under a key that came over CURVE, for a way without.  SPEC 6.9.
+"""Sealed segments: AES-256-GCM under a key that crossed CURVE.  SPEC 6.9.
 
 The key is of one transfer and was sent in its offer.  A nonce is the request id and the number of
 the segment, and a sender seals each number once, so none comes twice under a key.  Where a segment

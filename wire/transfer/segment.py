@@ -176,7 +176,7 @@ def split_segment(body: Buffer) -> tuple[SegmentDescriptor, memoryview]:
 def unasked_segments(
     frame: KvCache, payload: Sequence[Buffer], most_bytes: int
 ) -> list[tuple[Buffer, Buffer]]:
-    """Return the two parts of each segment that came with an offer, whose map is the first part.
+    """Return the two parts of each segment in an offer, whose first part is the map.
 
     Raises:
         RemoteProtocolError: They are not as many as the header says, or over `most_bytes`.
@@ -307,7 +307,7 @@ class _Cut(NamedTuple):
 
 
 def _whole_apart(tokens: range, block_size: int) -> list[range]:
-    """Return what is before the whole blocks, these, and what is behind them; leave out empty ones.
+    """Split a token range at block boundaries into head, whole blocks and tail; omit empty ones.
 
     Only whole blocks can be read in memory.
     """
@@ -359,7 +359,7 @@ class Coverage:
 
 
 class Book:
-    """What of one group has been admitted."""
+    """The rectangles of one group that have been admitted."""
 
     def __init__(self, group: Group, tokens: range) -> None:
         self._is_state = not isinstance(group, KVGroup)

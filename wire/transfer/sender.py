@@ -109,7 +109,7 @@ class KVSender(Transfer):
 
     @property
     def skipped_bytes(self) -> int:
-        """What the receiver has already."""
+        """The part of the KV cache that the receiver already holds."""
         return self.total_bytes - self.layout.transfer_bytes(self.num_tokens, self.skipped_tokens)
 
     def offer(self) -> tuple[KvCache, bytes]:
@@ -194,7 +194,7 @@ class KVSender(Transfer):
                 self._end_by = now + HANDOVER_LEASES * self.lease_s
 
     def next_segment(self, ahead_bytes: int = 0) -> Rectangle | None:
-        """Claim the next rectangle that is computed and within the credit, if there is one.
+        """Claim the next rectangle that is computed and within the credit, if any.
 
         Args:
             ahead_bytes: How far beyond the credit to go, for reading what is sent only when

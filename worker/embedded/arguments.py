@@ -1,4 +1,4 @@
-"""What a program asks of the engine, checked as strictly as what a peer asks over the wire.
+"""Checks a program's arguments as strictly as frames of a peer.
 
 Neither msgspec nor the engine checks an object that Python code constructs.  With a wrong value in
 it a step could raise, which ends all requests, or change the text of another request.

@@ -1,4 +1,4 @@
-"""The requests of a serving engine: who waits for which tokens, and what became of each.
+"""The requests of a serving engine: the waiting callers, and the results.
 
 A request is open from `open` until it ends, once.  Whatever ends it takes it out of the table
 first.  So a callback hears of one end and of nothing after it, whichever threads end a request.
@@ -48,7 +48,7 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a request."""
+    """The result of a request."""
 
     request_id: int
     prompt_tokens: int
@@ -159,7 +159,7 @@ class Ledger:
         return request.tell(output)
 
     def _settle(self, request: Request, output: TokenOutput) -> None:
-        """Keep the result: whoever hears of the end finds it there."""
+        """Store the result before the callbacks of the end."""
         assert output.finish_reason is not None
         self.ends[output.finish_reason] += 1
         last = () if output.token_id is None else (output.token_id,)

@@ -105,7 +105,7 @@ class ServingEngine:
         self._thread.start()
 
     def run_iteration(self) -> list[TokenOutput]:
-        """Compute one step, call the callbacks and return what they were told."""
+        """Compute one step, call the callbacks and return their outputs."""
         if self._thread is not None:
             raise LocalProtocolError("the engine's own thread runs the iterations")
         if self._ledger.closed is not None:
@@ -115,7 +115,7 @@ class ServingEngine:
             return self._tell(outputs)
 
     def close(self) -> None:
-        """End every request that is left as cancelled, and give back what the executor took."""
+        """Cancel all open requests, and free the executor's resources."""
         if self._thread is not None:
             self._thread.stop()
         error = WireError(ErrorCode.DRAINING, "the serving engine is closed")

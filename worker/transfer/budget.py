@@ -1,4 +1,4 @@
-"""Offers take turns at the bytes that may be in flight to this worker.
+"""Divides the bytes that may be in flight to this worker among offers, in turn.
 
 Each takes a share of --max-kv-inflight-bytes when its turn comes, as much as it may have on its way
 at once, and gives it back after its last byte.  The oldest comes first, so that small ones do not
@@ -17,7 +17,7 @@ from worker.transfer.incoming import IncomingTransfer
 
 
 class TransferBudget:
-    """`free_bytes` are nobody's share; `start(transfer)` is called when its turn has come."""
+    """Shares `free_bytes` among transfers; calls `start(transfer)` in its turn."""
 
     def __init__(self, budget_bytes: int, start: Callable[[IncomingTransfer], None]) -> None:
         self.free_bytes = budget_bytes

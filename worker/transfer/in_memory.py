@@ -1,4 +1,4 @@
-"""Segments in memory that both workers see: where they lie, and the one copy of them.  SPEC 6.8.
+"""Segments in memory that both workers map: their addresses, and the one copy of them.  SPEC 6.8.
 
 A block is kept as it is sent.  So of whole blocks nothing is packed: the sender only reads them,
 for their digest, and the receiver copies them out of the sender's memory straight into blocks of

@@ -1,4 +1,4 @@
-"""One KV cache that arrives: its transfer, and how its segments get into their blocks."""
+"""One incoming KV cache: its transfer, and the path of its segments into blocks."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Excep
 def store_all(
     cache: KVCache, batch: list[tuple[IncomingTransfer, Segment]]
 ) -> list[Exception | None]:
-    """Store one segment after another; return what went wrong with each."""
+    """Store segments in order; return the error of each, or None."""
     return [store(cache, *arrived) for arrived in batch]

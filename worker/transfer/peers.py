@@ -1,4 +1,4 @@
-"""The decode workers that a prefill worker sends KV to, as routers name them.
+"""The decode workers that a prefill worker sends KV to, by the names that routers use.
 
 Routers name them in PEERS frames.  An endpoint has one link, whichever routers name it: a decode
 worker hears nothing over a second connection of the same identity.  So a link that no router names
@@ -36,7 +36,7 @@ MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
-    """What hears the answers to one transfer (`worker.transfer.sender`)."""
+    """The receiver of the replies to one transfer (`worker.transfer.sender`)."""
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None: ...
     def on_error(self, code: int, message: str) -> None: ...
@@ -44,7 +44,7 @@ class Receiver(Protocol):
 
 
 class DecodePeer:
-    """A decode worker, over one link, and over a second one for `segments` where that is wanted."""
+    """A decode worker: its KV link, and if wanted a second one for `segments`."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class DecodePeers:
         return sum(len(peer.receivers) for peer in self._peers.values())
 
     def update(self, router: str, details: list[PeerDetail]) -> None:
-        """Take a PEERS frame of one router; connect to whom it names."""
+        """Apply a router's PEERS frame: connect to the workers in it."""
         self._named[router] = details
         for detail in details:
             self._connect(detail)
@@ -196,7 +196,7 @@ class DecodePeers:
         return None
 
     def tick(self, now: float) -> None:
-        """Close links that nobody needs, and those that are dead without having closed."""
+        """Close unused links, and links that are dead without having closed."""
         named = self._named_endpoints()
         for endpoint, peer in list(self._peers.items()):
             if endpoint in named or peer.receivers:

@@ -1,4 +1,4 @@
-"""The KV that comes in: `KVReceiver` with a socket, the engine and a cache.
+"""Incoming KV of a decode worker: `KVReceiver` with a socket, the engine and a cache.
 
 An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or, if KV of
 the same prompt is arriving already, for that (`worker.engine.reservations`).  Only then is credit
@@ -299,7 +299,7 @@ class IncomingTransfers:
         self._give_back(transfer)
 
     def _segment_port(self, receiver: KVReceiver) -> int:
-        """Where segments of this transfer may come beside the KV socket."""
+        """The segment port for this transfer; 0 for none."""
         if self._segments is None or receiver.token is None:
             return 0
         return self._segments.port if receiver.offers_sealing == self._is_encrypted else 0

@@ -1,4 +1,4 @@
-"""Workers on the same machine: whose memory is read, and whose is not and why.  SPEC 6.8.
+"""Workers on the same machine: whose memory is mapped, and why others' is not.  SPEC 6.8.
 
 A prefill worker lends the memory its KV lies in, the host's or a GPU's, to processes of its own
 user.  A decode worker maps it when that peer first offers KV, once for all transfers, until the
@@ -81,7 +81,7 @@ class Neighbours:
         return mapping.result()
 
     def forget(self, peer: bytes) -> None:
-        """Unmap what is mapped of a peer that is gone, as soon as no copy reads it."""
+        """Unmap the memory of a peer that is gone, once no copy reads it."""
         mapping = self._mappings.pop(peer, None)
         if mapping is not None:
             mapping.cancel()

@@ -1,4 +1,4 @@
-"""A decode worker's end of the connections for segments alone: `SegmentHub`.  SPEC 6.9.
+"""A decode worker's end of the segment connections: `SegmentHub`.  SPEC 6.9.
 
 Each has a thread that sleeps on its socket.  It reads a head and has the loop admit the segment
 while the KV comes, into memory that the connection keeps; verifies it, puts it into its blocks, and
@@ -44,10 +44,10 @@ class Taker(Protocol[A]):
         """Admit a segment of which only `kv`'s length is known yet; None drops it."""
 
     def store(self, arrival: A) -> Exception | None:
-        """Verify the KV, which is there now, and put it into its blocks; say what went wrong."""
+        """Verify the received KV and store it in its blocks; return the error, if any."""
 
     def stored(self, arrival: A, problem: Exception | None, *, is_last: bool) -> None:
-        """Note what has become of it; `is_last` if nothing more has come yet."""
+        """Record the result of a segment; `is_last` if no more has arrived."""
 
 
 class SegmentHub(Generic[A]):
@@ -66,7 +66,7 @@ class SegmentHub(Generic[A]):
         self._acceptor = Acceptor(listening, self._greet, MAX_GREETINGS)
 
     def expect(self, peer: bytes, token: bytes) -> None:
-        """Let `peer` in once with this token, and cut what it opened with an earlier one."""
+        """Admit `peer` once with this token, and cut its connection of an earlier token."""
         if not compare_digest(self._tokens.get(peer, b""), token):
             self.forget(peer)
             self._tokens[peer] = token
@@ -118,7 +118,7 @@ class SegmentHub(Generic[A]):
         reader.ended.add_done_callback(lambda _: self._on_ended(reader))
 
     def _admit(self, greeting: bytes) -> bytes:
-        """Return whose token this is; nobody's is b"".  It is used up."""
+        """Consume a token; return its peer, b"" for none."""
         if greeting[: len(GREETING)] != GREETING:
             return b""
         token = greeting[len(GREETING) :]
@@ -156,7 +156,7 @@ class _Reader(Generic[A]):
         thread.start()
 
     def cut(self) -> None:
-        """End the connection; what of a segment is there already is dropped."""
+        """Close the connection; a partial segment is dropped."""
         with suppress(OSError):  # it has ended by itself
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""A prefill worker's end of the connection for segments alone: `SegmentLink`.  SPEC 6.9.
+"""A prefill worker's end of a segment connection: `SegmentLink`.  SPEC 6.9.
 
 Plain TCP, and a thread that reads KV from where it lies and hands it to the system: no queue, no
 other thread, and no copy between.  With keys it seals what it sends.  Offers, credit and ends stay
@@ -126,7 +126,7 @@ class SegmentLink:
 
 
 class Connection:
-    """One that is up: its `socket`, and the `thread` that sends.
+    """An open connection: its `socket`, and the `thread` that sends.
 
     `on_end` is called when the other side ends it.  Raises OSError or RuntimeError where there is
     no descriptor or thread.

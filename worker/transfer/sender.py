@@ -1,4 +1,4 @@
-"""One request's KV on its way out: `KVSender` with a cache and a socket.
+"""Outgoing KV of one request: `KVSender` with a cache and a socket.
 
 `run` sends segments as long as there is one that is computed and within the credit: from where
 their bytes lie, if that is one piece of host memory, else from memory into which they are packed,
@@ -40,7 +40,7 @@ AHEAD_BYTES: Final = 16 << 20
 
 
 class Read(NamedTuple):
-    """A segment that is ready to be sent; of one in memory `places` are sent, and not its bytes."""
+    """A segment ready to be sent: its bytes, or `places` if it is in shared memory."""
 
     rectangle: Rectangle
     kv: Buffer
@@ -237,7 +237,7 @@ class OutgoingTransfer:
         return []  # nothing is left to be sent
 
     def _next_batch(self) -> list[Rectangle]:
-        """Claim what a transfer thread reads at a time: several segments if it is the only one."""
+        """Claim the next segments for a transfer thread: several if this transfer is alone."""
         batch: list[Rectangle] = []
         num_bytes, most = 0, BATCH_BYTES if self._copies.num_at_once == 1 else 1
         ahead = AHEAD_BYTES if self.sender.is_in_memory else 0
@@ -274,7 +274,7 @@ class OutgoingTransfer:
         return Read(rectangle, kv, segment_digest(self.request_id, kv))
 
     def _kv(self, rectangle: Rectangle) -> Buffer:
-        """Return the bytes of a rectangle: where they lie if that is one piece, else packed."""
+        """Return the bytes of a rectangle: a view if they are contiguous, else packed."""
         table = table_of(self._cache, rectangle.group, self._block_table)
         kv = self._cache.view(table, rectangle)
         return self._cache.pack(table, rectangle) if kv is None else kv

@@ -1,4 +1,4 @@
-"""The sockets for KV: a ZeroMQ context apart from the bus, with bounds made for segments.
+"""The sockets for KV: a ZeroMQ context apart from the bus, with limits for segments.
 
 Segments are large and few.  A long queue in libzmq would hold gigabytes that nobody counts.  So its
 queues are short, and what waits beyond them is counted in `wire.aio.zmq`; the credit bounds it.

@@ -1,4 +1,4 @@
-"""The threads where KV is packed, digested, verified and unpacked.
+"""Threads that pack, digest, verify and unpack KV.
 
 Neither a step nor the event loop waits for a copy that takes long.  There is one such thread where
 the host copies, and a few where a device copies and they only wait for it; and one for each
@@ -32,7 +32,7 @@ Job = tuple["asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class LoopCalls:
-    """Has the running loop call what other threads ask it to."""
+    """Runs calls from other threads on the event loop."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -43,13 +43,13 @@ class LoopCalls:
         self._loop.add_reader(self._read_end, self.deliver)
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have `call` run on the loop, after what was asked for before.  From any thread."""
+        """Queue `call` for the loop, in order.  From any thread."""
         self._calls.append(call)
         with suppress(BlockingIOError):  # full: the loop will look
             os.write(self._write_end, b"\0")
 
     def deliver(self) -> None:
-        """Call now what has been asked for, on the loop."""
+        """Run the queued calls now, on the loop."""
         with suppress(BlockingIOError):
             os.read(self._read_end, 4096)
         while self._calls:
@@ -61,7 +61,7 @@ class LoopCalls:
             del call  # what it was given is not kept until the next
 
     def close(self) -> None:
-        """Call what has been asked for, and nothing after; every thread that asks has ended."""
+        """Run the queued calls and accept no more, after the threads have ended."""
         self.deliver()
         self._loop.remove_reader(self._read_end)
         os.close(self._read_end)

@@ -1,1 +1,1 @@
-"""What a request is answered: pieces of text and tokens, and how OpenAI's clients read them."""
+"""Responses to a request: deltas of text and tokens, and OpenAI's form of them."""

@@ -1,4 +1,4 @@
-"""The answer to a completion, of a text or a chat: one body, or a chunk for every token.
+"""Responses to text and chat completions: one body, or a chunk for each token.
 
 Everything around a token's text is rendered once per choice, so the usual chunk costs one JSON
 string and three appends.  Pure.
@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from router.api.completions.completion import Choice, Completion
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.events import DONE, PING, event
 from router.api.completions.logprobs import Render
 from router.api.completions.response import Head
@@ -38,15 +38,15 @@ class CompletionAnswer:
 
     def __init__(self, completion: Completion, head: Head) -> None:
         self._completion = completion
-        self._asked = asked = completion.asked
+        self._request = request = completion.request
         self._head = {
-            "id": f"{self.id_prefix}-{asked.request_id or head.request_id}",
-            "object": self.chunk_kind if asked.is_streamed else self.kind,
+            "id": f"{self.id_prefix}-{request.request_id or head.request_id}",
+            "object": self.chunk_kind if request.is_streamed else self.kind,
             "created": head.created,
             "model": head.model,
         }
-        self._fingerprint = {"system_fingerprint": asked.fingerprint}
-        self._is_rich = asked.has_logprobs or asked.has_ids or asked.has_running_usage
+        self._fingerprint = {"system_fingerprint": request.fingerprint}
+        self._is_rich = request.has_logprobs or request.has_ids or request.has_running_usage
         # Tokens that are in events already, where every event counts them.
         self._shown: Counter[Choice] = Counter()
         self._begun: set[Choice] = set()
@@ -55,19 +55,19 @@ class CompletionAnswer:
         self._around: dict[Choice, Around] = {}
         self.usual: tuple[bytes, bytes] | None = None
 
-    def entry(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def entry(self, choice: Choice, piece: Delta) -> dict[str, Any]:
         """Return one entry of `choices` of a whole answer."""
         raise NotImplementedError
 
-    def delta(self, choice: Choice, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
         """Return what is new of a choice, under its name."""
         raise NotImplementedError
 
-    def about_prompt(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return what is said once, beside the choices, of the prompt that they share."""
+    def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
+        """Return the fields about the prompt, which appear once beside the choices."""
         return {}
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, pieces: Sequence[Delta]) -> bytes:
         choices = self._completion.choices
         body = {
             **self._head,
@@ -96,7 +96,7 @@ class CompletionAnswer:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        if not self._asked.has_usage:
+        if not self._request.has_usage:
             return DONE
         return self._document([], usage=self._usage(), **self._fingerprint) + DONE
 
@@ -104,10 +104,12 @@ class CompletionAnswer:
         # The error, at which clients raise, and the usual end.
         return event(error.body) + DONE
 
-    def _chunk(self, choice: Choice, piece: Piece, *, is_first: bool = False) -> bytes:
-        asked, rest = self._asked, dict[str, Any]()
-        if asked.has_usage:
-            rest["usage"] = self._running_usage(choice, piece) if asked.has_running_usage else None
+    def _chunk(self, choice: Choice, piece: Delta, *, is_first: bool = False) -> bytes:
+        request, rest = self._request, dict[str, Any]()
+        if request.has_usage:
+            rest["usage"] = (
+                self._running_usage(choice, piece) if request.has_running_usage else None
+            )
         if is_first:
             rest |= self.about_prompt(choice, piece)
         if piece.finish_reason is not None:
@@ -115,10 +117,10 @@ class CompletionAnswer:
         return self._document([self._entry(choice, piece, is_first=is_first)], **rest)
 
     def _usage(self) -> UsageBody:
-        asked, choices = self._asked, self._completion.choices
-        return usage_body(choices, asked.num_choices, has_baton=asked.has_baton_usage)
+        request, choices = self._request, self._completion.choices
+        return usage_body(choices, request.num_choices, has_baton=request.has_baton_usage)
 
-    def _running_usage(self, choice: Choice, piece: Piece) -> UsageBody:
+    def _running_usage(self, choice: Choice, piece: Delta) -> UsageBody:
         # A piece is a token: more may have been taken that come in the next events.
         is_last = piece.finish_reason is not None
         self._shown[choice] = choice.num_tokens if is_last else self._shown[choice] + 1
@@ -127,11 +129,13 @@ class CompletionAnswer:
     def _document(self, choices: Sequence[dict[str, Any]], **rest: Any) -> bytes:
         return event(_encode({**self._head, "choices": choices, **rest}))
 
-    def _entry(self, choice: Choice, piece: Piece, *, is_first: bool) -> dict[str, Any]:
-        asked = self._asked
+    def _entry(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
+        request = self._request
         entry = {"index": choice.index, **self.delta(choice, piece, is_first=is_first)}
-        entry["logprobs"] = self.logprobs(asked.names, piece.scores) if asked.has_logprobs else None
-        if piece.finish_reason is not None or asked.has_ids:
+        entry["logprobs"] = (
+            self.logprobs(request.names, piece.scores) if request.has_logprobs else None
+        )
+        if piece.finish_reason is not None or request.has_ids:
             return entry | ending(choice, piece)
         return entry | {"finish_reason": None}
 
@@ -145,16 +149,16 @@ class CompletionAnswer:
     def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:
         # A chunk is rendered whose text is one NUL, which no other field has, and cut there.
         mark = b'"\\u0000"'
-        before, after = self._chunk(choice, Piece("\0")).rsplit(mark, 1)
+        before, after = self._chunk(choice, Delta("\0")).rsplit(mark, 1)
         return before, after
 
 
-def ending(choice: Choice, piece: Piece) -> dict[str, Any]:
-    """Return why a choice ended, and its token ids if they are asked for."""
+def ending(choice: Choice, piece: Delta) -> dict[str, Any]:
+    """Return why a choice ended, and its token ids if they are requested."""
     why = {"finish_reason": piece.finish_reason, "stop_reason": choice.stop_reason}
-    return why | {"token_ids": list(piece.token_ids)} if choice.asked.has_ids else why
+    return why | {"token_ids": list(piece.token_ids)} if choice.request.has_ids else why
 
 
 def prompt_ids(choice: Choice) -> dict[str, Any]:
-    """Return the token ids of the prompt of a choice, if they are asked for."""
-    return {"prompt_token_ids": list(choice.prompt)} if choice.asked.has_ids else {}
+    """Return the token ids of the prompt of a choice, if they are requested."""
+    return {"prompt_token_ids": list(choice.prompt)} if choice.request.has_ids else {}

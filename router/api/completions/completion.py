@@ -1,4 +1,4 @@
-"""A completion: what one HTTP request asks for, and the choices that answer it.
+"""A completion: the core requests of one HTTP request, and the choices that answer it.
 
 A `Choice` is the sink of one request to the core.  Its `on_…` methods only take note and wake the
 writer once for however many tokens arrive together; `take` then does the work: text, stop strings,
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct, structs
 
-from router.api.completions.deltas import Piece, ScoredToken, joined, plain, scored_prompt
+from router.api.completions.deltas import Delta, ScoredToken, joined, plain, scored_prompt
 from router.api.completions.response import Answer, Head
 from router.api.requests.structures import Wanted
 from router.core.request import Request, RequestEnd
@@ -47,7 +47,7 @@ NewAnswer = Callable[["Completion", Head], Answer]
 
 
 class CompletionRequest(Struct, frozen=True, kw_only=True):
-    """One HTTP request, understood: what to ask the core, and what to show of its answers.
+    """A parsed HTTP request: its core requests, and how to show their answers.
 
     `requests` are for `num_choices` choices of each prompt, in that order, each with the text to
     echo before it.
@@ -103,7 +103,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> Tokenizer:
-        """Who knows what tokens are called in log-probabilities."""
+        """Gives tokens their text in log-probabilities."""
         return NO_TEXT if self.has_ids_as_names else self.tokenizer
 
     @property
@@ -121,7 +121,7 @@ class Choice:
 
     index: int
     prompt: Sequence[int]
-    asked: CompletionRequest
+    request: CompletionRequest
     wake: Callable[[Choice], None]
     # Text that precedes the answer (`echo`).
     prefix: str = ""
@@ -166,11 +166,11 @@ class Choice:
     def __post_init__(self) -> None:
         self.on_token = self._note
         self._decoder = self._detokenizer()
-        self._stops = StopMatcher(self.asked.stops) if self.asked.stops else None
-        self._reader = self.asked.reader() if self.asked.reader else None
-        asked, self._is_eager = self.asked, self.asked.is_eager
-        has_scores = asked.has_logprobs or asked.has_prompt_logprobs
-        self.is_plain = not (asked.stops or asked.has_ids or has_scores or asked.reader)
+        self._stops = StopMatcher(self.request.stops) if self.request.stops else None
+        self._reader = self.request.reader() if self.request.reader else None
+        request, self._is_eager = self.request, self.request.is_eager
+        has_scores = request.has_logprobs or request.has_prompt_logprobs
+        self.is_plain = not (request.stops or request.has_ids or has_scores or request.reader)
         self._length = len(self.prefix)
 
     @property
@@ -185,7 +185,7 @@ class Choice:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is one token, the first, and more are to come."""
+        """Whether only the first token has arrived and more will follow."""
         return not self.num_tokens and self.lag == 1 and self._awaits_end
 
     @property
@@ -197,7 +197,7 @@ class Choice:
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.cached_tokens = result.cached_tokens
         self._prompt_logprobs = result.prompt_logprobs
-        if self.asked.is_echo_only:
+        if self.request.is_echo_only:
             return
         if result.finish_reason != "stop":  # else the token is EOS, which has no text
             self.is_stopped_at_once = self._stops_at(result.token_id)
@@ -206,7 +206,7 @@ class Choice:
     def _note(self, token_id: int, logprobs: Logprobs | None) -> None:
         pending = self._pending
         pending.append(token_id)
-        if not self.is_plain and self.asked.has_logprobs:
+        if not self.is_plain and self.request.has_logprobs:
             self._logprobs.append(logprobs)
         # Of several tokens only the first wakes; then those that are far too many.
         if self._is_eager and not 1 < len(pending) <= MAX_PENDING_TOKENS:
@@ -227,7 +227,7 @@ class Choice:
 
     # The writer.
 
-    def take(self, max_tokens: int = sys.maxsize) -> list[Piece]:
+    def take(self, max_tokens: int = sys.maxsize) -> list[Delta]:
         """Return the pieces of the next `max_tokens`; the last one of all has the finish reason.
         When this ends the choice by a stop string, the caller must cancel `handle`.
         """
@@ -269,69 +269,69 @@ class Choice:
         self.wake(self)
 
     def let_go(self) -> None:
-        """No token comes any more.  What ends in a circle would wait for the garbage collector."""
+        """Drop references after the last token, so that no cycle is left to the collector."""
         del self.on_token, self.wake, self._own_wake
 
-    def _take(self, token_ids: list[int]) -> list[Piece]:
+    def _take(self, token_ids: list[int]) -> list[Delta]:
         """The pieces of tokens that have more to show than text, or are looked at for stops."""
         if self._prompt_logprobs is not None:
             packed, self._prompt_logprobs = self._prompt_logprobs, None
-            scores = scored_prompt(self.asked.tokenizer, self.prompt, packed, self.prefix)
-            self._scores = scores if self.asked.has_echo_logprobs else []
-            self._prompt_scores = scores if self.asked.has_prompt_logprobs else ()
+            scores = scored_prompt(self.request.tokenizer, self.prompt, packed, self.prefix)
+            self._scores = scores if self.request.has_echo_logprobs else []
+            self._prompt_scores = scores if self.request.has_prompt_logprobs else ()
         num_tokens = len(token_ids)
         logprobs, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
-        asked, pieces = self.asked, list[Piece]()
+        request, pieces = self.request, list[Delta]()
         for position, token_id in enumerate(token_ids):
             text = self._text_of(token_id)
-            if asked.has_logprobs:
+            if request.has_logprobs:
                 self._scores.append(ScoredToken(token_id, logprobs[position], self._length))
             self._length += len(text)
-            pieces.append(self._piece(text, [token_id] if asked.has_ids else ()))
+            pieces.append(self._piece(text, [token_id] if request.has_ids else ()))
             self.num_reasoning_tokens += self._is_reasoning
             if self._stops is not None and self._stops.is_stopped:
-                self._finish(pieces, Piece(""), "stop", self._stops.stop)
+                self._finish(pieces, Delta(""), "stop", self._stops.stop)
                 break
         return pieces
 
-    def _end(self, pieces: list[Piece], usage: Usage) -> None:
+    def _end(self, pieces: list[Delta], usage: Usage) -> None:
         """The workers have ended it."""
-        asked, text, stop_token = self.asked, self._rest(), usage.stop_token_id
+        request, text, stop_token = self.request, self._rest(), usage.stop_token_id
         if self._stops is not None and self._stops.is_stopped:
             self._finish(pieces, self._piece(text), "stop", self._stops.stop)
-        elif asked.is_echo_only or usage.finish_reason != STOP:
+        elif request.is_echo_only or usage.finish_reason != STOP:
             self._finish(pieces, self._piece(text), "length")
         elif stop_token is None:
             self.num_tokens += 1  # EOS counts, though workers do not send it.
             self._finish(pieces, self._piece(text), STOP)
         else:
             self.num_tokens += 1
-            if asked.has_logprobs:
+            if request.has_logprobs:
                 self._scores.append(ScoredToken(stop_token, usage.stop_logprobs, self._length))
-            if asked.has_stop_text:
+            if request.has_stop_text:
                 text += self._decoder.feed(stop_token) + self._decoder.flush()
-            piece = self._piece(text, [stop_token] if asked.has_ids else ())
-            is_own = stop_token in asked.stop_token_ids
+            piece = self._piece(text, [stop_token] if request.has_ids else ())
+            is_own = stop_token in request.stop_token_ids
             self._finish(pieces, piece, STOP, stop_token if is_own else None)
 
     def _stops_at(self, token_id: int) -> bool:
         """Whether the first token alone contains a stop string."""
-        if self.asked.stops is None or self.asked.min_tokens:
+        if self.request.stops is None or self.request.min_tokens:
             return False
-        matcher = StopMatcher(self.asked.stops)
+        matcher = StopMatcher(self.request.stops)
         matcher.feed(self._detokenizer().feed(token_id))
         return matcher.is_stopped
 
     def _text_of(self, token_id: int) -> str:
         self.num_tokens += 1
         text = self._decoder.feed(token_id)
-        if self._stops is not None and self.num_tokens > self.asked.min_tokens:
+        if self._stops is not None and self.num_tokens > self.request.min_tokens:
             return self._until_stop(self._stops, text)
         return text
 
     def _until_stop(self, stops: StopMatcher, text: str) -> str:
         text = stops.feed(text)
-        return text + stops.stop if stops.stop and self.asked.has_stop_text else text
+        return text + stops.stop if stops.stop and self.request.has_stop_text else text
 
     def _rest(self) -> str:
         text = self._decoder.flush()
@@ -339,31 +339,31 @@ class Choice:
             return text
         return self._until_stop(self._stops, text) + self._stops.flush()
 
-    def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Piece:
+    def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
         scores, self._scores = self._scores, []
         parts = None if self._reader is None else self._noted(self._reader.feed(text))
         prompt_scores, self._prompt_scores = self._prompt_scores, ()
-        return Piece(text, token_ids, scores, None, parts, prompt_scores)
+        return Delta(text, token_ids, scores, None, parts, prompt_scores)
 
     def _noted(self, parts: list[Part]) -> list[Part]:
         if parts:
             self._num_parts.update(map(type, parts))
             self._is_reasoning = isinstance(parts[-1], Reasoning)
-        if not self.asked.shows_reasoning:
+        if not self.request.shows_reasoning:
             return [part for part in parts if not isinstance(part, Reasoning)]
         return parts
 
     def _detokenizer(self) -> Detokenizer:
-        return self.asked.tokenizer.detokenizer(self.prompt, self.asked.shown)
+        return self.request.tokenizer.detokenizer(self.prompt, self.request.shown)
 
     def _finish(
-        self, pieces: list[Piece], last: Piece, reason: str, stop_reason: str | int | None = None
+        self, pieces: list[Delta], last: Delta, reason: str, stop_reason: str | int | None = None
     ) -> None:
         # The end goes out with the last token where possible: clients take each event for a token.
         ending = [*pieces[-1:], last]
         del pieces[-1:]
         if self._reader is not None:
-            ending.append(Piece("", parts=self._noted(self._reader.flush())))
+            ending.append(Delta("", parts=self._noted(self._reader.flush())))
         are_finished = 0 < self._num_parts[CallStart] == self._num_parts[CallEnd]
         self.finish_reason = "tool_calls" if are_finished and reason == STOP else reason
         self.stop_reason = stop_reason
@@ -379,13 +379,13 @@ class Core(Protocol):
 
 
 class Writer(Protocol):
-    """Who writes the answer."""
+    """The writer of the response."""
 
     def wake(self) -> None:
         """There is something to take."""
 
     def write(self) -> None:
-        """There is something to take that somebody waits for: it is taken and sent at once."""
+        """Write pending events at once."""
 
     def overrun(self) -> None:
         """A choice has more untaken tokens than anyone should let pile up."""
@@ -394,8 +394,8 @@ class Writer(Protocol):
 class Completion:
     """The choices of one HTTP request, submitted together and ended together."""
 
-    def __init__(self, core: Core, asked: CompletionRequest, writer: Writer) -> None:
-        self.asked = asked
+    def __init__(self, core: Core, request: CompletionRequest, writer: Writer) -> None:
+        self.request = request
         self._core = core
         self._writer = writer
         self._dirty: dict[Choice, None] = {}
@@ -415,7 +415,7 @@ class Completion:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the log says of it."""
+        """The completion's fields of the log line."""
         ends = [choice.end for choice in self.choices if choice.end is not None]
         return {"choices": len(self.choices), **facts(ends)}
 
@@ -426,9 +426,11 @@ class Completion:
             WireError: One was refused.  Whatever is raised, none is left running.
         """
         try:
-            for index, (request, prefix) in enumerate(self.asked.requests):
+            for index, (request, prefix) in enumerate(self.request.requests):
                 limit = request.options.max_tokens or sys.maxsize
-                choice = Choice(index, request.token_ids, self.asked, self._on_wake, prefix, limit)
+                choice = Choice(
+                    index, request.token_ids, self.request, self._on_wake, prefix, limit
+                )
                 self.choices.append(choice)
                 choice.handle = self._core.submit(request, choice)
                 self._num_open += 1
@@ -437,7 +439,7 @@ class Completion:
             self.let_go()
             raise
 
-    def take(self) -> list[tuple[Choice, list[Piece]]]:
+    def take(self) -> list[tuple[Choice, list[Delta]]]:
         """Return what the choices that moved since the last call have to show.
         Where more than MAX_AT_ONCE tokens wait, it takes that many and wakes the writer again.
         """

@@ -1,4 +1,4 @@
-"""Pieces of an answer: what a token, or several, add to it."""
+"""Deltas: the text and tokens that one or several generated tokens add to a response."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def scored_prompt(
     return scores
 
 
-class Piece(NamedTuple):
-    """What one event shows: text, the tokens if asked for, and in the last one why it ended.
+class Delta(NamedTuple):
+    """The content of one event: text, tokens if asked for, and in the last the finish reason.
 
     `parts` are what the text came to in a request with a reader, which may hold some back; else
     None, and the text is all content.
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
     @property
     def content(self) -> str | None:
-        """The text that is content; None where there is something else beside it."""
+        """The text if the delta is only content, else None."""
         if self.parts is None:
             return self.text
         if all(isinstance(part, Content) for part in self.parts):
@@ -65,13 +65,13 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 16)
-def plain(text: str) -> Piece:
+def plain(text: str) -> Delta:
     """Return the piece of a token that shows its text only: as most do, and most recur."""
-    return Piece(text)
+    return Delta(text)
 
 
-def joined(pieces: Iterable[Piece]) -> Piece:
-    """Return the pieces of one choice as a single one."""
+def joined(pieces: Iterable[Delta]) -> Delta:
+    """Merge deltas of one choice into one."""
     texts: list[str] = []
     token_ids: list[int] = []
     scores: list[ScoredToken] = []
@@ -86,7 +86,7 @@ def joined(pieces: Iterable[Piece]) -> Piece:
         if piece.parts is not None:
             found = [*(found or ()), *piece.parts]
         finish_reason = piece.finish_reason
-    return Piece(
+    return Delta(
         "".join(texts),
         token_ids,
         scores,

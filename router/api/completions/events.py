@@ -1,4 +1,4 @@
-"""Server-sent events, the frames of a streamed answer.
+"""Server-sent events: the frames of a streamed response.
 
 Events never carry ``id:`` (after one, a client may take a later comment for an empty event).
 """

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as completions and as chats have them."""
+"""Log-probabilities of tokens, in the forms of completions and of chats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from router.api.completions.completion import Choice
-from router.api.completions.deltas import Piece, ScoredToken
+from router.api.completions.deltas import Delta, ScoredToken
 from router.text.tokenizer import Tokenizer
 
 # JSON has no infinity.
@@ -67,14 +67,14 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
     }
 
 
-def prompt_logprobs(choice: Choice, piece: Piece) -> dict[str, Any]:
-    """Return `prompt_logprobs`, as vLLM has them: an entry for each token, null if not asked for.
+def prompt_logprobs(choice: Choice, piece: Delta) -> dict[str, Any]:
+    """Return `prompt_logprobs`, as vLLM has them: an entry for each token, null if not requested.
 
     It has the token itself first, then the likeliest ones; `rank` is null where it is not known.
     """
-    if not choice.asked.has_prompt_logprobs:
+    if not choice.request.has_prompt_logprobs:
         return {"prompt_logprobs": None}
-    tokenizer, entries = choice.asked.names, list[msgspec.Raw]()
+    tokenizer, entries = choice.request.names, list[msgspec.Raw]()
     for score in piece.prompt_scores:
         ranked: dict[str, dict[str, Any]] = {}
         if score.logprobs is not None:
@@ -96,17 +96,17 @@ def encoded(render: Render, choice: Choice, scores: Sequence[ScoredToken]) -> di
     There may be millions of numbers: given all of them at once, the encoder would hold the GIL for
     longer than others should wait.
     """
-    if not choice.asked.has_logprobs:
+    if not choice.request.has_logprobs:
         return None
-    body = render(choice.asked.names, ())
+    body = render(choice.request.names, ())
     for start in range(0, len(scores), _SLICE):
-        for name, values in render(choice.asked.names, scores[start : start + _SLICE]).items():
+        for name, values in render(choice.request.names, scores[start : start + _SLICE]).items():
             if values:
                 body[name] += [msgspec.Raw(msgspec.json.encode(value)) for value in values]
     return body
 
 
-def size_of_scores(pieces: Iterable[Piece]) -> int:
+def size_of_scores(pieces: Iterable[Delta]) -> int:
     """About how many bytes the log-probabilities of an answer will have."""
     scored = [
         score.logprobs

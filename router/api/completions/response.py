@@ -1,16 +1,16 @@
-"""What makes bytes of a completion, and what every answer says of itself; types only."""
+"""Types of a response: its encoder, and the fields that every response has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.errors import HttpError
 
 
 class Head(NamedTuple):
-    """What every answer says of itself."""
+    """The fields that every response has."""
 
     request_id: str
     created: int
@@ -25,7 +25,7 @@ class Answer(Protocol):
     # What stands around the text of every further token that shows nothing else; None: it differs.
     usual: tuple[bytes, bytes] | None
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, pieces: Sequence[Delta]) -> bytes:
         """Return the body of an answer that is not streamed, of a piece for each choice."""
 
     def take(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What a completion has cost, as `usage` of the OpenAI API says it."""
+"""`usage` of a completion, as in the OpenAI API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PromptDetails(Struct):
 
 
 class KvTransfer(Struct):
-    """What the transfer from prefill to decode cost.
+    """Cost of the transfer from prefill to decode worker.
 
     `seconds` is from the offer's acceptance to the last byte, `transfer_seconds` the part of it in
     which bytes were under way; `bytes` over the latter is the bandwidth.
@@ -27,7 +27,7 @@ class KvTransfer(Struct):
 
 
 class BatonUsage(Struct):
-    """What only Baton knows; `kv_transfer` is null where no KV was sent, and until it is known."""
+    """Usage that only Baton reports; `kv_transfer` is null until known, and if no KV was sent."""
 
     kv_transfer: KvTransfer | None
 
@@ -56,7 +56,7 @@ def usage_body(
 
 
 def running_usage(choice: Choice, num_tokens: int) -> UsageBody:
-    """Return what one choice has cost when `num_tokens` of it are shown."""
+    """Return the usage of one choice after `num_tokens` of it."""
     return _usage(len(choice.prompt), num_tokens, choice.cached_tokens)
 
 

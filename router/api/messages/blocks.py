@@ -1,4 +1,4 @@
-"""Content blocks, and the messages of a chat that they become.
+"""Content blocks, and the chat messages that they become.
 
     text          the content of a message; several are lines of it
     thinking      `reasoning_content` of an assistant's message; nobody here checks its signature
@@ -111,7 +111,7 @@ _TEXTS: Final = ("content", "reasoning_content")
 
 
 class Chat:
-    """The messages of a chat that those of a body become, one after another."""
+    """Converts the messages of a body to those of a chat, one after another."""
 
     def __init__(self) -> None:
         # Of these, texts are lists of lines until all are there.

@@ -1,4 +1,4 @@
-"""POST /v1/messages and its count_tokens: what a client sends, and what is asked of the core.
+"""POST /v1/messages and count_tokens: request bodies, and the core requests made of them.
 
 Every field of Anthropic's API has an answer here: it works; or its type takes only what changes
 nothing, such as `null`; or it is said to have no effect.  A field that is not here is refused, as

@@ -1,4 +1,4 @@
-"""Errors in the shape that Anthropic's clients parse.
+"""Errors in the form that Anthropic's clients parse.
 
 The statuses are those of every route, also where Anthropic has one of its own (529 for 503): who
 stands between, a proxy or a balancer, knows these, and the clients ask again after either.
@@ -43,7 +43,7 @@ def message_error(error: HttpError, request_id: str) -> bytes:
 
 
 def check_version(given: bytes | None) -> None:
-    """Refuse a version of the API that is not spoken here; none at all means one that is.
+    """Refuse an unsupported version of the API; no version means a supported one.
 
     Raises:
         HttpError: 400.

@@ -1,4 +1,4 @@
-"""The answer to /v1/messages: a message whole, or the events that it grows by.
+"""Responses of /v1/messages: a whole message, or its stream of events.
 
 A message is a list of blocks, each of one kind; a part of another kind than the last begins a new
 one.  Pure, but for the ids of calls, which must differ from all others in a conversation.
@@ -16,7 +16,7 @@ import msgspec
 from pydantic_core import from_json
 
 from router.api.completions.completion import Completion
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.events import event
 from router.api.completions.response import Head
 from router.api.completions.usage import usage_body
@@ -69,7 +69,7 @@ class MessageAnswer:
         self._eager = eager
         self._blocks: BlockEvents | None = None
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, pieces: Sequence[Delta]) -> bytes:
         (piece,) = pieces
         content = blocks_of(_parts(piece))
         return _encode(self._message(content) | self._ending(piece) | {"usage": self._usage()})
@@ -108,7 +108,7 @@ class MessageAnswer:
             "content": content,
         }
 
-    def _ending(self, piece: Piece) -> dict[str, str | None]:
+    def _ending(self, piece: Delta) -> dict[str, str | None]:
         (choice,) = self._completion.choices
         if piece.finish_reason == "stop" and isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
@@ -163,7 +163,7 @@ class BlockEvents:
         return begun + self._say(text)
 
     def close(self) -> bytes:
-        """Return the end of the open block, if there is one."""
+        """Return the end event of the open block, if any."""
         if not self._kind:
             return b""
         last = b""
@@ -207,7 +207,7 @@ def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return what the JSON text of a call says: of one that is cut short the values that are whole.
+    """Parse the JSON arguments of a call; if they are cut short, keep the complete values.
 
     A number at the very end counts as whole, as nothing shows that digits are missing.  It is the
     parser with which Anthropic's client reads a stream that ends there.  Text that is no object
@@ -234,7 +234,7 @@ def empty_block(part: Part) -> dict[str, Any]:
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _parts(piece: Piece) -> Sequence[Part]:
+def _parts(piece: Delta) -> Sequence[Part]:
     return (Content(piece.text),) if piece.parts is None else piece.parts
 
 

@@ -1,4 +1,4 @@
-"""The description of the API as OpenAPI 3.1 has it, made of the types that bodies are read with.
+"""The OpenAPI 3.1 document, generated from the types that parse bodies.
 
 It is the same for every router, so that it says nothing about this one.
 """
@@ -116,7 +116,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _portable(schema: Any) -> Any:
-    """Return a schema in whose patterns the end of a text is what JSON Schema calls it."""
+    """Return a schema whose patterns use JSON Schema's anchor for the end of a text."""
     if isinstance(schema, list):
         return [_portable(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""What can be asked of the API: every operation, with its body, its answer and its statuses."""
+"""The operations of the API, each with its body, its response and its statuses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Operation(NamedTuple):
 
     @property
     def refusals(self) -> list[int]:
-        """The statuses that it may have beside 200, and that are no answer to what is asked."""
+        """The statuses of its refusals."""
         keyed = set() if self.is_open else {401, 403}
         named = {404} if "{" in self.path else set()
         read = {404, 413, 415, 429} if self.body else set()

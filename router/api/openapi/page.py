@@ -1,4 +1,4 @@
-"""The description of the API as one page to read: no script, and nothing from elsewhere."""
+"""The API's description as one HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Return a table whose first column is code; the others are HTML already."""
+    """Return an HTML table; the first column is code, the others are HTML already."""
     lines = [
         f"<tr><td><code>{escape(first)}</code>" + "".join([f"<td>{each}" for each in rest])
         for first, *rest in rows

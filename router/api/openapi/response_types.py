@@ -1,4 +1,4 @@
-"""What answers look like, as types: for the description of the API, which promises them.
+"""Response bodies as types, for the OpenAPI document.
 
 They are made field by field elsewhere, as they are asked for; tests hold them to these types.  An
 answer may have further fields, and those with a default may be missing.

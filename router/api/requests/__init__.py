@@ -1,1 +1,1 @@
-"""What a request asks for: fields and their ranges, conversations, structures."""
+"""Request bodies: fields and their ranges, conversations, structures."""

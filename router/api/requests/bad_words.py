@@ -1,4 +1,4 @@
-"""`bad_words`: words that an answer must not have, as the sequences of tokens that spell them.
+"""`bad_words`: words kept out of an answer, as sequences of token ids.
 
 A model writes a word with the tokens that the tokenizer has for it, so without these the word does
 not come.  Where an answer is held to a structure it may have to: if nothing but the word is left,

@@ -1,4 +1,4 @@
-"""What all requests for an answer have in common: fields, ranges, and the options they become.
+"""Fields that all request bodies share, their ranges, and the options they become.
 
 A field that clients know and we have not is in `router.api.requests.unsupported_fields`.  `null`
 always means the default.  A number may come as text, as JSON libraries of some languages write it:
@@ -72,7 +72,7 @@ class StreamOptions(Struct):
 
 
 class Sampled(Struct, kw_only=True):
-    """What both kinds of completion share."""
+    """Fields that both kinds of completion share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -156,7 +156,7 @@ class Sampled(Struct, kw_only=True):
 
     @property
     def wanted(self) -> Wanted | None:
-        """What the answer's text has to be.
+        """The structure that the answer's text must match.
 
         Raises:
             HttpError: 400; two fields ask for two structures, or one for what is not there.
@@ -190,7 +190,7 @@ class Sampled(Struct, kw_only=True):
         return tuple([(int(key), bias) for key, bias in biases.items()])
 
     def options(self, *, seed: int, max_tokens: int, defaults: Defaults = NEUTRAL) -> Options:
-        """Return what the workers are told; `seed` is used when the client gave none."""
+        """Return the options for workers; `seed` is used when the client gave none."""
         sampling = {
             name: getattr(defaults, name) if (value := getattr(self, name)) is None else value
             for name in SAMPLING
@@ -228,11 +228,11 @@ class Sampled(Struct, kw_only=True):
 
 
 class Body(Protocol):
-    """What `parse` reads."""
+    """The type that `parse` reads."""
 
     @property
     def model(self) -> str | None:
-        """The model that is asked for; None for the one there is."""
+        """The requested model; None for the served one."""
 
     def check(self) -> None:
         """Refuse, with an HttpError, what no single field's range can say."""
@@ -279,7 +279,7 @@ def misfit(error: msgspec.ValidationError, kind: type, place: str = "") -> HttpE
 
 
 def _words(kind: inspect.Type, path: Sequence[str]) -> list[str]:
-    """Return what the value at `path` of a `kind` may be, if it is one of a few words."""
+    """Return the words allowed at `path` of a `kind`, if its type is an enumeration."""
     inner: Sequence[inspect.Type] = ()
     match kind:
         case inspect.UnionType(types):

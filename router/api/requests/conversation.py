@@ -1,4 +1,4 @@
-"""A conversation that the model is to go on with: messages as chat templates want them, and tools.
+"""A request's conversation: messages in the form of chat templates, and tools.
 
 Chats, responses and messages all come down to this.
 """
@@ -67,7 +67,7 @@ class Tool(NamedTuple):
 
 
 class ToolChoice(NamedTuple):
-    """Whether the model may call tools, or must; `names` are those of the only ones, if any."""
+    """Whether the model may or must call tools; `names` restricts them, if given."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     names: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What is said so far, in the messages of a chat, and what may come next."""
+    """A conversation so far, in messages of a chat, and constraints on its next message."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool] = ()
@@ -131,7 +131,7 @@ def has_generation_prompt(asked: bool | None, continue_final_message: bool | Non
 
 
 def tool_choice(word: str | None) -> ToolChoice:
-    """Return the tool choice that is one word; none means auto.
+    """Return the tool choice given by one word; None means auto.
 
     Raises:
         HttpError: 400; it is another word.

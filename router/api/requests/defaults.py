@@ -1,4 +1,4 @@
-"""What a request is sampled with where it does not say: neutral values, or those of the model.
+"""Sampling defaults of a request: neutral values, or those of the model.
 
 Who trained a model may recommend values in its generation_config.json.
 """

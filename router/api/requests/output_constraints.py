@@ -1,4 +1,4 @@
-"""What the answer to a conversation is held to: calls of tools, a format, reasoning before either.
+"""Constraints on the answer to a conversation: tool calls, a format, reasoning before either.
 
 A structure begins with an answer's first character, and what a model thinks before it answers is
 none of the structure's affair: where it reasons, both become one grammar.

@@ -1,4 +1,4 @@
-"""Structured output: what an answer's text has to be, as OpenAI, vLLM and older clients say it.
+"""Structured output: constraints on an answer's text, in the forms of OpenAI, vLLM and others.
 
 `response_format` is OpenAI's field, `structured_outputs` vLLM's, `guided_…` are its older ones.
 All come down to one structure of SPEC 4.9.  A request may name one; two are refused, for an answer
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
     tools: Sequence[lark.Tool] = ()
 
     def settle(self) -> Structure:
-        """Return what the workers are told.  It takes up to 0.3 s: call it in a thread.
+        """Return the structure for workers.  It takes up to 0.3 s: call it in a thread.
 
         Raises:
             HttpError: 400; no answer can be held to it.
@@ -158,7 +158,7 @@ def wanted_of_guided(
 
 
 def one_of(found: list[Wanted]) -> Wanted | None:
-    """Return the only one, if there is any.
+    """Return the only given structure, if any.
 
     Raises:
         HttpError: 400; there are two.

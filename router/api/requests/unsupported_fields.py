@@ -1,4 +1,4 @@
-"""What becomes of the fields that OpenAI's schema and vLLM's server have and our bodies have not.
+"""Fields of OpenAI's schema and vLLM's server that our bodies lack: ignored or refused.
 
 Every name that these two know has an answer: it is a field of the body, or it stands here.  Here
 are those that are refused, each with the values that ask for nothing, and those without effect on
@@ -23,7 +23,7 @@ class Refused(NamedTuple):
 
 
 class Fields:
-    """The fields of one endpoint that its body does not have, with what is said of each."""
+    """The fields that an endpoint's body lacks, with the message for each."""
 
     def __init__(self, refused: Mapping[str, Refused], without_effect: Mapping[str, str]) -> None:
         self.refused = refused

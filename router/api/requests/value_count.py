@@ -1,4 +1,4 @@
-"""How many values a body may have: they are counted before it is decoded.
+"""Bounds the number of values in a body, before it is decoded.
 
 Decoding holds the GIL from the first byte to the last, and four megabytes of ``[],[],…`` become a
 million objects meanwhile: the event loop would wait for all of them.  Counting takes a few

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the fields of its body, and the conversation they ask to go on with.
+"""POST /v1/responses: the fields of its body, and the conversation that it continues.
 
 What this API has beside sampling is here; sampling is as for the other endpoints, with the further
 fields that they take.
@@ -218,7 +218,7 @@ class ResponseBody(Sampled, kw_only=True):
         )
 
     def echo(self) -> dict[str, Any]:
-        """What a response says of its request, encoded once, for it is said several times."""
+        """The fields of a response that repeat its request, encoded once."""
         text, reasoning = self.text or TextOptions(), self.reasoning or ReasoningOptions()
         said: dict[str, Any] = {
             "instructions": self.instructions,

@@ -1,4 +1,4 @@
-"""POST /v1/responses: from a body, and what it goes on from, to a request of the core."""
+"""POST /v1/responses: from a body and a kept response to a core request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.api.requests.unsupported_fields import RESPONSES
 from router.api.requests.value_count import check_values
 from router.api.responses.body import ResponseBody
 from router.api.responses.items import Item, encode_items
-from router.api.responses.response import ResponseAnswer, Told, response_id
+from router.api.responses.response import FixedFields, ResponseAnswer, response_id
 from router.api.responses.store import KeptResponse, KeptResponses
 
 # Of the items before an answer and those that it goes on with, in JSON: as of a body.
@@ -53,7 +53,7 @@ def read(
         if body.is_kept:
             kept.keep(response_id(key), KeptResponse(asker.client, response, before))
 
-    answer = partial(ResponseAnswer, told=Told(key, body.echo(), keep))
+    answer = partial(ResponseAnswer, fixed=FixedFields(key, body.echo(), keep))
     return model.converse(body.go_on(items, model), body, asker, answer)
 
 

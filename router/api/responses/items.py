@@ -1,4 +1,4 @@
-"""Items: what a conversation consists of in this API, and the messages of a chat they come down to.
+"""Items: the parts of a conversation in this API, and the chat messages that they become.
 
 A message, reasoning, a call of a function and what it returned are an item each, in the input as in
 the output, so that a client can send an output back as it came.  Chat templates know messages only:
@@ -84,7 +84,7 @@ class Item(Struct):
 
     @property
     def reasoning(self) -> str:
-        """What a reasoning item says: in full, or else its summary."""
+        """The text of a reasoning item: in full, or else its summary."""
         return _text(self.content) or _text(self.summary)
 
     @property

@@ -1,4 +1,4 @@
-"""The output of a response: its items, made of the parts of an answer, and the events about them.
+"""The output of a response: items made of the parts of an answer, and their events.
 
 An item is open while parts of it come and done when a part of another one does.  It is completed,
 but for an unfinished call and for the last one where the answer was cut.  The items are a
@@ -39,7 +39,7 @@ class OpenItem:
         return "".join(self.texts)
 
     def fields(self, content: list[Any]) -> dict[str, Any]:
-        """What the item has beside its type, id and status."""
+        """The fields of the item beside its type, id and status."""
         raise NotImplementedError
 
     def part(self) -> dict[str, Any] | None:
@@ -47,7 +47,7 @@ class OpenItem:
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """What the event says that ends the text."""
+        """The fields of the event that ends the text."""
         return {"text": self.text}
 
     def document(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Output:
         return [*self._done, *([self._open.document(status)] if self._open else ())]
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[Any] = ()) -> None:
-        """Go on with these parts; `logprobs` are those of the tokens that they came in.
+        """Append parts; `logprobs` are those of their tokens.
 
         A message has the log-probabilities of all tokens that came before its end, also of those
         without text, or whose text is reasoning; they wait for text of the message.
@@ -155,7 +155,7 @@ class Output:
                 self._extend(part.text)
 
     def end(self, status: str) -> None:
-        """The last item is done, and the only one is an empty message if there was nothing."""
+        """End the last item; an empty output gets one empty message."""
         if self._open is None:
             self._begin(OpenMessage(self._key, 0))
         if self._waiting and isinstance(self._open, OpenMessage):

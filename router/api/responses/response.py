@@ -1,4 +1,4 @@
-"""The answer to POST /v1/responses: a response, or the events in which it comes to be."""
+"""Responses of POST /v1/responses: a whole response, or its stream of events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from router.api.completions.completion import Choice, Completion
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.events import PING
 from router.api.completions.logprobs import chat_logprobs, encoded
 from router.api.completions.response import Head
@@ -17,8 +17,8 @@ from router.api.errors import HttpError
 from router.api.responses.output import Output, content_of
 
 
-class Told(NamedTuple):
-    """What is known of a response before its first token.
+class FixedFields(NamedTuple):
+    """The fixed fields of a response, known before generation starts.
 
     `key` is what its id and those of its items are made of, `echo` what it says of its request, and
     `keep` takes the response when it is complete.
@@ -35,25 +35,25 @@ class ResponseAnswer:
     ping = PING
     usual: tuple[bytes, bytes] | None = None
 
-    def __init__(self, completion: Completion, head: Head, *, told: Told) -> None:
+    def __init__(self, completion: Completion, head: Head, *, fixed: FixedFields) -> None:
         self._completion = completion
-        self._told = told
-        options = completion.asked.requests[0][0].options
+        self._fixed = fixed
+        options = completion.request.requests[0][0].options
         self._head: Final[dict[str, Any]] = {
-            "id": response_id(told.key),
+            "id": response_id(fixed.key),
             "object": "response",
             "created_at": head.created,
             "model": head.model,
             "temperature": options.temperature,
             "top_p": options.top_p,
-            **told.echo,
+            **fixed.echo,
         }
-        self._output = Output(told.key, is_streamed=completion.asked.is_streamed)
+        self._output = Output(fixed.key, is_streamed=completion.request.is_streamed)
         self._is_begun = False
         self._status = "in_progress"
         self._is_over_limit = False
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, pieces: Sequence[Delta]) -> bytes:
         [choice], [piece] = self._completion.choices, pieces
         self._add(choice, piece)
         return self._finish()
@@ -82,7 +82,7 @@ class ResponseAnswer:
         self._output.say("response.created", response=response)
         self._output.say("response.in_progress", response=response)
 
-    def _add(self, choice: Choice, piece: Piece) -> None:
+    def _add(self, choice: Choice, piece: Delta) -> None:
         logprobs = encoded(chat_logprobs, choice, piece.scores)
         parts = content_of(piece.text) if piece.parts is None else piece.parts
         self._output.add(parts, logprobs["content"] if logprobs else ())
@@ -97,7 +97,7 @@ class ResponseAnswer:
         details = {"reason": "max_output_tokens"} if self._is_over_limit else None
         document = self._document(self._status, incomplete_details=details, usage=self._usage())
         response = msgspec.json.encode(document)
-        self._told.keep(response)
+        self._fixed.keep(response)
         return response
 
     def _document(self, status: str, **known: Any) -> dict[str, Any]:

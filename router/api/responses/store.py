@@ -1,4 +1,4 @@
-"""Responses that are kept, for later ones to go on from: a bounded number, each its asker's.
+"""Kept responses, for later ones to continue: a bounded number, private to each client.
 
 Kept as bytes, which can be counted and which nobody has to walk through: for every response its
 answer, and the items that came before it, those of earlier responses included.  So each stands
@@ -103,7 +103,7 @@ class KeptResponses:
         return max(num, self._bytes_of_asker[asker] / self._max_bytes)
 
     def missing(self, name: str, param: str | None = None) -> HttpError:
-        """Return the 404 for a response that is not here, or somebody else's: nobody is told."""
+        """Return the 404 for a response that is missing or another client's, alike."""
         return HttpError(
             404,
             f"Response with id {shown(name)} not found: it was made with store false, or by "

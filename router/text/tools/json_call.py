@@ -1,4 +1,4 @@
-"""A tool call as a JSON object: `{"name": …, "arguments": {…}}`, its members in any order.
+"""A tool call as a JSON object, `{"name": …, "arguments": {…}}`, its members in any order.
 
 The arguments are the model's own text of that object, given as it comes: from its brace to the one
 that closes it, well-formed or not, since whoever asked can do more with it than with nothing; the
@@ -24,7 +24,7 @@ _ENDS_OF_SCALARS: Final = frozenset('{}[],:" \t\r\n')
 
 
 def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") -> Steps[bool]:
-    """Read a call that begins here; False where there is none, and then what was read is held.
+    """Read a call that begins here; if there is none return False and hold back the text read.
 
     A call without arguments has `{}`, unless it `needs_arguments` to be told from an object that is
     content.  A character of `breaks` outside strings ends arguments whose braces do not close.
@@ -94,7 +94,7 @@ def _key(scan: Scan) -> Steps[str | None]:
 
 
 def _string(scan: Scan) -> Steps[str | None]:
-    """Hold a string and return what it says; None where there is none."""
+    """Hold back a string and return its value; None if there is none."""
     if scan.char != '"':
         return None
     try:

@@ -1,4 +1,4 @@
-"""What grammars of tool calls are made of, in llguidance's dialect of Lark.
+"""Building blocks of tool-call grammars, in llguidance's dialect of Lark.
 
 A family's grammar is the rule `answer` and those it needs.  `TEXT`, any text at all, is there.
 """
@@ -23,7 +23,7 @@ class Tool(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What calls a grammar is to allow."""
+    """The calls that a grammar allows."""
 
     tools: Sequence[Tool]
     # How a mark of the family is written in the grammar: as a token, if it is one.
@@ -39,7 +39,7 @@ def literal(text: str) -> str:
 
 
 def schema(parameters: Mapping[str, Any], **options: object) -> str:
-    """Anything that is valid by `parameters`; what those say to llguidance itself is not heard."""
+    """JSON that is valid by `parameters`; options for llguidance in them are ignored."""
     return "%json " + json.dumps({**parameters, "x-guidance": {**_LAYOUT, **options}})
 
 

@@ -172,7 +172,7 @@ def grammar(wanted: Wanted) -> str:
 
 
 def _call_rules(rule: str, tool: Tool) -> list[str]:
-    """One rule for the call and two for each argument on: with and without one before it."""
+    """One rule for the call, and two for each argument on: first, or after another."""
     parameters = tool.parameters
     if unknown := parameters.keys() - _OF_PARAMETERS:
         raise refused(tool, f"cannot have {min(unknown)!r}: this model calls in Python's syntax")

@@ -1,4 +1,4 @@
-"""What products of int8 are compared with, number by number, in NumPy."""
+"""A NumPy model of int8 products, number by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bfloat16 products are compared with, and what they leave of the processor's tiles."""
+"""A model of bfloat16 products, and a look at the processor's tiles after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is the compiled backend's own; `test_operators` has what it computes."""
+"""Tests of the compiled backend alone; `test_operators` tests its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is given arrives where it belongs, each time from where it lies then."""
+"""Inputs of a step arrive at their place, wherever they are each time."""
 
 from __future__ import annotations
 

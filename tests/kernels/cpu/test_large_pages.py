@@ -1,4 +1,4 @@
-"""What is copied into large pages is what it was, wherever it lies."""
+"""Copies into large pages are equal to the originals, wherever they are."""
 
 from __future__ import annotations
 

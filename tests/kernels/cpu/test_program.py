@@ -47,7 +47,7 @@ def steps(count: int) -> tuple[Numbers, list[Operation]]:
 
 
 def after(count: int) -> list[int]:
-    """What `count` operations make of zeros: x -> 2 x + 1."""
+    """`count` operations x -> 2 x + 1, applied to zeros."""
     return [2**count - 1] * SIZE
 
 

@@ -1,4 +1,4 @@
-"""What the host refuses and plans: structs as in the sources, widths of loads, threads, grids."""
+"""Launches: refusals, structs as in the sources, widths of loads, threads, grids."""
 
 from __future__ import annotations
 

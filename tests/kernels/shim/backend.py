@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import math
@@ -79,26 +80,39 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
 
 
 def library(name: str, program: str) -> Path:
-    """Compile a program, unless that has been done."""
+    """Compile a program that begins with cuda_cpu.h, unless that has been done."""
+    target = BUILD / f"{name}-{_digest(program)}.so"
+    return _once(target, ["-shared", f"-I{_precompiled().parent}", "-x", "c++", "-"], program)
+
+
+def _precompiled() -> Path:
+    """Return cuda_cpu.h as g++ has parsed it: half of the time of a compilation."""
+    header = HERE / "cuda_cpu.h"
+    target = BUILD / _digest("") / f"{header.name}.gch"
+    return _once(target, ["-x", "c++-header", str(header)], "")
+
+
+@functools.cache
+def _digest(program: str) -> str:
     headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
-    digest = hashlib.sha256((program + headers).encode()).hexdigest()
-    target = BUILD / f"{name}-{digest[:16]}.so"
+    return hashlib.sha256((program + headers).encode()).hexdigest()[:16]
+
+
+def _once(target: Path, arguments: Sequence[str], program: str) -> Path:
     if not target.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling just this
             if not target.exists():
-                _compile(program, target)
+                _compile(target, arguments, program)
     return target
 
 
-def _compile(program: str, target: Path) -> None:
+def _compile(target: Path, arguments: Sequence[str], program: str) -> None:
     made = target.with_suffix(".part")
-    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-x", "c++", "-"]
+    command = ["g++", "-O1", "-std=c++17", "-fPIC", "-w", *arguments, "-o", str(made)]
     command += [f"-I{place}" for place in (HERE, *cuda_headers())]
-    done = subprocess.run(
-        [*command, "-o", str(made)], input=program, text=True, capture_output=True, check=False
-    )
+    done = subprocess.run(command, input=program, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     made.replace(target)
 

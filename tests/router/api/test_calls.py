@@ -69,7 +69,7 @@ class Asked(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What a client has of an answer: its calls, which are finished ones, and why it ended."""
+    """A client's view of an answer: its calls, the finished ones, and the finish reason."""
 
     arguments: list[Any]
     is_finished: list[bool]

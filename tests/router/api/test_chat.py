@@ -11,7 +11,7 @@ import pytest
 
 from router.api.chat import ChatAnswer, ChatBody
 from router.api.completions.completion import Choice, Completion, CompletionRequest
-from router.api.completions.deltas import Piece, ScoredToken, joined
+from router.api.completions.deltas import Delta, ScoredToken, joined
 from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
@@ -41,8 +41,8 @@ def choice(**asked: Any) -> Choice:
     return Choice(1, (5, 6), request, lambda choice: None, prefix="<")
 
 
-def entry(subject: Choice, piece: Piece) -> dict[str, Any]:
-    completion = Completion(Core(), subject.asked, Writer())
+def entry(subject: Choice, piece: Delta) -> dict[str, Any]:
+    completion = Completion(Core(), subject.request, Writer())
     return ChatAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
 
 
@@ -107,7 +107,7 @@ def test_the_content_of_calls_alone(tmp_path: Path, wanted: Any, content: str | 
     completion = Completion(Core(), asked, Writer())
     completion.submit()
     parts: list[Part] = [CallStart(0, "get"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
-    calls = Piece("", finish_reason="tool_calls", parts=parts)
+    calls = Delta("", finish_reason="tool_calls", parts=parts)
     [said] = json.loads(asked.answer(completion, Head("1", 7, "m")).whole([calls]))["choices"]
     assert said["message"]["content"] == content
     [call] = said["message"]["tool_calls"]
@@ -163,10 +163,10 @@ def test_tools_are_refused_for_a_model_whose_calls_nobody_can_read(
 
 
 def test_scores_of_the_prompt_are_null_where_nobody_asks() -> None:
-    completion = Completion(Core(), choice().asked, Writer())
+    completion = Completion(Core(), choice().request, Writer())
     answer = ChatAnswer(completion, Head("1", 7, "m"))
-    assert answer.about_prompt(choice(is_streamed=False), Piece("")) == {"prompt_logprobs": None}
-    assert answer.about_prompt(choice(), Piece("")) == {}
+    assert answer.about_prompt(choice(is_streamed=False), Delta("")) == {"prompt_logprobs": None}
+    assert answer.about_prompt(choice(), Delta("")) == {}
 
 
 @pytest.mark.parametrize("shows_reasoning", [True, False])
@@ -205,7 +205,7 @@ def test_chat_logprobs() -> None:
 
 
 def test_a_entry() -> None:
-    body = entry(choice(has_logprobs=True), Piece("ab", [A, B], SCORES, "length"))
+    body = entry(choice(has_logprobs=True), Delta("ab", [A, B], SCORES, "length"))
     assert body["message"] == {
         "role": "assistant",
         "content": "<ab",

@@ -50,7 +50,7 @@ def test_a_prompt_that_leaves_no_room(model: ServedModel, prompt: Any, count: st
 
 
 def test_an_echo_alone_may_fill_the_context(model: ServedModel) -> None:
-    """What is drawn after it is not shown, so it needs no room."""
+    """Tokens after it are not shown, so they need no room."""
     full, longer = [7] * 100, [7] * 101
     [(request, _)] = complete(model, prompt=full, max_tokens=0, echo=True).requests
     assert (len(request.token_ids), request.max_new_tokens) == (100, 0)

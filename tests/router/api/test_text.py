@@ -9,7 +9,7 @@ import pytest
 
 from router.api.chat import ChatBody
 from router.api.completions.completion import Choice, Completion, CompletionRequest
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
@@ -34,8 +34,8 @@ def choice(**asked: Any) -> Choice:
     return Choice(1, (5, 6), request, lambda choice: None, prefix="<")
 
 
-def entry(subject: Choice, piece: Piece) -> dict[str, Any]:
-    completion = Completion(Core(), subject.asked, Writer())
+def entry(subject: Choice, piece: Delta) -> dict[str, Any]:
+    completion = Completion(Core(), subject.request, Writer())
     return TextAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
 
 
@@ -123,10 +123,10 @@ def test_no_token_at_all_is_for_echo_only() -> None:
 
 
 def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
-    body = entry(choice(has_ids=True), Piece("ab", [A, B], (), "stop"))
+    body = entry(choice(has_ids=True), Delta("ab", [A, B], (), "stop"))
     assert body["text"] == "<ab"
     assert (body["token_ids"], body["prompt_token_ids"]) == ([A, B], [5, 6])
-    plain = entry(choice(), Piece("ab", [A, B], (), "stop"))
+    plain = entry(choice(), Delta("ab", [A, B], (), "stop"))
     assert "token_ids" not in plain
     assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None
 

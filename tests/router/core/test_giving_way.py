@@ -1,4 +1,4 @@
-"""Who ends once, who waits, and who gives way; random events are in `test_dispatcher.py`."""
+"""Preemption in the queue: ends, waits and yields; `test_dispatcher.py` has random events."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from wire.process.structured_output import problem_of
 
 
 class Checks:
-    """What is checked, in order; a structure with "slow" in it waits until checks may go on."""
+    """Records checks in order; a structure with "slow" in it waits until checks may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checked: list[str] = []

@@ -16,7 +16,7 @@ from router.http.writer import ResponseWriter
 from router.text.tokenizer import Tokenizer
 from tests.router.api.scripted import Core
 from tests.router.site import LETTERS, events, ids
-from wire.aio.fair_writes import Turns
+from wire.aio.fair_writes import FairWrites
 from wire.options import Options
 
 
@@ -24,7 +24,7 @@ class Client:
     """A clock that stands still, a `send` that can be made to block."""
 
     def __init__(
-        self, *, is_streamed: bool = True, push: Push | None = None, turns: Turns | None = None
+        self, *, is_streamed: bool = True, push: Push | None = None, turns: FairWrites | None = None
     ) -> None:
         self.now = 0.0
         self.clock: Callable[[], float] = lambda: self.now
@@ -39,7 +39,7 @@ class Client:
         self.core = Core()
         self.writer = ResponseWriter(
             self._send,
-            turns or Turns(lambda: self.clock()),
+            turns or FairWrites(lambda: self.clock()),
             find_push=lambda send: push,
             headers=((b"x", b"y"),),
             clock=lambda: self.clock(),

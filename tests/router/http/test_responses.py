@@ -1,4 +1,4 @@
-"""What one can do with kept responses, over HTTP; and that a small body may be much work."""
+"""Kept responses over HTTP; and that a small body may be much work."""
 
 from __future__ import annotations
 

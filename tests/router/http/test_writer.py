@@ -14,7 +14,7 @@ from router.http.asgi import Disconnected
 from router.http.writer import wait_for_disconnect
 from tests.router.http.client import Client, text_of
 from tests.router.site import events, ids
-from wire.aio.fair_writes import Turns
+from wire.aio.fair_writes import FairWrites
 from wire.errors import ErrorCode, WireError
 from wire.payloads import PrefillResult, Usage
 
@@ -275,7 +275,7 @@ async def test_an_answer_is_over_when_its_last_write_is() -> None:
 
 
 async def test_a_server_that_breaks_ends_its_own_request_only() -> None:
-    turns = Turns()
+    turns = FairWrites()
     broken, sound = Client(turns=turns), Client(turns=turns)
     broken.breaks = True
     tasks = [broken.stream(), sound.stream()]

@@ -1,4 +1,4 @@
-"""What one process asks of the others, and what it answers, over a real channel."""
+"""Questions and replies between processes over a real channel."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_line_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process starts itself, a worker for one, is not told of it."""
+    """A child of the process, such as a worker, does not inherit it."""
     assert inherited() is None
     ours, theirs = socket.socketpair()
     with ours:

@@ -40,7 +40,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """What Llama 2 and Mistral have: a leading-space sign, and single bytes for rare characters."""
+    """A vocabulary as of Llama 2 and Mistral: a leading-space sign, bytes for rare characters."""
     vocab = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
     for piece in ("▁", "▁the", "▁cat", "t", "h", "e", "c", "a", "é"):
         vocab[piece] = len(vocab)

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from wire.aio.fair_writes import Turns
+from wire.aio.fair_writes import FairWrites
 
 
 class Speaker:
@@ -28,7 +28,7 @@ class Speaker:
 
 
 async def test_all_prepare_before_anybody_transmits() -> None:
-    turns, story = Turns(), list[str]()
+    turns, story = FairWrites(), list[str]()
     a, b = Speaker("a", story), Speaker("b", story)
     for word in (b"one", b"two"):
         for speaker in (a, b):
@@ -40,14 +40,14 @@ async def test_all_prepare_before_anybody_transmits() -> None:
 
 
 async def test_who_has_nothing_to_say_transmits_nothing() -> None:
-    turns, story = Turns(), list[str]()
+    turns, story = FairWrites(), list[str]()
     turns.take(Speaker("a", story))
     await asyncio.sleep(0)
     assert story == ["a prepares"]
 
 
 async def test_who_asks_in_a_turn_has_the_next_one() -> None:
-    turns, story = Turns(), list[str]()
+    turns, story = FairWrites(), list[str]()
 
     class Again(Speaker):
         def transmit(self, body: bytes) -> None:
@@ -68,7 +68,7 @@ async def test_who_asks_in_a_turn_has_the_next_one() -> None:
 async def test_very_many_divide_into_turns_between_which_others_have_theirs(
     num_writers: int, num_first: int
 ) -> None:
-    turns, story = Turns(), list[str]()
+    turns, story = FairWrites(), list[str]()
     for number in range(num_writers):
         speaker = Speaker(str(number), story)
         speaker.words.append(b"one")
@@ -86,7 +86,7 @@ async def test_very_many_divide_into_turns_between_which_others_have_theirs(
 
 
 async def test_who_asks_again_comes_after_those_that_have_waited() -> None:
-    turns, story = Turns(), list[str]()
+    turns, story = FairWrites(), list[str]()
     speakers = [Speaker(str(number), story) for number in range(200)]
     for speaker in speakers:
         turns.take(speaker)
@@ -98,7 +98,7 @@ async def test_who_asks_again_comes_after_those_that_have_waited() -> None:
 
 async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
     """Or else whoever has more to say each time would never have a turn."""
-    turns, story = Turns(), list[str]()
+    turns, story = FairWrites(), list[str]()
     speakers = [Speaker(str(number), story) for number in range(200)]
     for speaker in speakers:
         turns.take(speaker)
@@ -110,7 +110,7 @@ async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
 
 
 async def test_who_asks_in_its_turn_has_another_one_though_others_wait() -> None:
-    turns, story = Turns(), list[str]()
+    turns, story = FairWrites(), list[str]()
 
     class Again(Speaker):
         def transmit(self, body: bytes) -> None:
@@ -142,7 +142,7 @@ async def test_all_of_a_turn_are_told_the_same_time() -> None:
             return super().prepare(now)
 
     ticks = count(7)
-    for turns in (Turns(lambda: next(ticks)), Turns()):
+    for turns in (FairWrites(lambda: next(ticks)), FairWrites()):
         began = time.monotonic()
         for name in "ab":
             turns.take(Timed(name, []))

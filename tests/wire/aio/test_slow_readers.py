@@ -1,4 +1,4 @@
-"""Who reads slowly, who trickles and who does not read at all, over real sockets."""
+"""Slow readers, clients that trickle and clients that never read, over real sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from tests.held_up import again_if_held_up
-from wire.aio.slow_readers import MIN_BYTES_PER_S, Unread, has_left
+from wire.aio.slow_readers import MIN_BYTES_PER_S, SlowReader, has_left
 
 KIB = 1024
 STALL_S = 0.5
@@ -36,7 +36,7 @@ class Flood(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.unread = Unread(self.transport, self._stall_s, self._on_cut)
+        self.unread = SlowReader(self.transport, self._stall_s, self._on_cut)
         self.transport.write(bytes(MANY_BYTES))
         if self._hangs_up:
             self.unread.hang_up(self._stall_s)

@@ -1,4 +1,4 @@
-"""What is wrong with a certificate is named; whose records bring no data is cut off, soon."""
+"""Errors of certificates are named; a client whose records bring no data is cut off."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from tests.wire.aio.house import House
 from wire.aio import unauthenticated as module
 from wire.aio.sockopts import COMMON
-from wire.aio.unauthenticated import Strangers
+from wire.aio.unauthenticated import UnauthenticatedConnections
 from wire.aio.zmq import Link
 
 # ZMTP 3.1 up to the mechanism, and the beginning of a command of 1 MiB.
@@ -23,12 +23,12 @@ ENDLESS = b"\x06" + (1 << 20).to_bytes(8, "big") + bytes(100_000)
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(module, "MAX_UNAUTHENTICATED", 4)
     monkeypatch.setitem(COMMON, "HANDSHAKE_IVL", 600_000)  # libzmq itself lets go of nobody
 
 
 class Besieged(House):
-    """Tells what becomes of its links, and lets strangers come."""
+    """Tells what becomes of its links, and lets unauthenticated come."""
 
     def __init__(self, directory: Path) -> None:
         self.parties = [f"decode-{rank}" for rank in range(6)]
@@ -44,7 +44,7 @@ class Besieged(House):
             on_down=lambda: self.events.put_nowait("down"),
         )
 
-    async def strangers(self, count: int) -> list[socket.socket]:
+    async def unauthenticated(self, count: int) -> list[socket.socket]:
         loop, port = asyncio.get_running_loop(), int(self.endpoint.rpartition(":")[2])
         come = [socket.socket() for _ in range(count)]
         for stranger in come:
@@ -61,9 +61,9 @@ async def house(tmp_path: Path) -> AsyncIterator[Besieged]:
     await house.close()
 
 
-async def until_cut(strangers: list[socket.socket]) -> None:
+async def until_cut(unauthenticated: list[socket.socket]) -> None:
     async with asyncio.timeout(30):
-        for stranger in strangers:
+        for stranger in unauthenticated:
             with contextlib.suppress(ConnectionError):
                 while await asyncio.get_running_loop().sock_recv(stranger, 1 << 10):
                     pass
@@ -71,14 +71,14 @@ async def until_cut(strangers: list[socket.socket]) -> None:
 
 async def test_of_too_many_who_came_first_is_cut_and_who_has_a_key_gets_in(house: Besieged) -> None:
     with contextlib.ExitStack() as stack:
-        for party in house.parties[:3]:  # among strangers, who is known is not one of them
+        for party in house.parties[:3]:  # among unauthenticated, who is known is not one of them
             link = house.come(party)
             link.send([b"hello"])
             assert (await house.messages.get())[0] == f"{party}-1".encode()
-            strangers = await house.strangers(12)
-            for stranger in strangers:
+            unauthenticated = await house.unauthenticated(12)
+            for stranger in unauthenticated:
                 stack.enter_context(stranger)
-            await until_cut(strangers[:8])
+            await until_cut(unauthenticated[:8])
         for link in house.links:
             link.send([b"still here"])
             await house.messages.get()
@@ -99,17 +99,17 @@ async def test_who_has_a_key_may_be_silent(house: Besieged) -> None:
 
 
 async def test_the_descriptor_of_one_that_left_is_another_s_by_now(house: Besieged) -> None:
-    left = await house.strangers(4)
+    left = await house.unauthenticated(4)
     for stranger in left:
         stranger.shutdown(socket.SHUT_WR)
     await until_cut(left)
     pairs = [socket.socketpair() for _ in range(6)]
-    strangers = await house.strangers(5)
-    await until_cut(strangers[:1])
+    unauthenticated = await house.unauthenticated(5)
+    await until_cut(unauthenticated[:1])
     for ours, theirs in pairs:
         ours.send(b"x")
         assert theirs.recv(1) == b"x"
-    for each in [*left, *strangers, *(end for pair in pairs for end in pair)]:
+    for each in [*left, *unauthenticated, *(end for pair in pairs for end in pair)]:
         each.close()
 
 
@@ -121,7 +121,7 @@ async def test_who_is_known_or_gone_is_no_stranger() -> None:
         while gone:
             it.leave(gone.pop())
 
-    it = Strangers(read_events, cut.append)
+    it = UnauthenticatedConnections(read_events, cut.append)
     for fd in range(1, 6):
         it.come(fd)
     await asyncio.sleep(0)
@@ -135,7 +135,7 @@ async def test_who_is_known_or_gone_is_no_stranger() -> None:
 
 
 async def test_a_success_of_nobody_who_waits_changes_nothing() -> None:
-    it = Strangers(lambda: None, lambda fd: None)
+    it = UnauthenticatedConnections(lambda: None, lambda fd: None)
     it.succeed()
     it.come(1)
     it.leave(1)

@@ -1,4 +1,4 @@
-"""Who gets in, on real sockets: with the right key, a wrong one, none, and without a doorkeeper."""
+"""Admission on real sockets: the right key, a wrong one, none, and no authenticator."""
 
 from __future__ import annotations
 

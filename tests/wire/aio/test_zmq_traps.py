@@ -74,7 +74,7 @@ class Relay:
 
 
 class Side:
-    """What the handlers of a hub or a link were told."""
+    """The calls that a hub or a link made to its handlers."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()

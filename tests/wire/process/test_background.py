@@ -1,4 +1,4 @@
-"""What is done in the background gives way to the other threads of its process."""
+"""Background work yields to the other threads of its process."""
 
 from __future__ import annotations
 

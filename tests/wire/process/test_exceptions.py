@@ -1,4 +1,4 @@
-"""What the log has of exceptions; the hooks are tested in a process of their own."""
+"""Exceptions in the log; the hooks are tested in a process of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What metrics have in common: totals, cumulative buckets, frames by plane."""
+"""Metrics that all processes share: totals, cumulative buckets, frames by plane."""
 
 from __future__ import annotations
 

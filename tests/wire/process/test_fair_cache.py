@@ -1,4 +1,4 @@
-"""What takes long is computed once, and no client pushes out what another has."""
+"""Slow results are computed once, and no client evicts another's."""
 
 from __future__ import annotations
 

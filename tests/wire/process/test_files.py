@@ -1,4 +1,4 @@
-"""What is read of a file, what is refused, and when it is read again."""
+"""Reading files: contents, refusals, and when they are read again."""
 
 from __future__ import annotations
 

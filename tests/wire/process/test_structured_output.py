@@ -1,4 +1,4 @@
-"""What is a structure and what is not, and that none is compiled without bound."""
+"""Structures: valid and invalid ones, and none compiles without bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sealed opens in its place, whole and unchanged, with its key, and nowhere else."""
+"""A sealed segment opens in its place, whole and unchanged, with its key, and nowhere else."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def cells(layout: KVLayout, rectangle: Rectangle) -> Cells:
 
 
 def everything(layout: KVLayout, cached: int, num_tokens: int) -> Cells:
-    """What is sent, by the words of SPEC 6.2."""
+    """The ranges that are sent, by the words of SPEC 6.2."""
     sent: Cells = set()
     if cached == num_tokens:
         return sent

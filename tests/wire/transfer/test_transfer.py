@@ -509,7 +509,7 @@ def test_late_frames_of_an_ended_transfer_change_nothing() -> None:
 
 
 def test_the_rest_of_the_product_comes_in_by_the_door() -> None:
-    """What it needs of a transfer is in `wire.transfer`, and no room is imported past it."""
+    """Other packages import from `wire.transfer` alone, and it has all that they need."""
     root = Path(__file__).resolve().parents[3]
     imports = re.compile(r"from wire\.transfer(\.\w+)? import (\([^)]*\)|.*)")
     asked: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a program asks of the engine is checked before anything is queued."""
+"""A program's arguments are checked before anything is queued."""
 
 import math
 from typing import Any

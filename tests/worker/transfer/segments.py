@@ -53,7 +53,7 @@ async def hub_of(taking: Taking, host: str = "127.0.0.1") -> AsyncIterator[Segme
 
 
 def segment(number: int, kv: bytes) -> bytes:
-    """What travels of a segment."""
+    """The messages of a segment."""
     return segment_head(KvCache(1, number, 9), DESCRIPTOR, len(kv)) + kv
 
 

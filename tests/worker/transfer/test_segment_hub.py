@@ -130,7 +130,7 @@ class BesidePrefill(ScriptedPrefill):
         return frame, descriptor, Sealing(self.key).seal(frame, descriptor, kv)
 
     def bytes_of(self, *segment: Any) -> bytes:
-        """What travels of `segment_of`."""
+        """The messages of `segment_of`."""
         frame, descriptor, kv = self.segment_of(*segment)
         return segment_head(frame, descriptor, len(kv)) + kv
 
@@ -501,7 +501,7 @@ class Guest:
         self._reader, self._writer = reader, writer
 
     async def hear(self, num_bytes: int) -> bytes:
-        """What is said; b"" when it is hung up on."""
+        """The reply; b"" if the connection was closed."""
         with suppress(ConnectionError):
             return await asyncio.wait_for(self._reader.read(num_bytes), WAIT_S)
         return b""

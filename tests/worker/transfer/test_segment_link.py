@@ -191,7 +191,7 @@ async def test_reset_ends_a_connection_that_is_being_made() -> None:
 
 
 async def test_a_connection_that_was_given_up_while_it_was_made_is_none() -> None:
-    """What is answered to the token of before does not count for the next."""
+    """A reply to the previous token does not count for the next."""
     ends = Ends()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)

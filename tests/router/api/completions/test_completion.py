@@ -16,7 +16,7 @@ from router.api.completions.completion import (
     Choice,
     CompletionRequest,
 )
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.usage import usage_body
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def done(target: Choice, reason: str = "stop") -> None:
     target.on_done(Usage(finish_reason=reason))
 
 
-def texts(pieces: list[Piece]) -> list[tuple[str, str | None]]:
+def texts(pieces: list[Delta]) -> list[tuple[str, str | None]]:
     return [(piece.text, piece.finish_reason) for piece in pieces]
 
 
@@ -86,9 +86,9 @@ def test_half_a_character_waits_for_the_other_half(stops: tuple[str, ...]) -> No
     subject = choice(*stops, has_ids=True)
     first, second = ids("é")
     subject.on_token(first, None)
-    assert subject.take() == [Piece("", [first], [])]
+    assert subject.take() == [Delta("", [first], [])]
     subject.on_token(second, None)
-    assert subject.take() == [Piece("é", [second], [])]
+    assert subject.take() == [Delta("é", [second], [])]
 
 
 def test_tokens_that_show_nothing_but_text_can_be_lent() -> None:
@@ -314,7 +314,7 @@ def test_without_a_tokenizer_every_token_is_an_empty_piece() -> None:
     subject = choice(tokenizer=Tokenizer(None), has_ids=True)
     for token_id in (7, 8):
         subject.on_token(token_id, None)
-    assert subject.take() == [Piece("", [7], []), Piece("", [8], [])]
+    assert subject.take() == [Delta("", [7], []), Delta("", [8], [])]
 
 
 def test_scores_travel_with_their_token() -> None:

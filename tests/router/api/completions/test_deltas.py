@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from router.api.completions.deltas import Piece, ScoredToken, joined
+from router.api.completions.deltas import Delta, ScoredToken, joined
 
 
 def test_pieces_become_one() -> None:
     scores = [ScoredToken(5, None, 0), ScoredToken(6, None, 1)]
-    first = Piece("a", [5], scores[:1], prompt_scores=scores)
-    pieces = [first, Piece("b", [6], scores[1:], "stop")]
-    assert joined(pieces) == Piece("ab", [5, 6], scores, "stop", prompt_scores=scores)
+    first = Delta("a", [5], scores[:1], prompt_scores=scores)
+    pieces = [first, Delta("b", [6], scores[1:], "stop")]
+    assert joined(pieces) == Delta("ab", [5, 6], scores, "stop", prompt_scores=scores)

@@ -11,7 +11,7 @@ import pytest
 
 from router.api.chat import ChatAnswer
 from router.api.completions.completion import Choice, CompletionRequest
-from router.api.completions.deltas import Piece, ScoredToken
+from router.api.completions.deltas import Delta, ScoredToken
 from router.api.completions.logprobs import (
     BYTES_PER_SCORE,
     LEAST_LOGPROB,
@@ -103,7 +103,7 @@ def test_prompt_logprobs_are_by_id_and_ranked() -> None:
     asked = CompletionRequest(tokenizer=TOKENIZER, answer=ChatAnswer, has_prompt_logprobs=True)
     subject = Choice(0, (A, A, B), asked, lambda choice: None)
     seldom = ScoredToken(B, Logprobs(logprob=-math.inf, top=((A, -0.5),)), 2)
-    piece = Piece("", prompt_scores=[ScoredToken(A, None, 0), SCORES[0], seldom])
+    piece = Delta("", prompt_scores=[ScoredToken(A, None, 0), SCORES[0], seldom])
     said = json.loads(msgspec.json.encode(prompt_logprobs(subject, piece)))
     a = {"logprob": -0.1, "rank": 1, "decoded_token": "a"}
     b = {"logprob": -2.0, "rank": 2, "decoded_token": "b"}
@@ -117,4 +117,4 @@ def test_prompt_logprobs_are_by_id_and_ranked() -> None:
         "prompt_logprobs": None
     }
     # Two with two and one others, and of the text one with none.
-    assert size_of_scores([piece, Piece("b", scores=[SCORES[1]])]) == 6 * BYTES_PER_SCORE
+    assert size_of_scores([piece, Delta("b", scores=[SCORES[1]])]) == 6 * BYTES_PER_SCORE

@@ -1,4 +1,4 @@
-"""What a completion has cost."""
+"""Usage of a completion."""
 
 from __future__ import annotations
 

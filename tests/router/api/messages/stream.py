@@ -21,7 +21,7 @@ def read_events(body: bytes) -> list[dict[str, Any]]:
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client has at the end, who takes them in order and strictly."""
+    """The message that a strict client assembles from events in order."""
     first, *others, last = events
     assert (first["type"], last) == ("message_start", {"type": "message_stop"})
     message = first["message"]

@@ -1,4 +1,4 @@
-"""What answers to conversations are held to: every structure is one that llguidance can follow."""
+"""Constraints on answers: each is a structure that llguidance can follow."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 def outcome(model: ServedModel, kind: str, /, **fields: Any) -> object:
-    """What is understood of a body, or the refusal."""
+    """The parsed body, or the refusal."""
     try:
         if kind == "completions":
             return settled(complete(model, **{"prompt": "hi"} | fields))
@@ -246,10 +246,10 @@ def settled(asked: CompletionRequest) -> object:
 
 
 def respond(model: ServedModel, /, **fields: Any) -> object:
-    """What is understood of a body of /v1/responses, and what the response will say of it."""
+    """The parsed body of /v1/responses, and the fields that its response repeats."""
     asked = endpoint.read(KeptResponses(), model, raw(**{"input": "hi"} | fields), ASKER)
     assert isinstance(asked.answer, partial)
-    echo = {name: bytes(said) for name, said in asked.answer.keywords["told"].echo.items()}
+    echo = {name: bytes(said) for name, said in asked.answer.keywords["fixed"].echo.items()}
     return settled(structs.replace(asked, answer=ChatAnswer)), echo
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.api.completions.completion import Completion, CompletionRequest
-from router.api.completions.deltas import Piece
+from router.api.completions.deltas import Delta
 from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import Asker, ServedModel
@@ -39,7 +39,7 @@ class Talk:
         return read(self.kept, self._model, raw, asker, previous)
 
     def prompt(self, **fields: Any) -> str:
-        """What the model reads."""
+        """The prompt that the model reads."""
         [(request, _)] = self.read(**fields).requests
         return LETTERS.decode(list(request.token_ids))
 
@@ -49,7 +49,7 @@ class Talk:
         completion = Completion(Core(), request, Writer())
         completion.submit()
         answer = request.answer(completion, Head("r", 1, "letters"))
-        name: str = json.loads(answer.whole([Piece(text, finish_reason="stop")]))["id"]
+        name: str = json.loads(answer.whole([Delta(text, finish_reason="stop")]))["id"]
         return name
 
 

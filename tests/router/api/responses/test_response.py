@@ -13,7 +13,7 @@ from router.api.completions.completion import Completion, CompletionRequest
 from router.api.completions.deltas import joined
 from router.api.completions.response import Head
 from router.api.errors import HttpError
-from router.api.responses.response import ResponseAnswer, Told
+from router.api.responses.response import FixedFields, ResponseAnswer
 from router.core.request import Request
 from router.text.reasoning import FAMILIES, read_reasoning
 from router.text.scan import AnswerReader, Scan, Steps
@@ -57,7 +57,9 @@ class Answering:
             answer=lambda completion, head: ResponseAnswer(
                 completion,
                 head,
-                told=Told("k", asked(**fields).echo(), lambda it: self.kept.append(json.loads(it))),
+                fixed=FixedFields(
+                    "k", asked(**fields).echo(), lambda it: self.kept.append(json.loads(it))
+                ),
             ),
             requests=[(Request((1, 2, 3), Options(max_tokens=999), 998, "anna"), "")],
             reader=(lambda: AnswerReader(read)) if reads else None,
