@@ -1,4 +1,4 @@
-"""What only the garbage collector frees: objects in circles."""
+"""Finds objects in reference cycles, which only the garbage collector frees."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> A
 
 
 def hash_oracle(prompt: list[int], num_tokens: int, options: Options) -> list[int]:
-    """What the hash executor must answer when it serves the demo model's vocabulary."""
+    """The expected tokens of the hash executor with the demo model's vocabulary."""
     info = create(model_path=locate("demo")).info
     return oracle(
         prompt,

@@ -1,4 +1,4 @@
-"""What `transformers` generates from random prompts, where every token wins clearly."""
+"""Texts that `transformers` generates from random prompts, where every token wins clearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hash executor must answer when nothing goes wrong, computed without blocks."""
+"""The expected tokens of the hash executor without faults, computed without blocks."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def imports(source: str) -> list[str]:
 
 
 def broken_arrows(path: Path, source: str) -> list[str]:
-    """What this file imports and may not."""
+    """The forbidden imports of this file."""
     package = path.parts[0]
     found = []
     for name in imports(source):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -251,3 +252,28 @@ async def test_another_user_who_listens_is_told_nothing() -> None:
             await call(sock, CALLERS[0], b"", is_sealed=False)
     said, _ = await listening.communicate()
     assert said == b"b''\n"
+
+
+async def test_a_replayed_proof_is_refused(listener: Listener) -> None:
+    """The proof of one connection is none on the next."""
+    loop, admitting = asyncio.get_running_loop(), asyncio.create_task(admit(listener))
+    heard = []
+
+    class Recording(socket.socket):
+        def send(self, message: Any, *args: Any) -> int:
+            heard.append(bytes(message))
+            return super().send(message, *args)
+
+    sock = Recording(listener.socket.family)
+    sock.connect(listener.socket.getsockname())
+    sock.setblocking(False)
+    opened.append(await call(sock, CALLERS[0], SECRET, is_sealed=False))
+    with capture_logs() as logs, knock(listener) as again:
+        again.setblocking(False)
+        await loop.sock_sendall(again, b"".join(heard))
+        answer = b""
+        while more := await loop.sock_recv(again, 100):
+            answer += more
+        assert len(answer) == 64  # a proof that is of no use to it, and no more
+    assert [it["reason"] for it in logs] == ["it has another key"]
+    admitting.cancel()

@@ -1,4 +1,4 @@
-"""What comes before NCCL: the store in which GPUs find each other; without GPUs no more can run."""
+"""The store in which GPUs meet before NCCL; without GPUs no more can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes send each other arrives whole, and in the right one."""
+"""Messages between processes arrive whole, and at the right one."""
 
 from __future__ import annotations
 

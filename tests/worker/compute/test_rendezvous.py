@@ -128,7 +128,7 @@ def test_one_that_has_another_key_learns_it_at_once() -> None:
 def test_each_meeting_has_a_secret_of_its_own_for_the_connections_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who reaches a port, or knows the worker's key, is none of those that have met."""
+    """A connection to a port, or the worker's key alone, admits no one after the rendezvous."""
     known: dict[Caller, bytes] = {}
 
     async def asked(

@@ -1,4 +1,4 @@
-"""What of a failure the network hears."""
+"""The part of a failure that crosses the network."""
 
 import pytest
 

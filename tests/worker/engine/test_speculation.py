@@ -33,7 +33,7 @@ def test_new_ngrams_are_not_drafted(token_ids: list[int]) -> None:
 
 
 def continuations(text: list[int], number: int) -> list[list[int]]:
-    """What followed each earlier occurrence of the last three tokens, or else of the last two."""
+    """Drafts: tokens that followed earlier occurrences of the last three tokens, else of two."""
     for size in (3, 2):
         ends = [e for e in range(size, len(text)) if text[e - size : e] == text[-size:]]
         if ends:

@@ -28,7 +28,7 @@ GREEDY = Options(ignore_eos=True)
 
 
 class Owner:
-    """What a worker does with its engine thread, on plain queues."""
+    """A worker's use of its engine thread, on plain queues."""
 
     def __init__(self, executor: HashExecutor | None = None) -> None:
         self.engine = Engine(executor or create(), num_blocks=64, block_size=4)

@@ -1,4 +1,4 @@
-"""What every executor's KV cache must do, shown on the one that needs no model."""
+"""The contract of every executor's KV cache, tested on the one that needs no model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What may not be drawn is not: the order of the options, and that rows keep to themselves."""
+"""Masked tokens are never drawn: the order of the options, and the independence of rows."""
 
 from __future__ import annotations
 

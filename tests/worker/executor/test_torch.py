@@ -42,7 +42,7 @@ def loaded(path: Path, **settings: Any) -> TorchExecutor:
 
 
 def kept_in(executor: Any) -> str:
-    """What keys and values are kept in and sent."""
+    """The dtype of keys and values, kept and sent."""
     (group,) = executor.info.layout.groups
     assert isinstance(group, KVGroup)
     return group.dtype

@@ -1,4 +1,4 @@
-"""What families say of layers, by the keys that each has for it."""
+"""The layers of each family, by the keys of its config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the leader tells is what the others hear."""
+"""Commands arrive at the followers as the leader sent them."""
 
 from __future__ import annotations
 

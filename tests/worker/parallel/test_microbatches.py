@@ -21,7 +21,7 @@ NUM_COLUMNS = 9
 
 
 class Query(NamedTuple):
-    """What the forward pass knows of one token: how much of which blocks it sees, its own slot."""
+    """The forward pass's view of one token: the blocks that it sees, and its own slot."""
 
     token_id: int
     position: int
