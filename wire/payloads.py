@@ -90,6 +90,18 @@ class WelcomeDetail(Map, frozen=True, kw_only=True):
     max_kv_transfer_bytes: Size
 
 
+class Speed(Map, frozen=True, kw_only=True):
+    """What an engine's steps take, in seconds, as it has measured; None before it could.
+
+    A step takes about `step_s`, and `token_s` more for each prompt token in it and `sequence_s`
+    more for each sequence that gets a token.  SPEC 5.3.
+    """
+
+    step_s: Seconds | None = None
+    token_s: Seconds | None = None
+    sequence_s: Seconds | None = None
+
+
 class Load(Map, frozen=True, kw_only=True):
     """HEARTBEAT of a worker: its blocks, its progress, what its prefix cache gained and lost.
 
@@ -103,6 +115,7 @@ class Load(Map, frozen=True, kw_only=True):
     kv_inflight_bytes: Count = 0
     preemptions: Count = 0
     step_ms: Count = 0
+    speed: Speed = Speed()
     stored: Hashes = ()
     evicted: Hashes = ()
 

@@ -23,7 +23,7 @@ from msgspec import structs
 from router.core.failover import AGAIN, RetryBudget, at_fault, given_up, pause_s
 from router.core.fleet import Fleet, Worker, WorkerState
 from router.core.placement import Placement
-from router.core.policy import PrefixIndex
+from router.core.prefixes import PrefixIndex
 from router.core.queue import Queue, heaviest_first
 from router.core.replies import Replies
 from router.core.request import Request, Sink
@@ -410,7 +410,7 @@ class Dispatcher:
             self._fail(state, error)
 
     def _place(self, state: RequestState) -> bool:
-        attempt = self._placement.place(state)
+        attempt = self._placement.place(state, self._clock())
         if attempt is None:
             return False
         assert attempt.prefill is not None

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from ipaddress import ip_address
+from statistics import fmean
 from typing import Final, NamedTuple
 
+from router.core.mean import Mean
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
 from wire.identity import Identity
 from wire.layout import KVLayout
-from wire.payloads import HelloDetail, Load, PeerDetail
+from wire.payloads import HelloDetail, Load, PeerDetail, Speed
 
 # A worker is lost after this many heartbeat intervals of silence.
 MISSED_BEATS: Final = 3
@@ -72,11 +74,20 @@ class Worker:
     # Of these, requests of other routers.
     num_others: int = 0
 
+    # What its steps take, in seconds, and a byte of KV on its way there: `Fleet.compare` fills in
+    # what it has not measured.
+    step_s: float = 0.0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    byte_s: float = 0.0
+
     # Of this router: the ids of its attempts there, the number of those that keep it busy, and the
     # prompt tokens still to be read.
     attempts: set[int] = field(default_factory=set)
     num_active: int = 0
-    prompt_tokens: int = 0
+    unread_tokens: int = 0
+    # The time since which it reads the prompt that it reads now.
+    reading_since: float = 0.0
     # Blocks reserved by attempts, and their sum, until a heartbeat counts them as used.
     promised: dict[int, int] = field(default_factory=dict)
     promised_blocks: int = 0
@@ -84,6 +95,8 @@ class Worker:
     returning_blocks: int = 0
     # Attempts that took their blocks since the last heartbeat.
     _settling: set[int] = field(default_factory=set)
+    # Seconds for a byte of KV, of the transfers to it.
+    kv_byte_s: Mean = field(default_factory=Mean)
 
     @property
     def name(self) -> str:
@@ -99,6 +112,13 @@ class Worker:
         if self.load is None:
             return 0
         return self.load.free + self.load.cached - self.promised_blocks
+
+    def wait_s(self, now: float) -> float:
+        """Return how long a new prompt waits on this prefill worker until its reading begins."""
+        if not self.num_active:
+            return 0.0
+        unread_s = self.unread_tokens * self.token_s
+        return unread_s - min(now - self.reading_since, unread_s / self.num_active)
 
     def promise(self, request_id: int, num_blocks: int) -> None:
         """Reserve blocks for an attempt, until a heartbeat counts them as used."""
@@ -255,6 +275,7 @@ class Fleet:
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)
         self._note_limits()
+        self.compare()
         return Joined(worker, replaced)
 
     def heartbeat(self, identity: bytes, beat: Heartbeat, load: Load, now: float) -> Worker | None:
@@ -301,6 +322,24 @@ class Fleet:
         worker.state, worker.load, worker.lost_at = WorkerState.LOST, None, now
         worker.running = worker.waiting = worker.num_others = 0
         return worker
+
+    def compare(self) -> None:
+        """Take what each worker has measured, and for what it has not the mean of those that have.
+
+        Call it about once per heartbeat.
+        """
+        workers = list(self._workers.values())
+        speeds = [Speed() if it.load is None else it.load.speed for it in workers]
+        measured: dict[str, list[float | None]] = {
+            name: [getattr(speed, name) for speed in speeds]
+            for name in ("step_s", "token_s", "sequence_s")
+        }
+        measured["byte_s"] = [worker.kv_byte_s.value for worker in workers]
+        for name, values in measured.items():
+            known = [value for value in values if value is not None]
+            mean = fmean(known) if known else 0.0
+            for worker, value in zip(workers, values, strict=True):
+                setattr(worker, name, mean if value is None else value)
 
     def overdue(self, now: float) -> list[Worker]:
         """Return the workers that are silent for too long; mark those that may be as suspect.

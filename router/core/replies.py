@@ -149,6 +149,7 @@ class Replies:
             _check_stop(usage.finish_reason, usage.stop_token_id, self._vocab_size)
             _check_logprobs(usage.stop_logprobs, state.request.options.logprobs, self._vocab_size)
             usage = _checked_usage(worker, attempt, usage, self._clock())
+            self._placement.learn(worker, usage)
             self._requests.release_prefill(attempt)
             self._requests.release_decode(attempt)
             self._requests.finish(state, usage)
@@ -160,8 +161,8 @@ class Replies:
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
     ) -> None:
         """Handle the token of a prefill: the first, or the next one after a failover."""
-        self._placement.finish_reading(attempt)
         now = self._clock()
+        self._placement.on_read(attempt, result.cached_tokens, now)
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
         state.phase, state.due = Phase.HELD, min(state.deadline, now + self._lease_s)
         if result.finish_reason != "stop":
