@@ -113,6 +113,11 @@ class Worker:
             return 0
         return self.load.free + self.load.cached - self.promised_blocks
 
+    @property
+    def free_tokens(self) -> int:
+        """Tokens for which there is room beside what is cached."""
+        return 0 if self.load is None else self.load.free * self.detail.block_size
+
     def wait_s(self, now: float) -> float:
         """Return how long a new prompt waits on this prefill worker until its reading begins."""
         if not self.num_active:

@@ -7,8 +7,8 @@ takes, and how long answers are.
 
 - A prompt waits until the tokens before it are read, and then until those of its own are read that
   the worker does not hold.  Each second of reading delays by a second as many others as usually
-  wait on a worker, and what is read drives as much out of its cache, of which some would be found
-  there again.
+  wait on a worker.  What is read into a full cache drives as much out of it, of which some would
+  be found there again.
 - An answer waits for the KV that the worker does not hold, and takes a step for each token.  Its
   sequence makes the steps of all others there longer, as long as it runs.
 
@@ -108,15 +108,15 @@ def pick_decode(workers: Sequence[Worker], prompt: Prompt, max_running: int) -> 
 
 def _reading_order(
     worker: Worker, prompt: Prompt, num_waiting: float
-) -> tuple[bool, float, int, int, int, int]:
+) -> tuple[bool, float, int, float, int, int]:
     """Return the sort key of a prefill worker; `num_waiting` is the mean of requests on one."""
     missing = prompt.missing(worker)
-    cost_s = worker.wait_s(prompt.now) + (1 + num_waiting + prompt.reuse) * missing * worker.token_s
+    tokens = (1 + num_waiting) * missing + prompt.reuse * max(0, missing - worker.free_tokens)
     return (
         _differs(worker, prompt),
-        cost_s,
+        worker.wait_s(prompt.now) + tokens * worker.token_s,
         worker.unread_tokens + missing,
-        worker.num_active,
+        worker.reading_since,
         worker.turn,
         worker.rank,
     )
