@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from wire.payloads import Load
+from wire.payloads import Load, Speed
 from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence
@@ -164,7 +164,7 @@ class Slots:
         return sum(slot.tokens_per_second for slot in self.active)
 
 
-def load_of(pool: BlockPool, counters: Counters) -> Load:
+def load_of(pool: BlockPool, counters: Counters, speed: Speed) -> Load:
     """Return the figures of a heartbeat, with prefix hashes since the last call; thread-safe."""
     stored, evicted = pool.journal.read()
     free, cached = pool.num_free, pool.num_cached
@@ -174,6 +174,7 @@ def load_of(pool: BlockPool, counters: Counters) -> Load:
         cached=cached,
         free=free,
         preemptions=counters.preemptions,
+        speed=speed,
         stored=stored,
         evicted=evicted,
     )
