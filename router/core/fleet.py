@@ -21,7 +21,7 @@ from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
 from wire.identity import Identity
 from wire.layout import KVLayout
-from wire.payloads import HelloDetail, Load, PeerDetail, Speed
+from wire.payloads import HelloDetail, Load, PeerDetail
 
 # A worker is lost after this many heartbeat intervals of silence.
 MISSED_BEATS: Final = 3
@@ -334,9 +334,8 @@ class Fleet:
         Call it about once per heartbeat.
         """
         workers = list(self._workers.values())
-        speeds = [Speed() if it.load is None else it.load.speed for it in workers]
         measured: dict[str, list[float | None]] = {
-            name: [getattr(speed, name) for speed in speeds]
+            name: [getattr(worker.load, name, None) for worker in workers]
             for name in ("step_s", "token_s", "sequence_s")
         }
         measured["byte_s"] = [worker.kv_byte_s.value for worker in workers]

@@ -15,6 +15,8 @@ from itertools import count, islice
 from time import perf_counter
 from typing import Final
 
+from msgspec import structs
+
 from router.core.fleet import Fleet, Worker
 from router.core.placement import Placement
 from router.core.prefixes import PrefixIndex
@@ -24,7 +26,7 @@ from wire.frames import Heartbeat, Hello, Role
 from wire.identity import Identity
 from wire.layout import KVLayout
 from wire.options import Options
-from wire.payloads import MAX_HASHES, HelloDetail, Load, Speed, Usage
+from wire.payloads import MAX_HASHES, HelloDetail, Load, Usage
 from wire.prefix import prefix_hashes
 
 BEAT_S: Final = 1.0
@@ -106,14 +108,21 @@ class ModelWorker:
             if self._stored.pop(value, self) is self:
                 self._evicted[value] = None
 
-    def load(self, speed: Speed) -> Load:
+    def load(self, **speed: float) -> Load:
         """Return the next heartbeat's figures."""
         total = self.worker.detail.num_blocks
         used = min(total, self.used_blocks)
         cached = min(len(self._held), total - used)
         stored, evicted = _drain(self._stored), _drain(self._evicted)
-        figures = {"total": total, "used": used, "cached": cached, "free": total - used - cached}
-        return Load(**figures, speed=speed, stored=stored, evicted=evicted)
+        load = Load(
+            total=total,
+            used=used,
+            cached=cached,
+            free=total - used - cached,
+            stored=stored,
+            evicted=evicted,
+        )
+        return structs.replace(load, **speed)
 
 
 class Model:
@@ -282,11 +291,11 @@ class Model:
     def _beat(self) -> None:
         shape = self.shape
         for worker in self.workers.values():
-            speed = Speed(step_s=shape.step_s, sequence_s=shape.sequence_s)
+            speed = {"step_s": shape.step_s, "sequence_s": shape.sequence_s}
             if worker.worker.role is Role.PREFILL:
-                speed = Speed(token_s=1 / shape.prompt_tokens_per_s)
+                speed = {"token_s": 1 / shape.prompt_tokens_per_s}
             running = worker.num_running + worker.is_reading
-            beat, load = Heartbeat(0, running, len(worker.queue)), worker.load(speed)
+            beat, load = Heartbeat(0, running, len(worker.queue)), worker.load(**speed)
             self._fleet.heartbeat(worker.worker.identity, beat, load, self.now)
             self._index.evict(worker.worker.identity, load.evicted)
             self._index.store(worker.worker.identity, load.stored)

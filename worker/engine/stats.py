@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from wire.payloads import Load, Speed
+from wire.payloads import Load
 from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence
+from worker.engine.step_costs import Speed
 
 # Buckets of the step histogram: the first are for the hash executor, the last for a slow machine.
 STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
@@ -174,7 +175,7 @@ def load_of(pool: BlockPool, counters: Counters, speed: Speed) -> Load:
         cached=cached,
         free=free,
         preemptions=counters.preemptions,
-        speed=speed,
+        **speed._asdict(),
         stored=stored,
         evicted=evicted,
     )

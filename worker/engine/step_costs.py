@@ -7,17 +7,23 @@ and the load of the machine.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
-
-from wire.payloads import Speed
 
 # The weight of a step is this much of that of the next: half after 140 steps.
 KEPT: Final = 0.995
 # A little weight for figures of 0.  Where all steps are alike, it gives their time to the tokens or
 # sequences in them rather than to the step.
 RIDGE: Final = 1e-3
+
+
+class Speed(NamedTuple):
+    """The seconds of a step, and those more for each prompt token and each sequence in it."""
+
+    step_s: float | None = None
+    token_s: float | None = None
+    sequence_s: float | None = None
 
 
 class StepCosts:
