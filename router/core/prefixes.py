@@ -1,16 +1,15 @@
 """The prefixes whose KV each worker holds, as far as the router knows.
 
-Each worker has a set of prefix hashes (`wire.prefix`) in LRU order, at most as many as it has
-blocks, or `max_held`.  Heartbeats report stored and evicted blocks; the blocks of a placed request
-are added at once, for equal prompts before the next heartbeat.  A wrong entry costs a transfer or a
-reading, never a wrong answer: the worker itself says what it holds.
+Each worker has a set of prefix hashes (`wire.prefix`), at most as many as it has blocks, or
+`max_held`; the oldest go first.  Heartbeats report stored and evicted blocks; the blocks of a
+placed request are added at once, for equal prompts before the next heartbeat.  A wrong entry costs
+a transfer or a reading, never a wrong answer: the worker itself says what it holds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 # Hashes kept per worker, however many blocks it claims: 40 MB of the router's memory.
@@ -18,31 +17,23 @@ MAX_HELD: Final = 1 << 18
 
 
 class PrefixIndex:
-    """Which worker holds which blocks: for each hash, a bit mask of workers."""
+    """The prefix hashes that each worker holds."""
 
     def __init__(self, max_held: int = MAX_HELD) -> None:
         self._max_held = max_held
+        # OrderedDict: finding the oldest in a dict would pass over all that were dropped before.
         self._held: dict[bytes, OrderedDict[int, None]] = {}
         self._capacity: dict[bytes, int] = {}
-        self._bits: dict[bytes, int] = {}
-        self._identities: dict[int, bytes] = {}  # by bit
-        self._holders: dict[int, int] = {}  # by hash, the sum of the bits of its holders
 
     def add(self, identity: bytes, num_blocks: int) -> None:
         """Add a worker with this many blocks, all empty."""
-        self.remove(identity)
-        bit = 1
-        while bit in self._identities:
-            bit <<= 1
-        self._bits[identity], self._identities[bit] = bit, identity
         self._held[identity] = OrderedDict()
         self._capacity[identity] = min(num_blocks, self._max_held)
 
     def remove(self, identity: bytes) -> None:
         """Forget a worker; idempotent."""
-        self.evict(identity, list(self._held.get(identity, ())))
-        if (bit := self._bits.pop(identity, None)) is not None:
-            del self._identities[bit], self._held[identity], self._capacity[identity]
+        self._held.pop(identity, None)
+        self._capacity.pop(identity, None)
 
     def size(self, identity: bytes) -> int:
         """Return the number of hashes kept of a worker."""
@@ -53,51 +44,42 @@ class PrefixIndex:
         held = self._held.get(identity)
         if held is None:
             return
-        bit, holders = self._bits[identity], self._holders
-        # Backwards, so that the last block is evicted first: without the first, none is usable.
-        for value in reversed(hashes):
-            if value in held:
-                held.move_to_end(value)
-            else:
-                held[value] = None
-                holders[value] = holders.get(value, 0) | bit
-        if (too_many := len(held) - self._capacity[identity]) > 0:
-            self.evict(identity, list(islice(held, too_many)))
+        # Backwards, so that the last block is dropped first: without the first, none is usable.
+        held.update(dict.fromkeys(reversed(hashes)))
+        for _ in range(len(held) - self._capacity[identity]):
+            held.popitem(last=False)
 
     def evict(self, identity: bytes, hashes: Iterable[int]) -> None:
         """Note that the worker has evicted these blocks."""
         held = self._held.get(identity)
         if held is None:
             return
-        bit, holders = self._bits[identity], self._holders
         for value in hashes:
-            if held.pop(value, self) is None:
-                holders[value] ^= bit
-                if not holders[value]:
-                    del holders[value]
+            held.pop(value, None)
 
     def matches(self, hashes: Sequence[int]) -> dict[bytes, int]:
-        """Return how many leading blocks of a prompt each worker holds, if it holds any.
-
-        A binary search: workers evict the end of a prefix before its beginning, so one that holds a
-        block is taken to hold those before it.
-        """
-        found: dict[bytes, int] = {}
+        """Return how many leading blocks of a prompt each worker holds, if it holds any."""
         if not hashes:
-            return found
-        holders = self._holders
-        # (workers that hold block `low`, low, the first block that they are known to lack)
-        groups = [(holders.get(hashes[0], 0), 0, len(hashes))]
-        while groups:
-            workers, low, end = groups.pop()
-            if end - low > 1:
-                middle = (low + end) // 2
-                deeper = workers & holders.get(hashes[middle], 0)
-                groups += [(deeper, middle, end)] if deeper else []
-                groups += [(workers ^ deeper, low, middle)] if workers != deeper else []
-                continue
-            while workers:
-                bit = workers & -workers
-                found[self._identities[bit]] = low + 1
-                workers ^= bit
-        return found
+            return {}
+        first = hashes[0]
+        return {
+            identity: _num_held(held, hashes)
+            for identity, held in self._held.items()
+            if first in held
+        }
+
+
+def _num_held(held: Container[int], hashes: Sequence[int]) -> int:
+    """Return the number of leading blocks held, of which there is one at least.
+
+    A binary search: workers evict the end of a prefix before its beginning, so one that holds a
+    block is taken to hold those before it.
+    """
+    low, end = 1, len(hashes)
+    while low < end:
+        middle = (low + end + 1) // 2
+        if hashes[middle - 1] in held:
+            low = middle
+        else:
+            end = middle - 1
+    return low
