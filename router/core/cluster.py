@@ -111,6 +111,12 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
             "free": load.free,
         },
         "kv_inflight_bytes": load.kv_inflight_bytes,
+        "costs": {
+            "step_s": worker.step_s,
+            "token_s": worker.token_s,
+            "sequence_s": worker.sequence_s,
+            "kv_byte_s": worker.byte_s,
+        },
         "computes": {
             "arithmetic": worker.detail.arithmetic,
             "threads": worker.detail.threads,
