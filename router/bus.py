@@ -33,7 +33,6 @@ log = structlog.get_logger("router")
 
 # The only role that sends each of these frames.
 _ANSWERED_BY: Final = {
-    Tag.PREFILL_DONE: Role.PREFILL,
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }

@@ -103,6 +103,11 @@ class Config(SharedSettings):
     max_running_per_worker: int = Field(
         default=256, ge=1, description="requests placed on one worker at a time; the rest wait here"
     )
+    local_prefill: Literal["auto", "off"] = Field(
+        default="off",
+        description="whether decode workers read prompts: auto is where that costs less time, or "
+        "where no prefill worker is there",
+    )
     max_connections: int = Field(
         default=4096, ge=1, description="connections of HTTP clients, and of raw TCP clients"
     )

@@ -45,7 +45,7 @@ def state_of(
         pid=os.getpid(),
         running=dispatcher.num_running,
         waiting=dispatcher.num_waiting,
-        reasons=unready(fleet, is_draining=is_draining),
+        reasons=unready(dispatcher.missing_roles(), fleet, is_draining=is_draining),
         workers=[_worker(worker, now) for worker in fleet],
     )
 
@@ -127,13 +127,9 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
     }
 
 
-def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
-    """Return the reasons why requests cannot be served now."""
-    reasons = [
-        f"no {role.name.lower()} worker is ready" + _others(fleet, role)
-        for role in (Role.PREFILL, Role.DECODE)
-        if not fleet.ready(role)
-    ]
+def unready(missing: Sequence[Role], fleet: Fleet, *, is_draining: bool) -> list[str]:
+    """Return the reasons why requests cannot be served now; `missing` are roles without workers."""
+    reasons = [f"no {role.name.lower()} worker is ready" + _others(fleet, role) for role in missing]
     return [*reasons, "the router is draining"] if is_draining else reasons
 
 

@@ -232,6 +232,8 @@ class Dispatcher:
         elif num_left is not None and attempt.decode is not None:
             state.phase, state.due = Phase.DECODE, state.deadline
             attempt.num_due = num_left
+            if attempt.is_local:
+                return  # the worker goes on by itself
             self._send(
                 attempt.decode.identity,
                 DecodeRequest(attempt.request_id, num_left),
@@ -241,7 +243,9 @@ class Dispatcher:
     def finish_early(self, state: RequestState, usage: Usage) -> None:
         """End a request well whose prefill token was its last."""
         attempt = state.attempt
-        if attempt is not None and attempt.decode is None:
+        if attempt is not None and attempt.is_local:
+            self.release_decode(attempt)
+        elif attempt is not None and attempt.decode is None:
             self.release_prefill(attempt)  # no KV is handed over: the worker is done
         self.finish(state, structs.replace(usage, kv_bytes=state.kv_bytes))
 
@@ -413,15 +417,15 @@ class Dispatcher:
         attempt = self._placement.place(state, self._clock())
         if attempt is None:
             return False
-        assert attempt.prefill is not None
-        now = self._clock()
+        reader, now = attempt.reader, self._clock()
+        assert reader is not None
         self._attempts[attempt.request_id] = state.attempt = attempt
         state.num_attempts += 1
         state.phase, state.due = Phase.PREFILL, state.deadline
         state.placed_at = state.placed_at or now
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
         self._send(
-            attempt.prefill.identity,
+            reader.identity,
             PrefillRequest(attempt.request_id, attempt.seq_len, rank),
             encode_prompt(state.token_ids, attempt.options(now)),
         )
@@ -485,6 +489,13 @@ class Dispatcher:
                     self._send(worker.identity, Cancel(attempt.request_id, code))
                 release(attempt)
 
+    def missing_roles(self) -> list[Role]:
+        """Return the roles without a ready worker that requests need."""
+        needed = [Role.DECODE] if self._limits.local_prefill else [Role.PREFILL, Role.DECODE]
+        return [role for role in needed if not self._fleet.ready(role)]
+
     def _missing_worker(self, state: RequestState) -> WireError | None:
-        roles = (Role.PREFILL,) if state.num_left == 1 else (Role.PREFILL, Role.DECODE)
-        return next((no_worker(role) for role in roles if not self._fleet.ready(role)), None)
+        missing = self.missing_roles()
+        if state.num_left == 1 and Role.PREFILL not in missing:
+            return None
+        return no_worker(missing[0]) if missing else None

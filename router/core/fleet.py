@@ -81,10 +81,11 @@ class Worker:
     sequence_s: float = 0.0
     byte_s: float = 0.0
 
-    # Of this router: the ids of its attempts there, the number of those that keep it busy, and the
-    # prompt tokens still to be read.
+    # Of this router: the ids of its attempts there, the number of those that keep it busy, of those
+    # whose prompt it reads, and the prompt tokens still to be read.
     attempts: set[int] = field(default_factory=set)
     num_active: int = 0
+    num_reading: int = 0
     unread_tokens: int = 0
     # The time since which it reads the prompt that it reads now.
     reading_since: float = 0.0
@@ -119,11 +120,11 @@ class Worker:
         return 0 if self.load is None else self.load.free * self.detail.block_size
 
     def wait_s(self, now: float) -> float:
-        """Return how long a new prompt waits on this prefill worker until its reading begins."""
-        if not self.num_active:
+        """Return how long a new prompt waits here until its reading begins."""
+        if not self.num_reading:
             return 0.0
         unread_s = self.unread_tokens * self.token_s
-        return unread_s - min(now - self.reading_since, unread_s / self.num_active)
+        return unread_s - min(now - self.reading_since, unread_s / self.num_reading)
 
     def promise(self, request_id: int, num_blocks: int) -> None:
         """Reserve blocks for an attempt, until a heartbeat counts them as used."""

@@ -14,11 +14,12 @@ from router.core.fleet import Fleet, Worker
 from router.core.mean import Mean
 from router.core.policy import (
     UNKNOWN_NEW_TOKENS,
+    Choice,
     Prompt,
     blocks_to_promise,
     can_ever_fit,
+    choose,
     num_blocks,
-    pick_decode,
     pick_prefill,
 )
 from router.core.prefixes import PrefixIndex
@@ -38,6 +39,7 @@ class Placement:
         self._fleet = fleet
         self._index = index
         self._max_running = limits.max_running_per_worker
+        self._local_prefill = limits.local_prefill
         self._vocab_size = limits.vocab_size
         self._request_ids = request_ids
         # Tokens: of an answer; of a prompt, those that its prefill worker had cached or read.
@@ -80,8 +82,10 @@ class Placement:
             WireError: NO_WORKER or OUT_OF_BLOCKS.
         """
         seq_len = state.seq_len
-        self._check_role(Role.PREFILL, seq_len, now)
-        if state.num_left != 1:
+        is_alone = self._may_be_local(state) and not self._fleet.expected(Role.PREFILL, now)
+        if not is_alone:
+            self._check_role(Role.PREFILL, seq_len, now)
+        if is_alone or state.num_left != 1:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, state: RequestState) -> None:
@@ -116,30 +120,40 @@ class Placement:
 
     def place(self, state: RequestState, now: float) -> Attempt | None:
         """Choose workers and count an attempt there; return None if there is no room now."""
-        prompt, decode = self._prompt(state, now), None
-        prefill = self._pick(Role.PREFILL, state, prompt)
-        if prefill is None:
+        prompt = self._prompt(state, now)
+        choice = self._choose(state, prompt)
+        if choice is None:
             return None
-        if state.num_left != 1:
-            decode = self._pick(Role.DECODE, state, prompt)
-            if decode is None:
-                return None
-        attempt = Attempt(next(self._request_ids), state, prefill, decode, len(state.generated))
-        self._count_prefill(attempt, prefill, prompt)
+        prefill, decode = choice
+        attempt = Attempt(
+            next(self._request_ids),
+            state,
+            prefill,
+            decode,
+            len(state.generated),
+            is_local=prefill is None,
+        )
         if decode is not None:
             state.arithmetic = state.arithmetic or decode.detail.arithmetic
             self._count_decode(attempt, decode, prompt)
+        self._count_reading(attempt, prompt)
         return attempt
 
-    def _pick(self, role: Role, state: RequestState, prompt: Prompt) -> Worker | None:
-        pick = pick_prefill if role is Role.PREFILL else pick_decode
-        return pick(self._candidates(role, state), prompt, self._max_running)
+    def _choose(self, state: RequestState, prompt: Prompt) -> Choice | None:
+        prefills = self._candidates(Role.PREFILL, state)
+        decodes = self._candidates(Role.DECODE, state)
+        return choose(prefills, decodes, prompt, self._max_running)
 
     def learn(self, worker: Worker, usage: Usage) -> None:
         """Learn from an answer of this decode worker how long answers and bytes of KV take."""
         self._answer.add(usage.completion_tokens)
         if usage.kv_transfer_seconds and usage.kv_bytes:
             worker.kv_byte_s.add(usage.kv_transfer_seconds / usage.kv_bytes)
+
+    def _may_be_local(self, state: RequestState) -> bool:
+        """Whether one worker may do it all: it has to know when to end."""
+        is_known = state.is_decode_asked and state.new_tokens is not None
+        return self._local_prefill and is_known
 
     def _prompt(self, state: RequestState, now: float) -> Prompt:
         """Return what there is to know about a request for its placement."""
@@ -164,14 +178,19 @@ class Placement:
             new_tokens=new_tokens,
             answer_tokens=answer_tokens,
             kv_bytes=kv_bytes,
+            may_be_local=self._may_be_local(state),
             reuse=(self._cached.value or 0.0) / (self._read.value or 1.0),
         )
 
-    def _count_prefill(self, attempt: Attempt, worker: Worker, prompt: Prompt) -> None:
-        worker.attempts.add(attempt.request_id)
-        if not worker.num_active:
+    def _count_reading(self, attempt: Attempt, prompt: Prompt) -> None:
+        worker = attempt.reader
+        assert worker is not None
+        if worker is attempt.prefill:
+            worker.attempts.add(attempt.request_id)
+            worker.num_active += 1
+        if not worker.num_reading:
             worker.reading_since = prompt.now
-        worker.num_active += 1
+        worker.num_reading += 1
         attempt.num_unread = prompt.missing(worker)
         worker.unread_tokens += attempt.num_unread
         self._index.store(worker.identity, attempt.state.hashes(worker.detail.block_size))
@@ -257,20 +276,22 @@ class Placement:
     def on_read(self, attempt: Attempt, cached_tokens: int, now: float) -> None:
         """Learn from PREFILL_DONE: the worker held `cached_tokens` and has read the others."""
         if attempt.is_reading:
-            assert attempt.prefill is not None
-            attempt.prefill.reading_since = now
+            assert attempt.reader is not None
+            attempt.reader.reading_since = now
             self._cached.add(cached_tokens)
             self._read.add(attempt.seq_len - cached_tokens)
-            self._correct(attempt, attempt.prefill, cached_tokens)
+            self._correct(attempt, attempt.reader, cached_tokens)
             self.finish_reading(attempt)
 
     def finish_reading(self, attempt: Attempt) -> None:
         """Stop counting the attempt's prompt as unread; idempotent."""
         if attempt.is_reading:
-            assert attempt.prefill is not None
+            reader = attempt.reader
+            assert reader is not None
             attempt.is_reading = False
-            attempt.prefill.num_active -= 1
-            attempt.prefill.unread_tokens -= attempt.num_unread
+            reader.num_active -= reader is attempt.prefill
+            reader.num_reading -= 1
+            reader.unread_tokens -= attempt.num_unread
             if attempt.decode is not None:
                 attempt.decode.settle(attempt.request_id)
 
@@ -296,6 +317,8 @@ class Placement:
         """Take the attempt off its decode worker and return that worker; idempotent."""
         worker = attempt.decode
         if worker is not None:
+            if attempt.is_local:
+                self.finish_reading(attempt)
             worker.attempts.discard(attempt.request_id)
             worker.num_active -= 1
             worker.unpromise(attempt.request_id)

@@ -11,6 +11,7 @@ takes, and how long answers are.
   be found there again.
 - An answer waits for the KV that the worker does not hold, and takes a step for each token.  Its
   sequence makes the steps of all others there longer, as long as it runs.
+- A decode worker that reads the prompt itself gets no KV, and delays all that generate there.
 
 A tie goes to the worker with the least to do, then by turn and rank, so that the choice is
 deterministic and routers that share workers choose different ones.  A retry prefers workers with
@@ -41,6 +42,7 @@ class Prompt(NamedTuple):
         new_tokens: The most tokens that the decode worker generates; None if unknown.
         answer_tokens: The number expected.
         kv_bytes: KV bytes of a token.
+        may_be_local: A decode worker may read the prompt.
     """
 
     now: float
@@ -51,10 +53,18 @@ class Prompt(NamedTuple):
     new_tokens: int | None = None
     answer_tokens: float = 0.0
     kv_bytes: float = 0.0
+    may_be_local: bool = False
 
     def missing(self, worker: Worker) -> int:
         """The number of tokens that the worker has to read or receive; the last always."""
         return self.num_tokens - min(self.held.get(worker.identity, 0), self.num_tokens - 1)
+
+
+class Choice(NamedTuple):
+    """The workers of an attempt; without a prefill worker the decode worker reads the prompt."""
+
+    prefill: Worker | None
+    decode: Worker | None
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
@@ -75,8 +85,32 @@ def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | Non
     return min(num_blocks(num_tokens + new_tokens, detail.block_size), detail.num_blocks)
 
 
+def choose(
+    prefills: Sequence[Worker], decodes: Sequence[Worker], prompt: Prompt, max_running: int
+) -> Choice | None:
+    """Return where a request costs the least time; None if there is no room now.
+
+    One token needs no decode worker if there is a prefill worker.
+    """
+    prefill, alone = pick_prefill(prefills, prompt, max_running), None
+    if prefill is not None and prompt.new_tokens == 0:
+        return Choice(prefill, None)
+    if prompt.may_be_local:
+        alone = pick_decode(decodes, prompt, max_running, is_reader=True)
+    if prefill is None:
+        return None if alone is None else Choice(None, alone)
+    decode = pick_decode(decodes, prompt, max_running)
+    if decode is None:
+        return None
+    if alone is not None:
+        split_s = reading_s(prefill, prompt, mean_active(prefills)) + answering_s(decode, prompt)
+        if alone_s(alone, prompt) < split_s + sending_s(decode, prompt):
+            return Choice(None, alone)
+    return Choice(prefill, decode)
+
+
 def pick_prefill(workers: Sequence[Worker], prompt: Prompt, max_running: int) -> Worker | None:
-    """Return the worker that reads the prompt; None if none has room now."""
+    """Return the prefill worker that reads the prompt; None if none has room now."""
     candidates = [
         worker
         for worker in workers
@@ -84,15 +118,29 @@ def pick_prefill(workers: Sequence[Worker], prompt: Prompt, max_running: int) ->
         and worker.num_active < max_running
         and can_ever_fit(worker, prompt.num_tokens)
     ]
-    num_waiting = sum([worker.num_active for worker in workers]) / max(1, len(workers))
-    return min(candidates, key=lambda it: _reading_order(it, prompt, num_waiting), default=None)
+    num_delayed = mean_active(workers)
+
+    def order(worker: Worker) -> tuple[bool, float, int, float, int, int]:
+        return (
+            _differs(worker, prompt),
+            reading_s(worker, prompt, num_delayed),
+            worker.unread_tokens + prompt.missing(worker),
+            worker.reading_since,
+            worker.turn,
+            worker.rank,
+        )
+
+    return min(candidates, key=order, default=None)
 
 
-def pick_decode(workers: Sequence[Worker], prompt: Prompt, max_running: int) -> Worker | None:
-    """Return the worker that gets the KV of this prompt; None if none has room now.
+def pick_decode(
+    workers: Sequence[Worker], prompt: Prompt, max_running: int, *, is_reader: bool = False
+) -> Worker | None:
+    """Return the decode worker of a request; None if none has room now.
 
-    A request whose answer might need more blocks than a worker has is placed when all are free:
-    most such answers end early, and the worker ends the others.
+    It gets the KV of the prompt, or with `is_reader` reads the prompt itself.  A request whose
+    answer might need more blocks than a worker has is placed when all are free: most such answers
+    end early, and the worker ends the others.
     """
     num_tokens, new_tokens = prompt.num_tokens, prompt.new_tokens
     candidates = [
@@ -103,41 +151,50 @@ def pick_decode(workers: Sequence[Worker], prompt: Prompt, max_running: int) -> 
         and can_ever_fit(worker, num_tokens)
         and blocks_to_promise(worker, num_tokens, new_tokens) <= worker.available_blocks
     ]
-    return min(candidates, key=lambda it: _answering_order(it, prompt), default=None)
+
+    def order(worker: Worker) -> tuple[bool, float, int, int, int, int, int]:
+        cost_s = sending_s(worker, prompt) + answering_s(worker, prompt)
+        return (
+            _differs(worker, prompt),
+            alone_s(worker, prompt) if is_reader else cost_s,
+            worker.num_active + worker.num_others,
+            prompt.missing(worker),
+            -worker.available_blocks,
+            worker.turn,
+            worker.rank,
+        )
+
+    return min(candidates, key=order, default=None)
 
 
-def _reading_order(
-    worker: Worker, prompt: Prompt, num_waiting: float
-) -> tuple[bool, float, int, float, int, int]:
-    """Return the sort key of a prefill worker; `num_waiting` is the mean of requests on one."""
+def reading_s(worker: Worker, prompt: Prompt, num_delayed: float) -> float:
+    """Return the cost of reading a prompt; each second of it delays so many others."""
     missing = prompt.missing(worker)
-    tokens = (1 + num_waiting) * missing + prompt.reuse * max(0, missing - worker.free_tokens)
-    return (
-        _differs(worker, prompt),
-        worker.wait_s(prompt.now) + tokens * worker.token_s,
-        worker.unread_tokens + missing,
-        worker.reading_since,
-        worker.turn,
-        worker.rank,
-    )
+    tokens = (1 + num_delayed) * missing + prompt.reuse * max(0, missing - worker.free_tokens)
+    return worker.wait_s(prompt.now) + tokens * worker.token_s
 
 
-def _answering_order(worker: Worker, prompt: Prompt) -> tuple[bool, float, int, int, int, int, int]:
-    """Return the sort key of a decode worker."""
-    missing = prompt.missing(worker)
+def sending_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the time to send a decode worker the KV that it lacks."""
+    return prompt.missing(worker) * prompt.kv_bytes * worker.byte_s
+
+
+def answering_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the cost of an answer: its own steps, and those of others that it makes longer."""
     num_others = worker.num_active + worker.num_others
-    # Its own steps have `num_others + 1` sequences, and each of the others' one more than before.
     step_s = worker.step_s + worker.sequence_s * (2 * num_others + 1)
-    send_s = missing * prompt.kv_bytes * worker.byte_s
-    return (
-        _differs(worker, prompt),
-        send_s + step_s * prompt.answer_tokens,
-        num_others,
-        missing,
-        -worker.available_blocks,
-        worker.turn,
-        worker.rank,
-    )
+    return step_s * prompt.answer_tokens
+
+
+def alone_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the cost of a request that one worker reads and answers."""
+    num_delayed = worker.num_active + worker.num_others
+    return reading_s(worker, prompt, num_delayed) + answering_s(worker, prompt)
+
+
+def mean_active(workers: Sequence[Worker]) -> float:
+    """Return the mean number of requests on a worker."""
+    return sum([worker.num_active for worker in workers]) / max(1, len(workers))
 
 
 def _differs(worker: Worker, prompt: Prompt) -> bool:

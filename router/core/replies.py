@@ -255,7 +255,7 @@ def _sender(
     attempt: Attempt, peer: bytes, frame: PrefillDone | DecodeDone | Error
 ) -> Worker | None:
     """Return the attempt's worker with this identity if its role sends such frames."""
-    prefill = None if isinstance(frame, DecodeDone) else attempt.prefill
+    prefill = None if isinstance(frame, DecodeDone) else attempt.reader
     decode = None if isinstance(frame, PrefillDone) else attempt.decode
     for worker in (prefill, decode):
         if worker is not None and worker.identity == peer:
