@@ -28,7 +28,6 @@ from wire.frames import (
     DecodeToken,
     Error,
     Frame,
-    PrefillRequest,
     Role,
     Tag,
 )
@@ -41,14 +40,14 @@ from wire.payloads import (
     decode_map,
     decode_prefill_result,
     encode_map,
-    encode_prompt,
 )
 from wire.process.log_limit import AGAIN_S
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
 from worker.executor.hash import EOS_TOKEN_IDS, create
 from worker.link import RouterLink
-from worker.roles.decode import DecodeRole, Generation, Step
+from worker.roles.decode import DecodeRole, Generation
+from worker.roles.step import Step
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -413,12 +412,6 @@ async def test_an_id_used_twice_is_one_text() -> None:
         assert len(await router.tokens(3)) == 3
         await router.receive(Tag.DECODE_DONE)
         await router.until_free(Role.DECODE)
-
-
-async def test_a_frame_for_the_other_role_is_refused() -> None:
-    async with pair() as router:
-        router.send(Role.DECODE, PrefillRequest(1, 1, 0), encode_prompt([1], OPTIONS))
-        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.PROTOCOL)
 
 
 async def test_a_router_says_how_many_tokens_there_may_be() -> None:
