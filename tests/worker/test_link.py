@@ -34,7 +34,6 @@ from worker.link import (
     HELLO_AGAIN_S,
     MIN_SILENCE_S,
     REOPEN_S,
-    UNREACHED_AGAIN_S,
     LinkState,
     RouterLink,
 )
@@ -140,18 +139,6 @@ async def test_time_may_pass_before_it_is_opened() -> None:
         await link.close(0)
 
 
-async def test_the_way_to_a_router_is_counted() -> None:
-    async with scripted_router() as router, stage(router) as alone:
-        link = alone.link
-        assert await alone.state() is LinkState.READY
-        link.send(Cancel(7, 0))
-        rows = {("hello", "sent", 1), ("cancel", "sent", 1), ("welcome", "received", 1)}
-        assert set(alone.traffic.rows()) == rows
-        await link.close(0)
-        link.send(Cancel(8, 0))
-        assert (set(alone.traffic.rows()), alone.traffic.dropped) == (rows, {"worker_lost": 1})
-
-
 async def test_an_unknown_peer_says_hello_once_and_its_requests_have_ended() -> None:
     async with pair(decode={"num_blocks": 2000, "step_delay_s": 0.002}) as router:
         await generating(router)
@@ -186,22 +173,6 @@ async def test_garbage_is_answered_and_survived(role: Role) -> None:
         await router.receive(Tag.PREFILL_DONE)
 
 
-async def test_a_new_router_at_the_old_place_inherits_no_request() -> None:
-    async with pair(decode={"num_blocks": 2000, "step_delay_s": 0.002}) as old:
-        await generating(old)
-        await old.close()
-        new = ScriptedRouter(old.endpoint)
-        new.epoch = old.epoch + 1
-        await new.until_joined(Role.PREFILL, Role.DECODE)
-        await new.until_free(Role.PREFILL, Role.DECODE)
-        assert new.is_quiet  # not a token of the old one's request
-        new.announce(new.details[Role.DECODE].kv_endpoint)
-        await generating(new, 2)
-        new.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
-        await new.until_free(Role.PREFILL, Role.DECODE)
-        await new.close()
-
-
 async def test_a_router_that_does_not_answer_hears_hello_again() -> None:
     async with scripted_router() as router:
         router.is_welcoming = False
@@ -212,19 +183,6 @@ async def test_a_router_that_does_not_answer_hears_hello_again() -> None:
             await alone.link.tick(HELLO_AGAIN_S / 2)
             assert await alone.state() is LinkState.READY
             assert len(router.hellos) == 2
-
-
-async def test_a_connection_that_is_not_heard_is_made_anew() -> None:
-    async with scripted_router() as router:
-        zombie = Link(Identity(Role.PREFILL, 0, 5).name, router.endpoint, lambda _: None)
-        zombie.send([b"not", b"heard of again"])  # it holds the identity, and never closes
-        await router.until(lambda: router.num_bad == 1)
-        async with stage(router) as alone:
-            await zombie.close()
-            while alone.link.state is not LinkState.READY:  # until the router notices the close
-                await alone.link.tick(REOPEN_S[-1] + 1)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(alone.state(), 0.2)
 
 
 async def test_each_connection_gets_more_time_to_be_heard() -> None:
@@ -420,11 +378,3 @@ async def test_a_router_that_is_not_there_is_named_from_time_to_time(tmp_path: P
         }
     finally:
         await link.close(0)
-
-
-async def test_a_router_that_is_there_is_not_complained_of() -> None:
-    async with scripted_router() as router, stage(router) as alone:
-        assert await alone.state() is LinkState.READY
-        with capture_logs() as lines:
-            await alone.link.tick(UNREACHED_AGAIN_S)
-        assert "cannot reach the router" not in {line["event"] for line in lines}

@@ -12,8 +12,6 @@ from wire.errors import ErrorCode
 from wire.frames import Error, Role, Tag
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result
-from worker.embedded.requests import Result
-from worker.embedded.serving import ServingEngine
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
@@ -111,15 +109,6 @@ def test_a_transfer_keeps_its_blocks_until_the_role_says_so() -> None:
     assert engine.load().used == 0 and engine.num_running == 0
 
 
-def test_a_transfer_that_is_over_keeps_nothing() -> None:
-    engine = engine_of(max_ubatch_tokens=4)
-    engine.add(Sequence(1, POISONED, GREEDY, 9, transfer=True))
-    engine.step()
-    engine.release(1)
-    assert isinstance(run(engine)[-1], Failed)
-    assert engine.load().used == 0 and engine.num_running == 0
-
-
 def test_a_continuation_fails_and_a_reservation_beside_it_does_not() -> None:
     engine = engine_of()
     for request_id in (1, 2):
@@ -134,21 +123,6 @@ def test_a_continuation_fails_and_a_reservation_beside_it_does_not() -> None:
 
 
 # In a program, and over sockets.
-
-
-def test_a_program_hears_why() -> None:
-    serving = ServingEngine(PoisonedExecutor(), num_blocks=64, block_size=4)
-    bad, good = serving.submit(POISONED), serving.submit(PROMPTS[0], GREEDY_9)
-    while not (serving.is_complete(bad) and serving.is_complete(good)):
-        serving.run_iteration()
-    result = serving.get_result(bad)
-    assert isinstance(result, Result) and result.error is not None
-    assert (result.error.code, result.error.message) == (
-        ErrorCode.MODEL_FAILED,
-        "token 13 is too much",
-    )
-    result = serving.get_result(good)
-    assert result is not None and list(result.token_ids) == oracle(PROMPTS[0], 9, GREEDY)
 
 
 LONG = [(11 * i) % 1000 + 20 for i in range(200)]

@@ -18,7 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
-from tests.cluster import ROOT, until
+from tests.cluster import until
 from tests.faults.ports import free_port
 from wire.process.cores import best_threads
 from wire.process.model import fingerprint
@@ -85,7 +85,7 @@ def test_torchrun_with_another_number_of_processes_is_refused() -> None:
         place_of(Config(tensor_parallel=2, pipeline_parallel=3), TORCHRUN)
 
 
-def test_torchrun_on_several_machines_is_asked_for_in_as_many_words() -> None:
+def test_torchrun_on_several_machines_needs_keys_or_insecure() -> None:
     with pytest.raises(ValueError, match=r"no key to tell who may connect .* --insecure"):
         place_of(Config(**EIGHT), TORCHRUN)
     one_machine = {**TORCHRUN, "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
@@ -146,9 +146,7 @@ def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.M
         Place(1, AT_A_PORT, 0, 1),
     ],
 )
-def test_on_one_machine_nobody_can_have_processes_listen_to_others(
-    bare: pytest.MonkeyPatch, place: Place
-) -> None:
+def test_processes_of_one_machine_use_the_loopback(bare: pytest.MonkeyPatch, place: Place) -> None:
     for name, value in SAID.items():
         bare.setenv(name, value)
     with capture_logs() as logs:
@@ -159,7 +157,7 @@ def test_on_one_machine_nobody_can_have_processes_listen_to_others(
 
 
 @pytest.mark.usefixtures("bare")
-def test_a_flag_for_threads_is_no_ones_share() -> None:
+def test_the_flag_for_threads_is_not_divided() -> None:
     settle(Config(tensor_parallel=2, device="cpu", threads=3), Place(0, "", 0, 2))
     assert settled() == {THREADS: "3"}
     assert os.environ["MKL_NUM_THREADS"] == "3" and os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -174,12 +172,12 @@ def test_processes_of_several_machines_choose_by_their_number_there_and_where_th
 
 
 @pytest.mark.usefixtures("bare")
-def test_no_interface_is_chosen_where_nobody_knows_the_way() -> None:
+def test_no_interface_is_chosen_without_a_route() -> None:
     settle(Config(**EIGHT, threads=1), Place(1, "tcp://[ff02::1]:29500", 0, 1))
     assert settled() == {GPUS: "0", THREADS: "1"}
 
 
-def test_the_others_are_told_all_that_the_model_depends_on() -> None:
+def test_followers_get_the_settings_of_the_model() -> None:
     settings: dict[str, Any] = {
         **EIGHT,
         **{"threads": 2, "cores": "0", "role": "prefill", "rank": 3, "device": "cpu"},
@@ -222,7 +220,7 @@ class Lost:
         return sorted(self.statuses)
 
 
-def test_who_ends_well_is_not_lost_and_who_fails_is(
+def test_a_follower_is_lost_only_if_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = 'case "$*" in *process=1*) exit 0;; *process=2*) exit 78;; *) kill -9 $$;; esac'
@@ -232,7 +230,7 @@ def test_who_ends_well_is_not_lost_and_who_fails_is(
     assert lost.wait() == [-signal.SIGKILL, 78]
 
 
-def test_they_have_our_environment_without_settings_and_what_systemd_says(
+def test_followers_have_our_environment_without_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("BATON_RANK", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "HF_HOME"):
@@ -246,28 +244,8 @@ def test_they_have_our_environment_without_settings_and_what_systemd_says(
     assert not [it for it in names if it.startswith(("BATON_", "NOTIFY_SOCKET", "WATCHDOG_"))]
 
 
-STARTS_FOLLOWERS = """
-import os, threading
-from worker.config import Config
-from worker.processes import Followers
-
-Followers(Config(model="/no/such/model", tensor_parallel=2), os._exit, os.environ)
-threading.Event().wait()
-"""
-
-
-def test_followers_of_python_P_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text("raise SystemExit(7)")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", STARTS_FOLLOWERS],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 78, "the real worker finds no such model"
-
-
 @pytest.mark.parametrize("status", [0, 3])
-def test_nothing_is_left_of_where_they_met_nor_where_they_did_not(
+def test_the_meeting_directory_is_removed(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Lost(tmp_path, monkeypatch, f"exit {status}")
@@ -285,7 +263,7 @@ def test_a_worker_of_one_process_meets_nobody() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_nobody_is_started_for_a_model_that_does_not_divide(
+def test_a_model_that_does_not_divide_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"')
@@ -322,9 +300,8 @@ def test_a_key_that_is_missing_on_one_of_several_machines_is_named(tmp_path: Pat
     assert f"cannot read {tmp_path}/decode-0.key" in done.stderr
 
 
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_waits_for_others_ends_by_a_signal(
+@pytest.mark.parametrize(("process", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_signal_ends_a_process_that_waits_for_others(
     number: signal.Signals, process: int, tmp_path: Path
 ) -> None:
     place = tmp_path / "meeting"

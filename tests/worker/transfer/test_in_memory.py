@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from wire.transfer import (
     SegmentDescriptor,
     pack_places,
     running_digest,
-    segment_digest,
 )
 from worker.compute.contract import Memory
 from worker.compute.kv_cache import TorchKVCache
@@ -136,57 +134,6 @@ def test_what_fills_no_block_has_to_be_packed() -> None:
     assert find(cache, table, state, ID) is None
 
 
-@pytest.mark.parametrize("make", [torch_cache, host_cache])
-def test_memory_that_changes_under_way_is_not_what_was_sent(
-    make: Callable[[KVLayout, int], Any],
-) -> None:
-    ours, theirs = make(WIDE, 4), make(WIDE, 4)
-    assert ours.memory is not None
-    tokens, table = whole(WIDE, 0, 8), table_of(4, 1)
-    found = find(ours, table, tokens, ID)
-    assert found is not None
-    ours.memory.bytes[found[0][1]] ^= 1
-    one = receiver(WIDE, ours.memory)
-    segment = admitted(one, tokens, *found)
-    with pytest.raises(TransferFailed, match="digest"):
-        fetch(theirs, table, one, segment, lent(ours, theirs))
-
-
-@pytest.mark.parametrize("make", [torch_cache, host_cache])
-def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory(
-    make: Callable[[KVLayout, int], Any],
-) -> None:
-    """Of a byte that never rests, what was copied is either what was sent or refused."""
-    ours, theirs = make(WIDE, 4), make(WIDE, 4)
-    assert ours.memory is not None
-    tokens, table = whole(WIDE, 0, 16), table_of(4, 1)
-    found = find(ours, table, tokens, ID)
-    assert found is not None and isinstance(ours.memory, SharedMemory)
-    kv, last, is_over = bytes(ours.pack(table, tokens)), found[0][-1] + 5, threading.Event()
-    bytes_of = ours.memory.bytes
-
-    def write() -> None:
-        while not is_over.is_set():
-            bytes_of[last] ^= 1
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    memory, num_tried, num_refused = lent(ours, theirs), 0, 0
-    try:
-        while num_tried < 300 or not num_refused:
-            num_tried += 1
-            one = receiver(WIDE, ours.memory)
-            try:
-                fetch(theirs, table, one, admitted(one, tokens, *found), memory)
-            except TransferFailed:
-                num_refused += 1
-            else:
-                assert bytes(theirs.pack(table, tokens)) == kv
-    finally:
-        is_over.set()
-        writer.join()
-
-
 def test_memory_that_changes_behind_the_copy_is_not_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,20 +159,6 @@ def test_memory_that_changes_behind_the_copy_is_not_looked_at_again(
     segment = admitted(one, tokens, *found)
     fetch(theirs, table, one, segment, lent(ours, theirs))
     assert bytes(theirs.pack(table, tokens)) == kv != bytes(ours.pack(table, tokens))
-
-
-def test_the_digest_is_that_of_the_pieces_one_after_the_other() -> None:
-    cache = host_cache(LAYOUT, 4)
-    assert isinstance(cache.memory, SharedMemory)
-    cache.memory.bytes[:] = np.arange(len(cache.memory.bytes)) % 251
-    tokens = whole(LAYOUT, 0, 8)
-    found = find(cache, [9, 3], tokens, ID)
-    assert found is not None
-    places, digest = found
-    size = tokens.num_bytes(LAYOUT) // 2
-    assert places == (9 * size, 3 * size)
-    kv = b"".join(cache.memory.bytes[place : place + size].tobytes() for place in places)
-    assert digest == segment_digest(ID, kv)
 
 
 @pytest.fixture
