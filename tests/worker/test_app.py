@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from tests.worker.scripted import (
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
-from wire.payloads import MAX_HASHES, decode_prefill_result
+from wire.payloads import decode_prefill_result
 from wire.process.cores import own_cores, parse_cores
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, MAX_COUNT
 from worker.app import EXIT_CRASHED
@@ -125,20 +124,6 @@ async def test_cached_prefixes_are_announced_again_to_a_router_that_returns() ->
         await router.until(lambda: not router.loads[peer].stored)  # once is enough
         router.send(Role.PREFILL, Error(0, ErrorCode.UNKNOWN_PEER))
         await router.until(lambda: len(router.loads[peer].stored) == 6)
-
-
-async def test_prefixes_beyond_one_heartbeat_follow_at_once() -> None:
-    settings = {"block_size": 1, "num_blocks": 4000}
-    prompt = [number % 50 for number in range(2 * MAX_HASHES + 100)]
-    async with scripted_router() as router:
-        router.heartbeat_ms = 60_000
-        async with running(router, "prefill", **settings):
-            router.prefill(1, prompt, Options(max_tokens=1))
-            await router.receive(Tag.PREFILL_DONE)
-            peer = router.peers[Role.PREFILL]
-            router.send(Role.PREFILL, Error(0, ErrorCode.UNKNOWN_PEER))
-            await router.until(lambda: len(router.loads[peer].stored) == MAX_HASHES)
-            await router.until(lambda: 0 < len(router.loads[peer].stored) < MAX_HASHES)
 
 
 async def test_a_drain_ends_when_the_work_and_the_routers_are_done() -> None:
@@ -324,59 +309,6 @@ def run_worker(*args: str) -> subprocess.CompletedProcess[str]:
         timeout=30,
         check=False,
     )
-
-
-STUCK_COPY = """
-import threading
-import worker.app
-from worker.executor import hash
-
-worker.app.CLOSE_S = 0.2
-
-class Stuck(hash.HashExecutor):
-    def allocate(self, *sizes):
-        cache = super().allocate(*sizes)
-        pack = cache.pack
-
-        def stuck(*args):
-            if threading.current_thread().name.startswith("kv-copy"):  # not the warmup
-                print("packing", flush=True)
-                threading.Event().wait()
-            return pack(*args)
-
-        cache.pack, cache.copies_wait = stuck, True  # else small copies run on the loop
-        return cache
-
-def create(**settings):
-    executor = hash.create(**settings)
-    executor.__class__ = Stuck
-    return executor
-"""
-
-
-async def test_a_stuck_copy_does_not_stop_the_exit(tmp_path: Path) -> None:
-    (tmp_path / "stuck_copy.py").write_text(STUCK_COPY)
-    async with scripted_router() as router, running(router, "decode"):
-        flags = ["--role", "prefill", "--router", router.endpoint, "--drain-s", "0"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "worker", "--executor", "stuck_copy:create", *flags),
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        try:
-            await router.until_joined(Role.PREFILL)
-            router.prefill(1, PROMPT, OPTIONS)
-            assert process.stdout is not None
-            assert await process.stdout.readline() == b"packing\n"
-            process.send_signal(signal.SIGTERM)
-            _, log = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-        finally:
-            if process.returncode is None:
-                process.kill()
-    assert process.returncode == EXIT_CRASHED
-    assert b"a copy of KV or a process of its model is stuck" in log
 
 
 @pytest.mark.parametrize(

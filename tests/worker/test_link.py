@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, scripted_router
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeToken, Drain, Error, Heartbeat, Peers, Role, Tag, Welcome
+from wire.frames import Cancel, DecodeToken, Drain, Error, Heartbeat, Peers, Role, Tag
 from wire.identity import Identity
 from wire.options import Options
 from wire.parts import Message
@@ -23,7 +23,6 @@ from wire.payloads import (
     ErrorDetail,
     HelloDetail,
     PeerDetail,
-    WelcomeDetail,
     decode_prefill_result,
     encode_map,
 )
@@ -129,16 +128,6 @@ async def generating(router: ScriptedRouter, request_id: int = 1) -> None:
     assert {it for it, _ in message.tokens} == {request_id}
 
 
-async def test_time_may_pass_before_it_is_opened() -> None:
-    async with scripted_router() as router:
-        identity = Identity(Role.PREFILL, 0, 5)
-        link = RouterLink(router.endpoint, identity, DETAIL, Recorder(), lambda link: None)
-        await link.tick(REOPEN_S[-1] + 1)
-        link.drain(1.0)
-        assert link.is_drained  # nobody has anything here
-        await link.close(0)
-
-
 async def test_an_unknown_peer_says_hello_once_and_its_requests_have_ended() -> None:
     async with pair(decode={"num_blocks": 2000, "step_delay_s": 0.002}) as router:
         await generating(router)
@@ -206,23 +195,6 @@ async def test_each_connection_gets_more_time_to_be_heard() -> None:
             await alone.link.tick(MIN_SILENCE_S + 0.1)
             assert len(alone.links) == count + 1, "it begins anew"
             await alone.until(lambda: alone.links[-1].is_up)
-
-
-async def test_only_the_time_since_it_is_there_counts_for_a_router(tmp_path: Path) -> None:
-    endpoint, identity = f"ipc://{tmp_path}/router", Identity(Role.PREFILL, 0, 5)
-    link = RouterLink(endpoint, identity, DETAIL, Recorder(), lambda link: None)
-    link.open()
-    await link.tick(REOPEN_S[-1] + 1)
-    router = ScriptedRouter(endpoint)
-    router.is_welcoming = False
-    try:
-        await router.until(lambda: len(router.hellos) == 1)
-        with capture_logs() as lines:
-            await link.tick(REOPEN_S[0])
-        assert "connecting to the router anew" not in {line["event"] for line in lines}
-    finally:
-        await link.close(0)
-        await router.close()
 
 
 async def test_a_silent_router_is_lost() -> None:
@@ -311,18 +283,6 @@ async def test_the_times_of_a_router_are_those_it_says() -> None:
             assert (alone.link.heartbeat_s, alone.link.lease_s) == (0.25, 4.0)
 
 
-async def test_another_process_of_a_router_asks_for_nothing_that_the_first_asked_for() -> None:
-    """A connection may outlast the router's process: a proxy, or a socket that was handed on."""
-    async with scripted_router() as router, stage(router) as alone:
-        assert await alone.state() is LinkState.READY
-        again = encode_map(WelcomeDetail(max_kv_transfer_bytes=1 << 20))
-        for epoch, num_lost in ((router.epoch, 0), (router.epoch + 1, 1), (router.epoch + 1, 1)):
-            router.send(Role.PREFILL, Welcome(epoch, 1000, 1000), again)
-            await alone.until(lambda epoch=epoch: alone.link.epoch == epoch)  # type: ignore[misc]
-            await heard(router)
-            assert alone.role.num_lost == num_lost
-
-
 async def test_a_fenced_worker_gets_the_place_that_becomes_free() -> None:
     async with scripted_router() as router, stage(router) as alone:
         assert await alone.state() is LinkState.READY
@@ -352,14 +312,6 @@ async def test_a_drain_is_said_again_to_a_router_that_came_back() -> None:
         router.send(Role.PREFILL, Drain(5, 0))
         while not alone.link.is_drained:
             await alone.state()
-
-
-async def test_a_drain_waits_for_no_router_that_is_away() -> None:
-    async with scripted_router() as router:
-        router.is_welcoming = False
-        async with stage(router) as alone:
-            alone.link.drain(1)
-            assert alone.link.is_drained
 
 
 async def test_a_router_that_is_not_there_is_named_from_time_to_time(tmp_path: Path) -> None:

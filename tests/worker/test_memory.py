@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from wire.layout import KVGroup, KVLayout
+from worker.config import Config
 from worker.executor.contract import MemoryRequirements, blocks_of_window
 from worker.memory import (
     BESIDE_TENSORS_BYTES,
@@ -24,17 +25,12 @@ from worker.memory import (
 MODEL = MemoryRequirements(
     parameter_bytes=5000, activation_bytes_per_token=10, kv_bytes_per_token=3
 )
+CONFIG = Config(max_ubatch_tokens=20)
 
 
 def blocks_of(num_blocks: int = 0, kv_cache_bytes: int = 480, free: int | None = None) -> int:
-    return count_blocks(
-        MODEL,
-        num_blocks=num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size=16,
-        max_ubatch_tokens=20,
-        free_bytes=free,
-    )
+    sizes = {"num_blocks": num_blocks, "kv_cache_bytes": kv_cache_bytes}
+    return count_blocks(MODEL, CONFIG.model_copy(update=sizes), free)
 
 
 def test_not_one_block_is_refused() -> None:
@@ -68,23 +64,9 @@ def test_states_take_as_much_as_blocks() -> None:
     assert model.blocks_in(6400, 16, 512) == 100 and model.blocks_in(6399, 16, 512) == 99
     assert (model + MODEL).state_bytes == 100
     with pytest.raises(ValueError, match="a block of 16 tokens with 16 states takes 1632; raise"):
-        count_blocks(
-            model,
-            num_blocks=0,
-            kv_cache_bytes=1631,
-            block_size=16,
-            max_ubatch_tokens=1,
-            free_bytes=None,
-        )
+        count_blocks(model, Config(kv_cache_bytes=1631, max_ubatch_tokens=1), None)
     with pytest.raises(ValueError, match=r"100 blocks with 32 states take 6400 .* to 99 at most"):
-        count_blocks(
-            model,
-            num_blocks=100,
-            kv_cache_bytes=1,
-            block_size=16,
-            max_ubatch_tokens=1,
-            free_bytes=6399,
-        )
+        count_blocks(model, Config(num_blocks=100, max_ubatch_tokens=1), 6399)
 
 
 def test_this_machine_has_memory_left() -> None:
@@ -121,14 +103,8 @@ class Card:
         self._patch("memory_allocated", lambda: weights // 2)  # torch has cached the rest
         self._patch("memory_reserved", lambda: weights)
         self._patch("mem_get_info", lambda: (self.total - self.taken, self.total))
-        kv_bytes = default_kv_cache_bytes(
-            MODEL,
-            device,
-            memory_share=share,
-            block_size=16,
-            max_ubatch_tokens=20,
-            num_devices=num_devices,
-        )
+        sizes = {"device": device, "memory_share": share, "tensor_parallel": num_devices}
+        kv_bytes = default_kv_cache_bytes(MODEL, CONFIG.model_copy(update=sizes))
         self.taken += 200 + kv_bytes
         return kv_bytes
 

@@ -86,18 +86,6 @@ def test_a_crowd_of_which_some_come_upon_it(seed: int) -> None:
     assert engine.load().used == 0
 
 
-def test_scores_of_a_neighbour_s_prompt_are_counted_once() -> None:
-    options = Options(ignore_eos=True, prompt_logprobs=2)
-    alone, beside = engine_of("score"), engine_of("score")
-    beside.add(Sequence(2, POISONED, options, 3))
-    rows = []
-    for engine in (alone, beside):
-        engine.add(Sequence(1, PROMPTS[1], options, 3))
-        outputs = run(engine)
-        rows += [it.prompt_logprobs for it in outputs if isinstance(it, Token) and it.index == 0]
-    assert len(rows) == 2 and rows[0] == rows[1] is not None
-
-
 def test_a_transfer_keeps_its_blocks_until_the_role_says_so() -> None:
     engine = engine_of(max_ubatch_tokens=4)
     engine.add(Sequence(1, POISONED, GREEDY, 9, transfer=True))

@@ -326,98 +326,6 @@ def test_a_signal_ends_a_process_that_waits_for_others(
     assert "ended by a signal before" in log and "Traceback" not in log
 
 
-LEADER = """
-import os, signal, sys, threading
-from wire.process.settings import parse
-from worker.start import load
-from worker.config import Config
-from worker.processes import meet
-from wire.transfer import Rectangle
-import psutil
-
-lost = []
-config = parse(Config, sys.argv[1:])
-ranks = meet(config, lost.append)
-executor = load(config, ranks)
-cache = executor.allocate(8, 16)
-cache.pack([0], Rectangle(0, range(1), range(1, 2), range(3)))  # of the other, so it follows
-(follower,) = psutil.Process().children()
-for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # as systemd and terminals do to all
-    follower.send_signal(told)
-print("settled", [it for it in follower.environ() if it.endswith("_SOCKET_IFNAME")])
-print("left", len([it for it in os.listdir(os.environ["TMPDIR"]) if it.startswith("baton-")]))
-executor.shutdown()
-[it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
-print("lost", lost, executor.capabilities.num_shards, executor.capabilities.num_threads)
-"""
-
-
-def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
-    """It is a worker, which settles by itself, loads its part, minds no signal, and ends with 0."""
-    path = make_model(tmp_path / "model")
-    (tmp_path / "tmp").mkdir()
-    flags = ["--model", str(path), "--tensor-parallel", "2", "--device", "cpu", "--threads", "1"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    done = subprocess.run(
-        [sys.executable, "-c", LEADER, *flags],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = ["settled []", "left 0", "lost [] 2 1"]
-    assert done.stdout.split("\n")[-4:-1] == said, done.stdout + done.stderr
-
-
-SEPARATE = """
-import os, sys, threading
-from wire.process.settings import parse
-from worker.start import load
-from worker.config import Config
-from worker.processes import follow, meet
-
-lost = []
-config = parse(Config, sys.argv[2:])
-ranks = meet(config, lost.append)
-if sys.argv[1] == "die":
-    print("met", flush=True)
-    ranks.is_leader or threading.Event().wait()
-if sys.argv[1] == "end":
-    executor = load(config, ranks)
-    executor.shutdown() if ranks.is_leader else follow(executor)
-[it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
-print("lost", lost)
-"""
-
-
-@pytest.mark.parametrize(("end", "count", "lost"), [("die", 3, [1, 1]), ("end", 2, [])])
-def test_a_leader_learns_that_others_are_lost_whom_somebody_else_has_started(
-    end: str, count: int, lost: list[int], tmp_path: Path
-) -> None:
-    path = make_model(tmp_path / "model", num_hidden_layers=3)
-    flags = ["--model", str(path), f"--pipeline-parallel={count}", "--device=cpu", "--threads=1"]
-    flags += ["--rendezvous", f"file://{tmp_path}/meet"]
-    leader, *others = (
-        subprocess.Popen(
-            [sys.executable, "-c", SEPARATE, end, *flags, "--process", str(number)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    )
-    if end == "die":
-        assert leader.stdout is not None
-        leader.stdout.readline()
-        for other in others:
-            other.kill()
-    for other in others:
-        other.communicate()
-    said, _ = leader.communicate()
-    assert said.split("\n")[-2] == f"lost {lost}"
-    status = -signal.SIGKILL if end == "die" else 0
-    assert [it.returncode for it in (leader, *others)] == [0, *[status] * len(others)]
-
-
 @pytest.mark.parametrize(
     ("error", "status", "event"),
     [
@@ -431,9 +339,14 @@ def test_a_follower_whose_gpu_fails_does_not_blame_its_leader(
     def fail(_: object) -> None:
         raise RuntimeError(error)
 
-    monkeypatch.setattr("worker.processes.ending_signals", list)
+    monkeypatch.setattr("worker.processes.ending_signals", lambda: [signal.SIGUSR1])
     monkeypatch.setattr(ShardedExecutor, "follow", fail)
-    with capture_logs() as logs:
-        assert follow(ShardedExecutor.__new__(ShardedExecutor)) == status
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with capture_logs() as logs:
+            assert follow(ShardedExecutor.__new__(ShardedExecutor)) == status
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN, "signals are for the leader"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     [line] = logs
     assert event in line["event"] and line["reason"] == error.partition("\n")[0]

@@ -13,39 +13,22 @@ import pytest
 
 from scripts.examples import own_model
 from wire.errors import WireError
+from wire.process.cores import best_threads
 from wire.process.model import DEMO, ModelError
 from wire.process.settings import EX_CONFIG
 from worker.config import Config
 from worker.start import load, load_draft
 
-COUNT = """
-from worker.start import load
-from worker.config import Config
-load(Config(executor="hash", threads={threads}))
-import torch
-print(torch.get_num_threads())
-"""
-
 
 @pytest.fixture(autouse=True)
 def _keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):  # put back, whatever `load` does
+    for name in (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+    ):
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
-
-
-def count_threads(threads: int, **environ: str) -> int:
-    """How many threads torch has in a worker that is started so."""
-    plain = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
-    command = [sys.executable, "-c", COUNT.format(threads=threads)]
-    done = subprocess.run(command, env=plain | environ, capture_output=True, check=True)
-    return int(done.stdout)
-
-
-def test_the_flag_for_threads_wins_over_the_environment() -> None:
-    assert count_threads(1, OMP_NUM_THREADS="2") == 1
-    if (os.cpu_count() or 1) > 1:
-        assert count_threads(2, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") == 2
 
 
 LEADER = """
@@ -68,14 +51,21 @@ def test_a_follower_with_wrong_settings_ends_the_worker_with_its_status(
     assert "a process of the model is lost" in done.stderr
 
 
-@pytest.mark.parametrize(("said", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_the_threads_of_torch_do_not_spin_unless_told_to(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, policy: str
+@pytest.mark.parametrize(
+    ("threads", "environ", "expected"),
+    [
+        (0, {}, (str(best_threads()), "PASSIVE")),
+        (0, {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}, ("7", "ACTIVE")),
+        (3, {"OMP_NUM_THREADS": "7"}, ("3", "PASSIVE")),
+    ],
+)
+def test_threads_of_torch_are_set_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, threads: int, environ: dict[str, str], expected: object
 ) -> None:
-    if said is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", said)
-    load(Config(executor="hash"))
-    assert os.environ["OMP_WAIT_POLICY"] == policy
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    load(Config(executor="hash", threads=threads))
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == expected
 
 
 PLACED = """

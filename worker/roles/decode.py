@@ -85,7 +85,7 @@ class DecodeRole:
     def __init__(self, context: WorkerContext) -> None:
         self._config = context.config
         self._engine = context.engine
-        self._clock = context.clock
+        self._clock = context.outside.clock
         self.transfers = TransferCounts()
         self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         self._generations: dict[int, Generation] = {}

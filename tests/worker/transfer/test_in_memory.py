@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from kernels.cuda import staging
 from tests.kernels.shim.driver import driver as driver
 from tests.kernels.shim.lane import CpuLane
-from tests.kv import part, whole
+from tests.kv import whole
 from wire.errors import RemoteProtocolError, TransferFailed
 from wire.frames import KvCache
 from wire.layout import KVLayout
@@ -110,19 +110,6 @@ def test_one_copy_brings_kv_from_cache_to_cache(
     assert bytes(theirs.pack(other, tokens)) == kv
 
 
-def test_some_layers_of_a_block_lie_in_one_run_too() -> None:
-    ours, theirs = torch_cache(LAYOUT, 4), torch_cache(LAYOUT, 4)
-    assert ours.memory is not None
-    layers = part(LAYOUT, 1, 2, 4, 8)
-    ours.pool.copy_(torch.arange(ours.pool.numel()).view(ours.pool.shape) % 999)
-    found = find(ours, table_of(4, 1), layers, ID)
-    assert found is not None
-    one = receiver(LAYOUT, ours.memory)
-    segment = admitted(one, layers, *found)
-    fetch(theirs, table_of(4, 2), one, segment, lent(ours, theirs))
-    assert theirs.pack(table_of(4, 2), layers) == ours.pack(table_of(4, 1), layers)
-
-
 def test_what_fills_no_block_has_to_be_packed() -> None:
     cache = host_cache(MIXED, 4)
     table = table_of(4, 1)
@@ -201,16 +188,3 @@ def test_a_device_reads_memory_of_the_host_and_no_place_between_its_units() -> N
     segment = admitted(two, tokens, (8, 0), 1)
     with pytest.raises(RemoteProtocolError, match="is 8, not a multiple of 16 bytes"):
         fetch(device_cache(WIDE, 8), table, two, segment, lent(theirs, theirs))
-
-
-class Halved(HostKVCache):
-    """A cache of which only the first block is seen where it lies."""
-
-    def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        return None if rectangle.tokens.start else super().view(block_table, rectangle)
-
-
-def test_what_is_seen_in_part_is_sent() -> None:
-    cache = Halved(LAYOUT, 40, 4)
-    assert find(cache, (5, 6), whole(LAYOUT, 0, 4), ID) is not None
-    assert find(cache, (5, 6), whole(LAYOUT, 0, 8), ID) is None

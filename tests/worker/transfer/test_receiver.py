@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -45,7 +44,7 @@ from wire.payloads import (
 )
 from worker.config import Config
 from worker.engine.outputs import Displaced
-from worker.environment import WorkerContext
+from worker.environment import Environment, WorkerContext
 from worker.executor.hash import LAYOUT, create
 from worker.roles.decode import DecodeRole
 from worker.transfer.receiver import (
@@ -526,8 +525,8 @@ async def test_a_lost_peer_is_not_asked_for_memory_and_a_silent_one_delays_no_cl
     engine: Any = SimpleNamespace(post=lambda call: None)
     config = Config(role="decode", executor="hash", kv_bind="tcp://127.0.0.1:0")
     identity, copies, plane = Identity(Role.DECODE, 0, 1), Copies(), Plane(1000)
-    parts = create().allocate(8, 16), engine, copies, plane, time.monotonic
-    context = WorkerContext(config, identity, *parts, fetch=fetch)
+    parts = create().allocate(8, 16), engine, copies, plane, Environment(fetch=fetch)
+    context = WorkerContext(config, identity, *parts)
     transfers = IncomingTransfers(context, lambda _: False, lambda _: None, lambda *_: None)
     for number in (1, 2):
         offer, peer = offer_of(PROMPT, memory=f"baton-{number}"), b"prefill-0-%d" % number

@@ -305,7 +305,7 @@ class HoldingPeer:
     """A peer whose socket releases no buffer by itself; `told` has what may get lost."""
 
     name = "decode-0"
-    num_heard = 0
+    num_messages = 0
     is_mute, is_up = False, True
 
     def __init__(self, num_expected: int = 3, kv_unasked_bytes: int = 0) -> None:
@@ -376,16 +376,16 @@ async def test_a_cancelled_offer_is_not_sent() -> None:
     outgoing.copies.close()
 
 
-@pytest.mark.parametrize("num_heard", [0, 1])
-async def test_a_peer_is_mute_if_it_answers_no_transfer_for_a_lease(num_heard: int) -> None:
+@pytest.mark.parametrize("num_messages", [0, 1])
+async def test_a_peer_is_mute_if_it_answers_no_transfer_for_a_lease(num_messages: int) -> None:
     """Its link is closed for nothing else: all transfers on it would end."""
     peer = HoldingPeer()
-    peer.num_heard = 7
+    peer.num_messages = 7
     outgoing = Outgoing(peer)
-    peer.num_heard += num_heard
+    peer.num_messages += num_messages
     outgoing.transfer.tick(31.0)
     assert outgoing.transfer.sender.state is TransferState.FAILED
-    assert peer.is_mute == (num_heard == 0)
+    assert peer.is_mute == (num_messages == 0)
     outgoing.copies.close()
 
 
