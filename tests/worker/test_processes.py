@@ -86,7 +86,7 @@ def test_torchrun_with_another_number_of_processes_is_refused() -> None:
 
 
 def test_torchrun_on_several_machines_needs_keys_or_insecure() -> None:
-    with pytest.raises(ValueError, match=r"no key to tell who may connect .* --insecure"):
+    with pytest.raises(ValueError, match=r"no key to tell who may connect: .* --insecure"):
         place_of(Config(**EIGHT), TORCHRUN)
     one_machine = {**TORCHRUN, "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
     assert place_of(Config(**EIGHT), one_machine) == Place(5, AT_A_PORT, 5, 8)
