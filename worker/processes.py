@@ -171,7 +171,7 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
         return None
     place, before = place_of(config, os.environ), dict(os.environ)
     settle(config, place)
-    settings = _settings(config)
+    settings = equal_settings(config)
     keys = None if place.is_here else open_keys(config.keys, config.party)
     for ending in ending_signals():  # until this process serves or follows
         signal.signal(ending, _interrupt)
@@ -205,7 +205,7 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     return ranks
 
 
-def _settings(config: Config) -> dict[str, object]:
+def equal_settings(config: Config) -> dict[str, object]:
     """Return the settings that must be equal in all processes.
 
     Raises:

@@ -23,12 +23,19 @@ from tests.faults.ports import free_port
 from wire.process.cores import best_threads
 from wire.process.model import fingerprint
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
-from worker.compute import rendezvous as meeting
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
 from worker.config import Config
-from worker.model.shard import Shard
 from worker.parallel.executor import ShardedExecutor
-from worker.processes import Followers, Place, command, follow, meet, place_of, settle
+from worker.processes import (
+    Followers,
+    Place,
+    command,
+    equal_settings,
+    follow,
+    meet,
+    place_of,
+    settle,
+)
 
 pytestmark = pytest.mark.timeout(360)  # some start several workers, each with its imports
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
@@ -272,22 +279,12 @@ def test_a_model_that_does_not_divide_starts_no_process(
     assert lost.wait() == [] and not (tmp_path / "out").exists()
 
 
-def test_a_leader_says_which_settings_of_others_must_be_the_same(tmp_path: Path) -> None:
-    path, place = make_model(tmp_path / "model"), f"file://{tmp_path}/meeting"
-    numbers = {"--dtype": "float32", "--kv-dtype": "bfloat16", "--weights": "int8"}
-    flags = [f"{name}={value}" for name, value in numbers.items()]
-    flags += [f"--model={path}", "--tensor-parallel=2", "--device=cpu", f"--rendezvous={place}"]
-    command = [sys.executable, "-m", "worker", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as leader:
-        try:
-            ours = {"the fingerprint of --model": fingerprint(path), **numbers, "--dtype": "auto"}
-            with pytest.raises(ValueError, match="--dtype is auto for process 1 and float32 for"):
-                meeting.meet(place, Shard.of_process(1, 2, 1), ours, 60.0)
-            _, log = leader.communicate(timeout=60)
-        finally:
-            leader.kill()
-    assert leader.returncode == EX_CONFIG
-    assert "--tensor-parallel is 2 for process 0 and None for process 1" in log
+def test_the_settings_of_numbers_must_be_equal_in_all_processes(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    numbers: dict[str, Any] = {"dtype": "float32", "kv_dtype": "bfloat16", "weights": "int8"}
+    config = Config(model=str(path), tensor_parallel=2, **numbers)
+    flags = {"--dtype": "float32", "--kv-dtype": "bfloat16", "--weights": "int8"}
+    assert equal_settings(config) == {"the fingerprint of --model": fingerprint(path), **flags}
 
 
 def test_a_key_that_is_missing_on_one_of_several_machines_is_named(tmp_path: Path) -> None:

@@ -1,16 +1,8 @@
-"""The engine inside a program, without any network: `ServingEngine` (seed 004).
+"""The engine inside a program, without any network: `ServingEngine`.
 
-    with ServingEngine(executor) as serving:                    # a thread steps the engine
-        result = await serving.submit_async([1, 2, 3], Options(max_tokens=9))
-        async for output in serving.stream([1, 2, 3]): ...
-
-    serving = ServingEngine(executor)                           # or the caller does
-    request_id = serving.submit([1, 2, 3], callback=print)
-    while not serving.is_complete(request_id):
-        serving.run_iteration()
-
-Every request ends exactly once: its last output has a `finish_reason`, and nothing follows.  Ids of
-tokens in and out; text, stop strings and HTTP are the router's.
+A thread steps the engine, or the caller does; `scripts/examples/program.py` shows both.  Every
+request ends exactly once: its last output has a `finish_reason`, and nothing follows.  Prompts and
+outputs are token ids; text, stop strings and HTTP are the router's.
 """
 
 from __future__ import annotations

@@ -111,10 +111,6 @@ class IncomingTransfers:
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._transfers))  # a copy: they may end meanwhile
 
-    def is_complete(self, request_id: int) -> bool:
-        transfer = self._transfers.get(request_id)
-        return transfer is not None and transfer.receiver.is_complete
-
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._transfers
 
