@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -277,6 +278,33 @@ def test_a_model_that_does_not_divide_starts_no_process(
     with pytest.raises(ValueError, match="--tensor-parallel may be 1, 2, 4 for this model"):
         meet(Config(tensor_parallel=3, device="cpu"), lost.statuses.append)
     assert lost.wait() == [] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_only_the_leader_watches_processes_that_others_have_started(
+    process: int, tmp_path: Path, bare: pytest.MonkeyPatch
+) -> None:
+    watched, lost = Queue[int](), Queue[int]()
+
+    class Met:
+        """The processes after their meeting; each that is watched is lost."""
+
+        is_leader = process == 0
+
+        def __init__(self, *_: object) -> None: ...
+
+        def watch(self, number: int) -> None:
+            watched.put(number)
+            raise RuntimeError("gone")
+
+    bare.setattr("worker.compute.ranks.Ranks", Met)
+    bare.setattr("worker.processes.ending_signals", list)
+    path, place = make_model(tmp_path / "model"), f"file://{tmp_path}/meet"
+    settings: dict[str, Any] = {"tensor_parallel": 2, "device": "cpu", "process": process}
+    meet(Config(model=str(path), rendezvous=place, **settings), lost.put)
+    if process == 0:
+        assert (lost.get(timeout=30), watched.get(timeout=30)) == (1, 1)
+    assert watched.empty() and lost.empty()
 
 
 def test_the_settings_of_numbers_must_be_equal_in_all_processes(tmp_path: Path) -> None:
