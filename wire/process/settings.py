@@ -94,25 +94,18 @@ class SharedSettings(Settings):
     executor: str = setting("torch", "what a worker computes with: torch, hash or module:factory")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where a worker computes")
     memory_share: float = setting(
-        0.9,
-        "share of a GPU's memory that a worker takes, its model included; a router divides it "
-        "among its local workers",
-        gt=0,
-        le=1,
+        0.9, "share of a GPU's memory for a worker, or for all local workers together", gt=0, le=1
     )
     max_kv_transfer_bytes: int = setting(
         4 << 30, "largest KV cache of one request that may be transferred", ge=1, le=MAX_BYTES
     )
-    # A path, like all that is secret: never in a command line or a variable itself.
     keys: Path | None = setting(
         None,
         "directory with router.key or <role>-<rank>.key, and authorized_keys, as scripts/keys "
         "writes them; none: these systemd credentials, if there are any",
     )
     drain_s: float = setting(30.0, "time to finish open requests after SIGTERM", ge=0, le=3600)
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "least level that is logged"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least log level")
 
     @field_validator("model", "executor")
     @classmethod
