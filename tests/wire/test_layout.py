@@ -48,20 +48,6 @@ def test_what_is_sent_of_a_long_prompt() -> None:
     assert states.transfer_bytes(9, 9) == 0
 
 
-@pytest.mark.parametrize(
-    ("num_full", "num_windowed", "window", "most"),
-    [(10, 52, 1024, 0.27), (12, 12, 128, 0.51)],
-    ids=["gemma-3-27b", "gpt-oss-20b"],
-)
-def test_models_with_windows_send_a_part_of_8k_tokens(
-    num_full: int, num_windowed: int, window: int, most: float
-) -> None:
-    full = structs.replace(FULL, num_layers=num_full)
-    windowed = structs.replace(WINDOWED, num_layers=num_windowed, window=window)
-    layout = KVLayout(groups=(full, windowed))
-    assert most - 0.01 < layout.transfer_bytes(8192) / (8192 * layout.token_bytes) < most
-
-
 @given(layouts(), st.integers(0, 30), st.integers(1, 30))
 def test_more_that_is_held_is_never_more_to_send(layout: KVLayout, cached: int, count: int) -> None:
     num_tokens = cached + count

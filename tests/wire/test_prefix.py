@@ -20,12 +20,6 @@ def test_each_hash_is_seeded_by_the_one_before() -> None:
     assert prefix_hashes([1, 2, 3, 2**32 - 1, 5], 2) == [first, second]
 
 
-def test_only_full_blocks_have_a_hash() -> None:
-    assert prefix_hashes([], 4) == []
-    assert prefix_hashes([1, 2, 3], 4) == []
-    assert len(prefix_hashes(range(8), 4)) == 2
-
-
 @given(TOKENS, TOKENS, st.integers(1, 8))
 def test_a_longer_prompt_keeps_the_hashes_of_its_prefix(
     head: list[int], tail: list[int], block_size: int

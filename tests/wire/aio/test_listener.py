@@ -12,7 +12,6 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import ClassVar, cast
 
 import pytest
-import uvloop
 
 from tests import certificate
 from wire.aio.listener import PAUSE_S, bind, is_told, listen, reserve
@@ -167,14 +166,6 @@ async def test_having_no_descriptor_left_is_waited_out(
     async with listening(context_of(made), pause_s=0.01) as port:
         assert await echo(port, made.trust) == b"hello"
     assert not failures
-
-
-def test_the_same_on_the_loop_that_processes_use(made: certificate.Certificate) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test_many_clients_are_accepted_in_one_iteration_of_the_loop())
-        runner.run(test_for_one_handshake_too_many_the_eldest_is_hung_up_on(made))
-        runner.run(test_a_handshake_has_its_time_and_its_form(made, b""))
-        runner.run(test_closing_ends_handshakes_and_frees_the_port(made))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")

@@ -37,11 +37,6 @@ def test_one_socket_too_many_is_an_os_error() -> None:
             Port(context, zmq.DEALER, Limits(1, 1000), 1, zero_copy=False, security={})
 
 
-def test_every_pair_is_another() -> None:
-    pairs = {new_key_pair().secret for _ in range(10)}
-    assert len(pairs) == 10
-
-
 def test_a_link_expects_the_party_it_means(tmp_path: Path) -> None:
     pairs = write(tmp_path, "router", "prefill-0")
     keys = Keys(tmp_path, "prefill-0")

@@ -180,23 +180,6 @@ async def test_room_found_while_it_asks_is_used_at_once_and_it_asks_again() -> N
     await source.pump.close(0.0)
 
 
-async def test_it_is_tried_until_all_is_sent() -> None:
-    class Narrow(Source):
-        def flush(self) -> float | None:
-            self.room = 1
-            return super().flush()
-
-    source = Narrow()
-    await source.idle.wait()
-    source.outbox = 9
-    source.all_sent.clear()
-    source.pump.wake()
-    async with asyncio.timeout(30):
-        await source.all_sent.wait()
-    assert source.outbox == 0
-    await source.pump.close(0.0)
-
-
 async def test_what_comes_while_it_sends_is_read_though_no_edge_tells() -> None:
     """To send may swallow it."""
 

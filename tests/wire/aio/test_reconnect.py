@@ -35,10 +35,6 @@ def test_whatever_is_drawn_nobody_waits_long_in_a_short_outage(jitters: list[flo
     assert all(MAX_S / 2 <= pause_s for pause_s in found[-10:])
 
 
-def test_two_that_lost_the_same_peer_do_not_come_at_once() -> None:
-    assert set(some([0.1, 0.7, 0.3, 0.2])).isdisjoint(some([0.5, 0.1, 0.9, 0.4]))
-
-
 class Outage:
     """A dial with its one timer, which goes off when it is told to."""
 

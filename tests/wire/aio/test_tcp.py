@@ -184,23 +184,6 @@ async def test_who_vanishes_in_a_turn_takes_no_ones_words_along(house: House) ->
     assert first.closed.done()
 
 
-async def test_each_frame_is_counted(house: House) -> None:
-    def answer(told: Told, message: Message) -> None:
-        for token_id in range(3):
-            told.connection.send_token(7, token_id)
-        told.connection.send(DecodeDone(7))
-
-    traffic = Traffic()
-    server = await house.serve(answer=answer, traffic=traffic)
-    async with await connect("127.0.0.1", server.port) as client:
-        for _ in range(2):
-            client.send(Cancel(1, 0))
-            while (message := await client.next_message()) != Message(DecodeDone(7)):
-                assert message is not None
-    assert traffic.sent == {Tag.DECODE_TOKEN: 6, Tag.DECODE_DONE: 2}
-    assert traffic.received == {Tag.CANCEL: 2}
-
-
 async def test_others_have_a_turn_however_much_came_at_once(house: House) -> None:
     """Thousands of small frames are in one read: the loop goes round between them."""
     loop = asyncio.get_running_loop()
@@ -245,22 +228,6 @@ async def test_a_client_that_goes_amid_much_is_noticed(house: House) -> None:
         assert told.messages.qsize() == min(last, 3 * MAX_AT_ONCE)
 
 
-async def test_a_client_iterates_until_the_server_hangs_up(house: House) -> None:
-    def answer(told: Told, message: Message) -> None:
-        for i in range(3):
-            told.connection.send(DecodeToken(1, i))
-        told.connection.send(DecodeDone(1))
-        told.connection.close()
-        told.connection.send(DecodeToken(1, 99))
-
-    server = await house.serve(answer=answer)
-    async with await connect("127.0.0.1", server.port) as client:
-        client.send(Cancel(1, 0))
-        frames = [message.frame async for message in client]
-    assert frames == [*(DecodeToken(1, i) for i in range(3)), DecodeDone(1)]
-    assert await (await house.handlers.get()).closed is None
-
-
 async def test_a_client_that_breaks_the_protocol_is_told_and_closed(house: House) -> None:
     server = await house.serve()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -291,15 +258,6 @@ async def test_a_handler_can_refuse_a_message_and_its_bugs_are_not_shown(house: 
             assert message is not None and message.frame == Error(0, code)
             assert "details" not in detail_of(message).message
             assert await client.next_message() is None
-
-
-async def test_a_message_over_the_limit_is_refused_before_it_is_read(house: House) -> None:
-    server = await house.serve(Limits(max_frame_bytes=KIB))
-    async with await connect("127.0.0.1", server.port) as client:
-        client.send(DecodeToken(1, 1), bytes(2 * KIB))
-        message = await client.next_message()
-        assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
-    assert (await house.handlers.get()).messages.empty()
 
 
 @pytest.mark.parametrize("sent", [b"", encode(Cancel(1, 0))[0][:10]])
@@ -402,17 +360,6 @@ async def test_bytes_that_trickle_buy_no_time(house: House) -> None:
         trickling.cancel()
 
 
-async def test_a_refusal_of_many_words_can_be_read(house: House) -> None:
-    def refuse(told: Told, message: Message) -> None:
-        raise WireError(ErrorCode.DRAINING, 5000 * "x")
-
-    server = await house.serve(answer=refuse)
-    async with await connect("127.0.0.1", server.port) as client:
-        client.send(Cancel(1, 0))
-        message = await client.next_message()
-        assert message is not None and detail_of(message).message == 4096 * "x"
-
-
 def deaf_client(port: int) -> socket.socket:
     """A client that asks once and never reads, with a small window."""
     client = socket.socket()
@@ -460,27 +407,6 @@ async def test_a_second_stall_is_cut_as_the_first_would_have_been(house: House) 
             await loop.sock_sendall(client, b"".join(encode(Cancel(1, 0))))
         error = await told.closed
         assert isinstance(error, WireError) and error.code is ErrorCode.DEADLINE_EXCEEDED
-
-
-@again_if_held_up(0.4)
-async def test_a_client_that_catches_up_after_the_end_must_still_hang_up(house: House) -> None:
-    """The timer of a stall is not the timer of a closed connection."""
-
-    def flood(told: Told, message: Message) -> None:
-        for _ in range(16):
-            told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES // 16))
-        told.connection.close()
-
-    waits = {"max_write_bytes": 64 << 20, "high_water_bytes": 64 * KIB}
-    limits = Limits(**waits, stall_s=0.5, hang_up_s=0.05)
-    server = await house.serve(limits, answer=flood)
-    loop = asyncio.get_running_loop()
-    with deaf_client(server.port) as client:
-        client.setblocking(False)
-        told = await house.handlers.get()
-        while await loop.sock_recv(client, 1 << 20):
-            pass
-        await told.connection.closed  # The client does not close its side.
 
 
 async def test_a_client_that_ends_its_side_and_does_not_read_is_cut(house: House) -> None:
@@ -549,31 +475,6 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
     assert not caplog.records
 
 
-@again_if_held_up(0.4)
-async def test_a_client_for_whom_little_waits_may_take_its_time(house: House) -> None:
-    """Once it has caught up so far, it is watched no longer."""
-
-    def flood(told: Told, message: Message) -> None:
-        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES // 16))
-
-    # A sixth of it is more than the kernel takes at once.  At a quarter we are told, but by uvloop
-    # only when a whole message has gone.
-    limits = Limits(stall_s=0.5, max_write_bytes=64 << 20, high_water_bytes=32 << 20)
-    server = await house.serve(limits, answer=flood)
-    loop = asyncio.get_running_loop()
-    with deaf_client(server.port) as client:
-        client.setblocking(False)
-        told = await house.handlers.get()
-        while told.connection.buffered_bytes <= limits.high_water_bytes:
-            await told.messages.get()
-            await loop.sock_sendall(client, b"".join(encode(Cancel(1, 0))))
-        while told.connection.buffered_bytes > limits.high_water_bytes // 6:
-            await loop.sock_recv(client, 256 * KIB)
-        assert told.connection.buffered_bytes
-        await asyncio.sleep(2 * limits.stall_s)
-        assert not told.closed.done()
-
-
 async def test_a_client_that_has_read_all_is_not_given_the_time_of_a_stall(house: House) -> None:
     server = await house.serve(Limits(stall_s=3600.0, hang_up_s=0.05))
     with deaf_client(server.port):
@@ -581,30 +482,6 @@ async def test_a_client_that_has_read_all_is_not_given_the_time_of_a_stall(house
         await told.messages.get()
         told.connection.close()
         await told.connection.closed  # The client does not close its side.
-
-
-@again_if_held_up(0.2)
-async def test_what_waits_at_the_end_has_the_time_of_a_stall(house: House) -> None:
-    def flood(told: Told, message: Message) -> None:
-        told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
-        for _ in range(12):
-            told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
-
-    limits = Limits(max_write_bytes=64 << 20, stall_s=1.0, hang_up_s=0.05)
-    server = await house.serve(limits, answer=flood)
-    loop = asyncio.get_running_loop()
-    with deaf_client(server.port) as client:
-        client.setblocking(False)
-        told = await house.handlers.get()
-        await told.messages.get()
-        await asyncio.sleep(0.75)
-        told.connection.close()  # the time of the stall begins anew
-        await asyncio.sleep(0.5)
-        num_bytes = 0
-        while octets := await loop.sock_recv(client, 1 << 20):
-            num_bytes += len(octets)
-        assert num_bytes > 13 * 900 * KIB
-        await told.connection.closed
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -625,30 +502,6 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House, clo
     del told
     gc.collect()
     assert connection() is None, "no timer holds it"
-
-
-def silent(clients: asyncio.Queue[Told], connection: Connection) -> Told:
-    """A handler that says nothing, and can be had from `clients`."""
-    clients.put_nowait(told := Told(connection, lambda told, message: None))
-    return told
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
-async def test_nothing_is_kept_for_a_connection_over_tls_that_has_ended(tmp_path: Path) -> None:
-    made, clients = certificate.make(tmp_path), asyncio.Queue[Told]()
-
-    make_handler = partial(silent, clients)
-    tls = server_context(made.cert, made.key)
-    server = await serve("127.0.0.1", 0, make_handler, tls=tls)
-    _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=made.trust)
-    told = await clients.get()
-    writer.close()
-    await told.connection.closed
-    connection = weakref.ref(told.connection)
-    del told
-    gc.collect()
-    assert connection() is None, "no timer holds it"
-    await server.close()
 
 
 async def test_what_comes_after_the_end_is_not_kept(
@@ -688,44 +541,6 @@ async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
     assert most < 2 * limits.max_write_bytes, "however much is said in one turn"
 
 
-async def test_an_end_amid_more_than_may_wait_is_told_as_that(house: House) -> None:
-    def flood(told: Told, message: Message) -> None:
-        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
-        told.connection.close()
-
-    server = await house.serve(
-        Limits(max_write_bytes=64 * KIB, high_water_bytes=64 << 20), answer=flood
-    )
-    with deaf_client(server.port):
-        error = await (await house.handlers.get()).closed
-        assert isinstance(error, WireError) and error.code is ErrorCode.OVERLOADED
-
-
-async def test_a_slow_client_that_reads_gets_everything(house: House) -> None:
-    def flood(told: Told, message: Message) -> None:
-        for i in range(64):
-            told.connection.send(DecodeToken(1, i), bytes(64 * KIB))
-        told.connection.close()
-
-    server = await house.serve(Limits(high_water_bytes=64 * KIB), answer=flood)
-    async with await connect("127.0.0.1", server.port) as client:
-        client.send(Cancel(1, 0))
-        assert [message.frame async for message in client] == [DecodeToken(1, i) for i in range(64)]
-
-
-async def test_connections_are_counted(house: House) -> None:
-    server = await house.serve(Limits(max_connections=2))
-    first, second = [await connect("127.0.0.1", server.port) for _ in range(2)]
-    for _ in range(2):
-        await house.handlers.get()
-    async with await connect("127.0.0.1", server.port) as third:
-        message = await third.next_message()
-        assert message is not None and message.frame == Error(0, ErrorCode.OVERLOADED)
-    assert house.handlers.empty()
-    await first.close()
-    await second.close()
-
-
 async def test_of_many_over_the_limit_most_are_cut_off(house: House) -> None:
     server = await house.serve(Limits(max_connections=2, hang_up_s=60.0))
     clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
@@ -736,16 +551,6 @@ async def test_of_many_over_the_limit_most_are_cut_off(house: House) -> None:
     assert house.handlers.qsize() == 2
     for _, writer in clients:
         writer.close()
-
-
-async def test_a_client_that_vanishes_is_noticed(house: House) -> None:
-    server = await house.serve()
-    client = socket.create_connection(("127.0.0.1", server.port))
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-    told = await house.handlers.get()
-    client.close()
-    error = await told.closed
-    assert error is None or isinstance(error, ConnectionError)
 
 
 async def test_closing_the_server_ends_every_connection_and_refuses_new_ones(house: House) -> None:
@@ -783,23 +588,6 @@ async def test_closing_the_server_leaves_time_to_read_what_waits(house: House) -
     await closing
 
 
-async def test_a_server_is_answering_while_one_of_its_clients_has_something_to_read(
-    house: House,
-) -> None:
-    def flood(told: Told, message: Message) -> None:
-        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
-
-    limits = Limits(max_write_bytes=64 << 20, high_water_bytes=64 << 20)
-    server = await house.serve(limits, answer=flood)
-    assert not server.is_answering
-    with socket.create_connection(("127.0.0.1", server.port)):
-        await house.handlers.get()
-        assert not server.is_answering
-        with deaf_client(server.port):
-            await (await house.handlers.get()).messages.get()
-            assert server.is_answering
-
-
 async def test_who_lingers_when_the_server_closes_is_cut_after_its_grace(house: House) -> None:
     def flood(told: Told, message: Message) -> None:
         told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
@@ -814,21 +602,6 @@ async def test_who_lingers_when_the_server_closes_is_cut_after_its_grace(house: 
         async with asyncio.timeout(30):
             await server.close(grace_s=0.01)
         assert server.num_connections == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")
-async def test_servers_that_share_a_port_may_be_several_and_no_other_one_takes_it() -> None:
-    def make_handler(connection: Connection) -> Told:
-        return Told(connection, lambda told, message: None)
-
-    async with contextlib.AsyncExitStack() as stack:
-        first = await serve("127.0.0.1", 0, make_handler, is_shared=True)
-        stack.push_async_callback(first.close)
-        second = await serve("127.0.0.1", first.port, make_handler, is_shared=True)
-        stack.push_async_callback(second.close)
-        assert second.port == first.port
-        with pytest.raises(OSError):
-            await serve("127.0.0.1", first.port, make_handler)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
@@ -846,25 +619,6 @@ async def test_over_tls_what_waits_at_the_end_still_goes(tmp_path: Path) -> None
     writer.write(b"".join(encode(Cancel(1, 0))))
     assert len(await reader.read()) > FLOOD_BYTES
     writer.close()
-    await server.close()
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
-async def test_over_tls_as_many_may_shake_hands_at_once_as_may_connect(tmp_path: Path) -> None:
-    made, clients = certificate.make(tmp_path), asyncio.Queue[Told]()
-
-    make_handler = partial(silent, clients)
-    tls = server_context(made.cert, made.key)
-    server = await serve("127.0.0.1", 0, make_handler, Limits(max_connections=2), tls)
-    first, second = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-    # When the second has shaken hands, the first was accepted, and waits.
-    for client in (second, first):
-        _, writer = await asyncio.open_connection(
-            sock=client, ssl=made.trust, server_hostname="127.0.0.1"
-        )
-        told = await clients.get()
-        writer.close()
-        await told.connection.closed
     await server.close()
 
 
@@ -958,17 +712,3 @@ async def test_a_frame_limit_can_be_lower_for_a_while(house: House) -> None:
         message = await client.next_message()
         assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
     assert (await house.handlers.get()).messages.qsize() == 3
-
-
-async def test_the_limit_that_returns_is_that_of_the_server(house: House) -> None:
-    def answer(told: Told, message: Message) -> None:
-        told.connection.limit_frames(64)
-        told.connection.limit_frames(None)
-
-    server = await house.serve(Limits(max_frame_bytes=100), answer)
-    async with await connect("127.0.0.1", server.port) as client:
-        client.send(Cancel(1, 0))
-        client.send(Cancel(1, 0), bytes(85))
-        message = await client.next_message()
-        assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
-        assert "16 to 100" in detail_of(message).message

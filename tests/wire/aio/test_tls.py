@@ -29,7 +29,6 @@ from wire.aio.tls import (
     LEAST_BYTES,
     MOST_BYTES,
     MOST_IDLE,
-    NUM_AT_ONCE,
     Records,
     Sealed,
     server_context,
@@ -45,16 +44,6 @@ KEY_UPDATE_BYTES = 27
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> certificate.Certificate:
     return certificate.make(tmp_path_factory.mktemp("certificate"))
-
-
-def test_none_is_plain() -> None:
-    assert server_context(None, None) is None
-
-
-def test_tls_is_new_enough(tmp_path: Path) -> None:
-    made = certificate.make(tmp_path)
-    context = server_context(made.cert, made.key)
-    assert context is not None and context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
 def test_what_does_not_work_is_named(tmp_path: Path) -> None:
@@ -327,18 +316,6 @@ async def test_records_that_nobody_reads_yet_may_be_many(serve: Serve) -> None:
 
 
 @on_each_loop
-async def test_a_connection_that_is_reset_ends_with_the_error(serve: Serve) -> None:
-    async with serve(most=1) as served:
-        client = await asyncio.to_thread(Rude, served.port)
-        await asyncio.to_thread(client.say, b".")
-        await served.taker.has_most.wait()
-        served.taker.transport.resume_reading()
-        client.reset()
-        await served.taker.ended.wait()
-        assert isinstance(served.taker.error, ConnectionResetError)
-
-
-@on_each_loop
 async def test_a_long_handshake_is_taken_but_not_one_without_end(serve: Serve) -> None:
     async with serve(most=1) as served:
         trust = served.trust
@@ -357,9 +334,3 @@ async def test_a_long_handshake_is_taken_but_not_one_without_end(serve: Serve) -
             await reader.read()
         assert sum(served.read) < MOST_IDLE * 6 + 2 * LEAST_BYTES
         writer.transport.abort()
-
-
-def test_what_may_be_read_at_once_is_a_whole_record_or_some_milliseconds_of_small_ones() -> None:
-    assert 5 + (16 << 10) + 2048 < MOST_BYTES < 32 << 10
-    assert NUM_AT_ONCE * KEY_UPDATE_BYTES < LEAST_BYTES < 512
-    assert NUM_AT_ONCE < MOST_IDLE < 64

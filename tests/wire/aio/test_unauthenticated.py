@@ -132,11 +132,3 @@ async def test_who_is_known_or_gone_is_no_stranger() -> None:
         it.come(fd)
     await asyncio.sleep(0)
     assert cut == [2], "1 is taken for the one who is known"
-
-
-async def test_a_success_of_nobody_who_waits_changes_nothing() -> None:
-    it = UnauthenticatedConnections(lambda: None, lambda fd: None)
-    it.succeed()
-    it.come(1)
-    it.leave(1)
-    it.leave(1)

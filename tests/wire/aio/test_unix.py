@@ -77,17 +77,6 @@ async def test_who_asks_gets_the_descriptor_and_is_hung_up_on(secret: Path) -> N
             await fetch_descriptor(port.name, b"prefill-0-1")
 
 
-async def test_no_name_is_like_another_and_none_is_in_a_file_system(secret: Path) -> None:
-    with secret.open("rb") as file:
-        ports = [DescriptorPort(file.fileno(), b"prefill-0-1") for _ in range(2)]
-        assert ports[0].name != ports[1].name
-        listed = names()
-        for port in ports:
-            assert f"@{port.name}" in listed
-            port.close()
-        assert not any(f"@{port.name}" in names() for port in ports)
-
-
 async def test_who_is_not_expected_is_not_believed(secret: Path) -> None:
     with secret.open("rb") as file:
         port = DescriptorPort(file.fileno(), b"prefill-1-1")

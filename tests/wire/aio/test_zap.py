@@ -59,20 +59,6 @@ async def knock(endpoint: str, options: object = None) -> int:
             stranger.close()
 
 
-async def test_who_has_a_key_is_heard_and_answered(house: House) -> None:
-    link = house.link("prefill-0", b"prefill-0-1")
-    link.send([b"tag", b"header"])
-    peer, parts = await house.messages.get()
-    assert (peer, parts) == (b"prefill-0-1", [b"tag", b"header"])
-    assert house.hub.peers == [b"prefill-0-1"]
-
-
-async def test_an_unknown_key_is_refused(house: House) -> None:
-    options = client_options(new_key_pair(), house.pairs["router"].public)
-    assert await knock(house.endpoint, options) == REFUSED
-    assert house.messages.empty()
-
-
 async def test_a_client_without_curve_is_refused(house: House) -> None:
     assert await knock(house.endpoint) in (MISMATCH, CUT)
     assert house.messages.empty()
@@ -202,24 +188,6 @@ async def test_a_key_does_not_speak_for_another_party(house: House) -> None:
     honest.send([b"I am prefill-0"])
     assert await house.messages.get() == (b"prefill-0-1", [b"I am prefill-0"])
     assert house.hub.peers == [b"prefill-0-1"]
-
-
-@pytest.mark.parametrize(
-    "identity", [b"prefill-00-1", b"prefill-0", b"prefill-0-", b"prefill-0-x", b"prefill-01-1"]
-)
-async def test_a_key_speaks_under_no_other_spelling(house: House, identity: bytes) -> None:
-    house.link("prefill-0", identity).send([b"who am I"])
-    house.link("prefill-0", b"prefill-0-1").send([b"I am prefill-0"])
-    assert await house.messages.get() == (b"prefill-0-1", [b"I am prefill-0"])
-
-
-async def test_a_key_does_not_speak_for_a_party_whose_name_begins_alike(tmp_path: Path) -> None:
-    house = House(tmp_path, "prefill-1", "prefill-10")
-    house.link("prefill-1", b"prefill-10-7").send([b"I am prefill-10"])
-    house.link("prefill-1", b"prefill-1-7").send([b"I am prefill-1"])
-    assert await house.messages.get() == (b"prefill-1-7", [b"I am prefill-1"])
-    assert house.hub.peers == [b"prefill-1-7"]
-    await house.close()
 
 
 async def test_a_revoked_key_loses_its_connection_and_gets_no_other(house: House) -> None:

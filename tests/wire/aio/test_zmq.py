@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 import zmq
 
-from wire.aio.outbox import MAX_PARTS
 from wire.aio.pump import MAX_BURST
-from wire.aio.zmq import Context, Hub, Link, terminate
+from wire.aio.zmq import Hub, Link
 from wire.errors import ErrorCode, LocalProtocolError, PeerLost, WireError
 from wire.frames import Cancel, DecodeToken, Tag
 from wire.parts import Buffer, encode
@@ -112,21 +111,6 @@ async def test_the_loss_of_a_peer_follows_its_last_message(bus: Bus) -> None:
     assert bus.hub.peers == [b"prefill-1-1"]
     with pytest.raises(PeerLost):
         bus.hub.send(b"prefill-0-1", [b"tag", b"header"])
-
-
-async def test_a_forgotten_peer_is_unknown_until_it_speaks_again(bus: Bus) -> None:
-    link, _ = await bus.link(b"decode-0-1")
-    link.send([b"one", b""])
-    await bus.messages.get()
-    bus.hub.forget(b"decode-0-1")
-    bus.hub.forget(b"nobody")
-    with pytest.raises(PeerLost):
-        bus.hub.send(b"decode-0-1", [b"tag", b"header"])
-    link.send([b"two", b""])
-    await bus.messages.get()
-    assert bus.hub.peers == [b"decode-0-1"]
-    await link.close()
-    assert await bus.lost.get() == b"decode-0-1"
 
 
 async def test_a_link_waits_for_its_hub_and_what_on_up_sends_goes_first(bus: Bus) -> None:
@@ -250,20 +234,6 @@ async def test_a_buffer_sent_without_tracking_may_be_reused_at_once(bus: Bus) ->
         assert (await bus.messages.get())[1][1] == bytes([i]) * len(buffer)
 
 
-async def test_an_exception_in_a_handler_does_not_stop_the_reader(bus: Bus) -> None:
-    def fail_once(peer: bytes, parts: list[Buffer]) -> None:
-        bus.on_message(peer, parts)
-        if parts[0] == b"bad":
-            raise RuntimeError("a bug in a handler")
-
-    await bus.replace_hub(Hub(fail_once))
-    link, _ = await bus.link(b"decode-0-1")
-    link.send([b"bad", b""])
-    link.send([b"good", b""])
-    assert (await bus.messages.get())[1] == [b"bad", b""]
-    assert (await bus.messages.get())[1] == [b"good", b""]
-
-
 async def test_a_peer_of_an_old_zmtp_is_ignored_and_stops_nobody(bus: Bus) -> None:
     """Bytes at random are ZMTP 1.0 to libzmq, which knows no descriptor of such a connection."""
     host, _, port = bus.endpoint.removeprefix("tcp://").rpartition(":")
@@ -302,15 +272,6 @@ async def test_a_part_over_the_limit_is_refused_here_and_cut_off_there(bus: Bus)
     assert await bus.messages.get() == (b"decode-0-1", [b"tag", bytes(KIB)])
 
 
-async def test_a_message_has_a_bounded_number_of_parts(bus: Bus) -> None:
-    link, _ = await bus.link(b"decode-0-1")
-    link.send([b""] * MAX_PARTS)
-    assert await bus.messages.get() == (b"decode-0-1", [b""] * MAX_PARTS)
-    for parts in ([], [b""] * (MAX_PARTS + 1)):
-        with pytest.raises(LocalProtocolError):
-            link.send(parts)
-
-
 async def test_closing_sends_what_waits_and_then_nothing_more(bus: Bus) -> None:
     link, _ = await bus.link(b"decode-0-1", high_water_mark=1)
     for _ in range(2000):
@@ -341,23 +302,6 @@ async def test_what_waits_for_a_lost_peer_is_dropped_and_its_buffers_are_free(bu
     await link.close()
     assert sending.done and sending.was_dropped
     bus.hub = bus.new_hub()
-
-
-async def test_sockets_can_share_a_context_that_outlives_them() -> None:
-    context = Context(io_threads=2)
-    got: asyncio.Queue[list[Buffer]] = asyncio.Queue()
-    hub = Hub(lambda peer, parts: got.put_nowait(parts), context=context)
-    endpoint = hub.bind(LOOPBACK)
-    links = [Link(b"%d" % i, endpoint, lambda parts: None, context=context) for i in range(3)]
-    for link in links:
-        link.send([b"tag", b"header"])
-    for _ in links:
-        assert await got.get() == [b"tag", b"header"]
-    for link in links:
-        await link.close()
-    await hub.close()
-    await terminate(context)
-    assert context.closed
 
 
 async def test_an_endpoint_that_cannot_be_had_is_named(bus: Bus) -> None:

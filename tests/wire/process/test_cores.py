@@ -103,10 +103,6 @@ def test_the_least_share_of_a_control_group_and_those_above_it(
     assert quota(tmp_path / "none", tmp_path) == inf
 
 
-def test_a_thread_for_each_physical_core_and_no_more_than_there_is_time_for() -> None:
-    assert 1 <= best_threads() <= (os.cpu_count() or 1)
-
-
 @pytest.mark.parametrize(
     ("time", "threads"), [(inf, 3), (8.0, 3), (3.0, 3), (2.1, 3), (2.0, 2), (1.5, 2), (0.2, 1)]
 )

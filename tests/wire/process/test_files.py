@@ -32,23 +32,6 @@ def test_a_file_is_read_again_when_it_has_changed_and_only_then(path: Path) -> N
     assert not watched.refresh()
 
 
-def test_another_file_in_its_place_is_read(path: Path) -> None:
-    watched = WatchedFile(path, lines, "as it was")
-    other = path.with_name("other")
-    other.write_text("two\n")
-    other.chmod(0o600)
-    other.rename(path)
-    assert watched.refresh() and watched.content == ["two"]
-
-
-def test_a_link_is_followed(path: Path) -> None:
-    link = path.with_name("link")
-    link.symlink_to(path)
-    watched = WatchedFile(link, lines, "as it was")
-    path.write_text("two\n")
-    assert watched.refresh() and watched.content == ["two"]
-
-
 def test_what_changes_while_it_is_read_is_read_again(path: Path) -> None:
     later = ["two\n", "three\n"]
 
@@ -75,12 +58,6 @@ def test_a_file_is_read_as_soon_as_its_mode_is_mended(path: Path) -> None:
         assert watched.refresh() and (watched.content, watched.trouble) == (["two"], "")
     # How many there are, and never what they are.
     assert [(each["event"], each["entries"]) for each in logs] == [("file read again", 1)]
-
-
-def test_a_mode_that_opens_a_secret_is_noticed_alone(path: Path) -> None:
-    watched = WatchedFile(path, lines, "as it was")
-    path.chmod(0o604)
-    assert not watched.refresh() and "chmod 600" in watched.trouble
 
 
 def test_a_file_is_read_as_soon_as_there_is_a_descriptor_for_it(path: Path) -> None:

@@ -73,12 +73,6 @@ def test_a_signal_drains_and_main_says_how_it_ended(number: signal.Signals) -> N
     assert (status, out.splitlines()) == (5, ["draining", "True"])
 
 
-def test_it_runs_on_uvloop_and_can_stop_itself() -> None:
-    body = "stop.set(); await stop.wait()\n"
-    body += "return 0 if isinstance(asyncio.get_running_loop(), uvloop.Loop) else 1"
-    assert Process(body).end()[0] == 0
-
-
 def test_an_end_at_once_writes_what_was_logged() -> None:
     body = """\
 import structlog, threading

@@ -177,12 +177,3 @@ def test_that_lines_were_lost_is_not_said_to_nobody() -> None:
     assert writer.num_dropped == 4, "three, and at the end the line that says so"
     with contextlib.suppress(BrokenPipeError):
         stream.close()
-
-
-def test_a_closed_stream_is_no_error() -> None:
-    stream = io.StringIO()
-    writer = LogWriter(stream)
-    stream.close()
-    writer.put("lost")
-    writer.close()
-    assert writer.num_dropped == 1

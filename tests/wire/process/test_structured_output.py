@@ -117,11 +117,6 @@ def test_a_check_is_mostly_done_in_the_background() -> None:
     assert time.thread_time() - own_s < (time.process_time() - all_s) / 2
 
 
-def test_the_json_of_a_grammar_looks_like_that_of_a_schema() -> None:
-    text = embedded({"type": "object"})
-    assert json.loads(text.removeprefix("%json "))["x-guidance"]["whitespace_flexible"] is False
-
-
 @pytest.mark.parametrize(
     ("structure", "why"),
     [
