@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import ssl
 import sys
@@ -15,8 +14,6 @@ import pytest
 
 from tests import certificate
 from wire.aio.listener import PAUSE_S, bind, is_told, listen, reserve
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 
 
 class Echo(asyncio.Protocol):
@@ -30,11 +27,6 @@ class Echo(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(data)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> certificate.Certificate:
-    return certificate.make(tmp_path_factory.mktemp("certificate"))
 
 
 def context_of(made: certificate.Certificate) -> ssl.SSLContext:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import random
-import shutil
 import socket
 import ssl
 import struct
 import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,15 +33,9 @@ from wire.aio.tls import (
 )
 from wire.process.settings import ConfigError
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 # Whether a KeyUpdate asks the other end for one of its own; and its size.
 NOT_ASKED, ASKED = 0, 1
 KEY_UPDATE_BYTES = 27
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> certificate.Certificate:
-    return certificate.make(tmp_path_factory.mktemp("certificate"))
 
 
 def test_what_does_not_work_is_named(tmp_path: Path) -> None:
@@ -182,19 +174,9 @@ async def serving(
         await listener.wait_closed()
 
 
-def on_each_loop(test: Callable[[Serve], Coroutine[None, None, None]]) -> Callable[..., None]:
-    """Run a test on the loop that processes use and on asyncio's own, and give it `serving`."""
-
-    @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-    def run(
-        new_loop: Callable[[], asyncio.AbstractEventLoop],
-        made: certificate.Certificate,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(test(partial(serving, made, monkeypatch)))
-
-    return run
+@pytest.fixture
+def serve(made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    return partial(serving, made, monkeypatch)
 
 
 @given(
@@ -214,7 +196,6 @@ def test_a_record_counts_when_its_header_is_there() -> None:
     assert [records.count(memoryview(piece)) for piece in sent] == [0, 1, 0, 1]
 
 
-@on_each_loop
 async def test_who_asks_for_new_keys_again_and_again_is_cut_off(serve: Serve) -> None:
     def flood(port: int, kind: int) -> None:
         client = Rude(port)
@@ -234,7 +215,6 @@ async def test_who_asks_for_new_keys_again_and_again_is_cut_off(serve: Serve) ->
             assert not served.taker.came and not problems
 
 
-@on_each_loop
 async def test_who_sends_data_may_ask_as_often_as_between_two_of_his_records(serve: Serve) -> None:
     def say(client: Rude, num_asks: int) -> bool:
         return all(
@@ -257,7 +237,6 @@ async def test_who_sends_data_may_ask_as_often_as_between_two_of_his_records(ser
         client.close()
 
 
-@on_each_loop
 async def test_all_comes_as_it_was_sent_though_it_was_not_read_for_a_while(serve: Serve) -> None:
     sent = random.Random(1).randbytes(3_000_001)
 
@@ -277,7 +256,6 @@ async def test_all_comes_as_it_was_sent_though_it_was_not_read_for_a_while(serve
         assert all(size <= LEAST_BYTES << i for i, size in enumerate(served.read[:8]))
 
 
-@on_each_loop
 async def test_a_client_that_reads_nothing_pauses_the_writer_until_it_reads(serve: Serve) -> None:
     async with serve(most=1) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=served.trust)
@@ -297,7 +275,6 @@ async def test_a_client_that_reads_nothing_pauses_the_writer_until_it_reads(serv
         writer.transport.abort()
 
 
-@on_each_loop
 async def test_records_that_nobody_reads_yet_may_be_many(serve: Serve) -> None:
     async with serve(most=1) as served:
         client, taker = await asyncio.to_thread(Rude, served.port), served.taker
@@ -315,7 +292,6 @@ async def test_records_that_nobody_reads_yet_may_be_many(serve: Serve) -> None:
         client.close()
 
 
-@on_each_loop
 async def test_a_long_handshake_is_taken_but_not_one_without_end(serve: Serve) -> None:
     async with serve(most=1) as served:
         trust = served.trust

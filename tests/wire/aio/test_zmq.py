@@ -1,4 +1,4 @@
-"""Hub and Link over real sockets, on asyncio's loop and on uvloop."""
+"""Hub and Link over real sockets."""
 
 from __future__ import annotations
 

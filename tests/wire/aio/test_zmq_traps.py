@@ -2,10 +2,9 @@
 
 1. A multipart tracker covers only the last frame: a KV buffer could be overwritten while unsent.
 2. ZMTP heartbeats cut healthy connections: a stalled reader, one long frame.
-3. The high-water mark counts messages, so bytes need a bound of our own.
+3. The high-water mark counts messages, so bytes need a bound of our own (`test_outbox`).
 4. A rank that rejoins while its old connection is half-open is not heard under its old identity.
 5. A full peer must not cost another peer a message, and an unknown one is an error.
-6. A timeout or a cancellation around a receive loses messages when the loop was blocked.
 """
 
 from __future__ import annotations
