@@ -29,9 +29,7 @@ def check_keys(buffer: Buffer, *nested: str) -> None:
     In those below, the same keys are looked under.
 
     `buffer` was decoded already, so it is one whole msgpack value of the right kind.
-
-    Raises:
-        msgspec.ValidationError: A key is there twice.
+    Raises msgspec.ValidationError.
     """
     view = memoryview(buffer)
     head = view[0]

@@ -119,11 +119,7 @@ def encode_options(options: Options) -> bytes:
 
 
 def decode_options(buffer: Buffer) -> Options:
-    """Read options; no bytes at all means every default.
-
-    Raises:
-        RemoteProtocolError: Code INVALID_REQUEST; the message names the field and its range.
-    """
+    """Read options; no bytes at all means every default.  Raises RemoteProtocolError."""
     if len(buffer) == 0:
         return Options()
     if len(buffer) > MAX_OPTIONS_BYTES:

@@ -180,11 +180,7 @@ def encode_map(payload: msgspec.Struct | Sequence[msgspec.Struct | None]) -> byt
 
 
 def decode_map(kind: type[_M], buffer: Buffer) -> _M:
-    """Read one payload map (or `list[Kind]`).
-
-    Raises:
-        RemoteProtocolError: It is not one; the message names the field, never the content.
-    """
+    """Read one payload map (or `list[Kind]`).  Raises RemoteProtocolError."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
@@ -215,12 +211,7 @@ def encode_prefill_result(result: PrefillResult) -> bytes:
 
 
 def decode_prefill_result(buffer: Buffer) -> PrefillResult:
-    """Read a PREFILL_DONE payload.
-
-    Raises:
-        RemoteProtocolError: Under 8 bytes, a bad map or prompt_logprobs, or no token without a
-            stop (or both).
-    """
+    """Read a PREFILL_DONE payload.  Raises RemoteProtocolError."""
     if len(buffer) < _TOKEN.size:
         raise RemoteProtocolError(f"PREFILL_DONE payload has {len(buffer)} bytes, not >= 8")
     (token_id,) = _TOKEN.unpack_from(buffer)
@@ -246,11 +237,7 @@ def encode_prompt(token_ids: Sequence[int], options: Options) -> bytes:
 
 
 def decode_prompt(buffer: Buffer, seq_len: int) -> tuple[tuple[int, ...], Options]:
-    """Read a PREFILL_REQUEST payload whose header says `seq_len`.
-
-    Raises:
-        RemoteProtocolError: Fewer bytes than the prompt needs, or bad options.
-    """
+    """Read a PREFILL_REQUEST payload whose header says `seq_len`.  Raises RemoteProtocolError."""
     return _token_ids(buffer, 0, seq_len), decode_options(memoryview(buffer)[4 * seq_len :])
 
 
@@ -342,12 +329,7 @@ class Credit(NamedTuple):
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> Credit:
-        """Read a credit.
-
-        Raises:
-            RemoteProtocolError: Not exactly `CREDIT.size` bytes, or `ready` or `in_memory` is
-                neither 0 nor 1.
-        """
+        """Read a credit.  Raises RemoteProtocolError."""
         if len(buffer) != CREDIT.size:
             raise RemoteProtocolError(f"the credit has {len(buffer)} bytes, not {CREDIT.size}")
         credit = cls(*CREDIT.unpack(buffer))

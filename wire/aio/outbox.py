@@ -84,11 +84,7 @@ class Limits:
             )
 
     def measure(self, parts: Sequence[Buffer]) -> int:
-        """Return the bytes of a message.
-
-        Raises:
-            LocalProtocolError: The peer would cut the connection over it.
-        """
+        """Return the bytes of a message.  Raises LocalProtocolError."""
         num_bytes = 0
         for part in parts:
             size = size_of(part)
@@ -122,11 +118,7 @@ class Outbox:
         """Transmit a message now, or queue it if that must not be or the socket is full.
 
         Without `track` the caller may reuse its buffers at once, so mutable ones are copied.
-
-        Raises:
-            WireError: OVERLOADED, the queue is full.
-            LocalProtocolError: See `Limits.measure`.
-            ConnectionError: There is no such peer.
+        Raises WireError (OVERLOADED: the queue is full), ConnectionError, or as `Limits.measure`.
         """
         num_bytes = self._limits.measure(parts) + MESSAGE_OVERHEAD
         sending = Sending() if track else None

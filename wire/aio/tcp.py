@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 import structlog
 
 from wire.aio.fair_writes import FairWrites
-from wire.aio.listener import LAST_LOOK_S, Listener, bind, is_told, listen
+from wire.aio.listener import LAST_LOOK_S, Listener, bind, gets_refusal, listen
 from wire.aio.slow_readers import STALL_S, SlowReader, has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame, Tag
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
         self._connections.add(self)
         num, most = len(self._connections), self._limits.max_connections
         if num > most:
-            if is_told(num, most):
+            if gets_refusal(num, most):
                 self.refuse(WireError(ErrorCode.OVERLOADED, "too many connections"))
             else:
                 self.abort()

@@ -103,9 +103,7 @@ async def fetch_descriptor(name: str, greeting: bytes) -> tuple[int, bytes]:
     """Return the descriptor that a port of this name hands out with this greeting.
 
     The caller closes it.  Beside it is the description that followed the greeting, b"" for none.
-
-    Raises:
-        OSError: Nobody listens there, or one of another user, or it says something else.
+    Raises OSError: nobody listens there, or one of another user, or it says something else.
     """
     with _new_socket() as connection:
         try:

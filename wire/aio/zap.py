@@ -171,10 +171,8 @@ def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float =
     """Make sure that `port`, not bound yet, refuses an unknown key.
 
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
-    Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
-
-    Raises:
-        ConfigError: The stranger was admitted, or nobody decided.
+    Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.  Raises
+    ConfigError: the stranger was admitted, or nobody decided.
     """
     stranger = new_key_pair()
     authenticator.own_stranger = stranger.public

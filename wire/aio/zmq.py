@@ -97,12 +97,7 @@ class Hub:
         return self._peers.reachable
 
     def bind(self, endpoint: str) -> str:
-        """Listen and return the endpoint with its actual port.
-
-        Raises:
-            OSError: It cannot; the endpoint is named.
-            ConfigError: With keys, a stranger would be admitted.
-        """
+        """Listen and return the endpoint with its actual port.  Raises OSError or ConfigError."""
         if self._gate is not None and self._keys is not None:
             prove(self._port, self._keys, self._gate.authenticator)
         return self._port.attach("bind", endpoint)
@@ -110,10 +105,8 @@ class Hub:
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
         """Send now, or queue if `peer` cannot take it; never wait.
 
-        Raises:
-            PeerLost: No connection to `peer`, or not a message of it yet.
-            WireError: OVERLOADED, its queue is full.
-            LocalProtocolError: A part is over `max_message_bytes`.
+        Raises PeerLost for an unknown peer, WireError (OVERLOADED) for a full queue, and
+        LocalProtocolError for a part over `max_message_bytes`.
         """
         self._pump.wake()
         try:

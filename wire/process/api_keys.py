@@ -21,11 +21,7 @@ BEARER: Final = b"bearer "
 
 
 class ApiKeys:
-    """The keys in `path`.
-
-    Raises:
-        ConfigError: The file cannot be read, everybody can read it, or it holds no usable key.
-    """
+    """The keys in `path`.  Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self._file = WatchedFile(path, _read, "no API key is valid now")

@@ -50,9 +50,7 @@ async def start_child(
     """Start a program of this release that ends with us.
 
     It is in a session of its own: Ctrl-C reaches only us, and we end it.
-
-    Raises:
-        OSError, RuntimeError: There is no memory, descriptor or thread for it.
+    Raises OSError or RuntimeError: there is no memory, descriptor or thread for it.
     """
     return await asyncio.create_subprocess_exec(
         *command,

@@ -30,10 +30,8 @@ class FairCache(Generic[K, V]):
     def ask(self, client: Hashable, key: K, compute: Callable[[], V]) -> Future[V]:
         """Return the result under this key, computed by a thread if it is not known.
 
-        The Future may be that of others: cancel it only if nobody else waits for it.
-
-        Raises:
-            WireError: OVERLOADED; too much work of this client waits.
+        The Future may be that of others: cancel it only if nobody else waits for it.  Raises
+        WireError: OVERLOADED; too much work of this client waits.
         """
         kept = self._kept.get(key)
         if kept is not None and not kept[1].cancelled():

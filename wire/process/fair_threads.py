@@ -44,9 +44,7 @@ class FairThreads:
         """Have `work` done in the client's turn.
 
         Work that waits is dropped when its Future is cancelled, or when nobody holds the Future.
-
-        Raises:
-            WireError: OVERLOADED; too much work of this client waits.
+        Raises WireError: OVERLOADED; too much work of this client waits.
         """
         job = _Job(work)
         with self._lock:

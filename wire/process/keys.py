@@ -45,11 +45,7 @@ class KeyPair:
 
 
 class Keys:
-    """The keys of the party `name`, from `directory`.
-
-    Raises:
-        ConfigError: A file is missing, malformed, or a secret that everybody may read.
-    """
+    """The keys of the party `name`, from `directory`.  Raises ConfigError."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name

@@ -97,11 +97,7 @@ def vocab_size(directory: Path) -> int | None:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a directory with incomplete small files, whatever the executor.
-
-    Raises:
-        ModelError: One of them is cut off, or config.json is not there.
-    """
+    """Refuse a directory with incomplete small files, whatever the executor.  Raises ModelError."""
     read_json(path / "config.json")
     for name in OPTIONAL:
         if (path / name).is_file():
@@ -109,11 +105,7 @@ def check_files(path: Path) -> None:
 
 
 def check_weights(path: Path) -> None:
-    """Refuse a directory of an unknown family or with incomplete weights.
-
-    Raises:
-        ModelError: It cannot be served by our own transformer.
-    """
+    """Refuse a directory of an unknown family or with incomplete weights.  Raises ModelError."""
     config = path / "config.json"
     content = read_json(config)
     try:
@@ -145,11 +137,7 @@ def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        ModelError: The file is not there, is cut off, or holds something else.
-    """
+    """Return the object in a JSON file.  Raises ModelError."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -162,11 +150,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def checkpoint_files(path: Path) -> Sequence[Path]:
-    """Return the safetensors files of a model directory.
-
-    Raises:
-        ModelError: There are none, or the index names files that are not there.
-    """
+    """Return the safetensors files of a model directory.  Raises ModelError."""
     index = path / INDEX
     if not index.is_file():
         if not (path / SINGLE).is_file():

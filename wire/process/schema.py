@@ -104,12 +104,7 @@ def is_joined(node: dict[str, Any]) -> bool:
 
 
 def settle(schema: object) -> None:
-    """Rewrite a schema in place.
-
-    Raises:
-        ValueError: llguidance would allow answers that are not valid; the message begins with the
-            path of the keyword.
-    """
+    """Rewrite a schema in place.  Raises ValueError."""
     has_joins = any(map(is_joined, objects(schema)))
     steps: list[Decimal] = []
     waiting = [("", schema)]

@@ -107,11 +107,7 @@ def problem_of(structure: Structure) -> str | None:
 
 
 def grammar_of(structure: Structure) -> str:
-    """Return the grammar to be compiled.
-
-    Raises:
-        StructureError: It is no structure, or would take too long to compile.
-    """
+    """Return the grammar to be compiled.  Raises StructureError."""
     from llguidance import LLMatcher
 
     match structure.kind:
@@ -155,11 +151,7 @@ def limits() -> LLParserLimits:
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """Return a JSON schema.
-
-    Raises:
-        StructureError: It is none, or says something to llguidance itself.
-    """
+    """Return a JSON schema.  Raises StructureError."""
     try:
         schema = DECODER.decode(text)
     except (ValueError, RecursionError) as error:

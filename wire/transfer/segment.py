@@ -117,12 +117,7 @@ class SegmentDescriptor(NamedTuple):
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> SegmentDescriptor:
-        """Read a descriptor.
-
-        Raises:
-            RemoteProtocolError: Not exactly `DESCRIPTOR.size` bytes, or `in_memory` is neither 0
-                nor 1.
-        """
+        """Read a descriptor.  Raises RemoteProtocolError."""
         if len(buffer) != DESCRIPTOR.size:
             raise RemoteProtocolError(
                 f"the segment descriptor has {len(buffer)} bytes, not {DESCRIPTOR.size}"
@@ -152,11 +147,7 @@ def pack_places(places: Sequence[int]) -> bytes:
 
 
 def unpack_places(buffer: Buffer) -> tuple[int, ...]:
-    """Read the places of a segment's pieces.
-
-    Raises:
-        RemoteProtocolError: They are not u64.
-    """
+    """Read the places of a segment's pieces.  Raises RemoteProtocolError: they are not u64."""
     number, rest = divmod(len(buffer), 8)
     if rest:
         raise RemoteProtocolError(f"the places of a segment have {len(buffer)} bytes, not n x 8")
@@ -345,12 +336,7 @@ class Coverage:
         self.books = [Book(group, group.sent(cached_tokens, num_tokens)) for group in layout.groups]
 
     def admit(self, rectangle: Rectangle) -> None:
-        """Note a rectangle.
-
-        Raises:
-            RemoteProtocolError: It is empty, leaves the transfer, overlaps an earlier one or cuts
-                layers or heads otherwise; nothing is noted then.
-        """
+        """Note a rectangle.  Raises RemoteProtocolError."""
         if rectangle.group >= len(self.books):
             raise RemoteProtocolError(
                 f"KV_CACHE: {rectangle} is of none of the {len(self.books)} groups"

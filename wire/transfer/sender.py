@@ -113,11 +113,7 @@ class KVSender(Transfer):
         return self.total_bytes - self.layout.transfer_bytes(self.num_tokens, self.skipped_tokens)
 
     def offer(self) -> tuple[KvCache, bytes]:
-        """Return segment 0.
-
-        Raises:
-            TransferTooLarge: Over `max_bytes`; nothing was sent.
-        """
+        """Return segment 0.  Raises TransferTooLarge: over `max_bytes`; nothing was sent."""
         if self.total_bytes > self._max_bytes:
             error = TransferTooLarge(self.total_bytes, self._max_bytes)
             self.fail(error)
@@ -162,11 +158,7 @@ class KVSender(Transfer):
         return KvCache(frame.request_id, 0, len(unasked)), payload
 
     def on_ack(self, ack: KvCacheAck, credit: Credit, now: float) -> None:
-        """Take an ACK; duplicates and stale ones are harmless.
-
-        Raises:
-            RemoteProtocolError: It acknowledges what was not sent, or contradicts an earlier one.
-        """
+        """Take an ACK; duplicates and stale ones are harmless.  Raises RemoteProtocolError."""
         self._check_id(ack.request_id)
         if self.is_over:
             return

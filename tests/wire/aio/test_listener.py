@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 import pytest
 
 from tests import certificate
-from wire.aio.listener import PAUSE_S, bind, is_told, listen, reserve
+from wire.aio.listener import PAUSE_S, bind, gets_refusal, listen, reserve
 
 
 class Echo(asyncio.Protocol):
@@ -206,4 +206,4 @@ def test_one_address_is_not_reserved_twice(host: str, other: str, are_mixed: boo
 
 @pytest.mark.parametrize(("most", "told"), [(1, 1), (4, 1), (20, 5), (128, 32), (4096, 32)])
 def test_some_of_the_clients_over_the_limit_are_told_so(most: int, told: int) -> None:
-    assert [is_told(most + over, most) for over in (1, told, told + 1)] == [True, True, False]
+    assert [gets_refusal(most + over, most) for over in (1, told, told + 1)] == [True, True, False]
