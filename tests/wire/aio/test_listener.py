@@ -75,11 +75,6 @@ async def silent(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
     return await asyncio.open_connection("127.0.0.1", port)
 
 
-async def test_without_tls_it_is_a_plain_server() -> None:
-    async with listening(None) as port:
-        assert await echo(port, None) == b"hello"
-
-
 async def test_many_clients_are_accepted_in_one_iteration_of_the_loop() -> None:
     async with listening(None) as port:
         before = Echo.num_made

@@ -64,11 +64,6 @@ async def test_a_client_without_curve_is_refused(house: House) -> None:
     assert house.messages.empty()
 
 
-async def test_a_router_that_is_another_is_not_spoken_to(house: House, tmp_path: Path) -> None:
-    options = client_options(house.pairs["prefill-0"], new_key_pair().public)
-    assert await knock(house.endpoint, options) != ADMITTED
-
-
 @pytest.mark.parametrize("where", ["nowhere", "another context", "another domain"])
 async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
     tmp_path: Path, where: str

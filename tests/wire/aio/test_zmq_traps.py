@@ -24,16 +24,12 @@ MIB = 1024 * KIB
 
 
 class Relay:
-    """A TCP relay to `port` with a gate: while that is shut nothing passes, nothing is closed.
+    """A TCP relay to `port` with a gate: while that is shut nothing passes, nothing is closed."""
 
-    `bytes_per_s` slows the way to `port` down.
-    """
-
-    def __init__(self, port: int, bytes_per_s: float = 0.0) -> None:
+    def __init__(self, port: int) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
         self._port = port
-        self._bytes_per_s = bytes_per_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -50,20 +46,13 @@ class Relay:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_hub, from_hub = await asyncio.open_connection("127.0.0.1", self._port)
-        for copy in (
-            self._copy(reader, from_hub, self._bytes_per_s),
-            self._copy(to_hub, writer, 0.0),
-        ):
+        for copy in (self._copy(reader, from_hub), self._copy(to_hub, writer)):
             self._tasks.add(asyncio.create_task(copy))
 
-    async def _copy(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_per_s: float
-    ) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while chunk := await reader.read(64 * KIB):
                 await self.gate.wait()
-                if bytes_per_s:
-                    await asyncio.sleep(len(chunk) / bytes_per_s)
                 writer.write(chunk)
                 await writer.drain()
         except ConnectionError:
@@ -104,8 +93,8 @@ class Net:
         self._closers.append(hub.close)
         return hub, int(hub.bind("tcp://127.0.0.1:*").rpartition(":")[2])
 
-    async def relay(self, port: int, bytes_per_s: float = 0.0) -> tuple[Relay, str]:
-        relay = Relay(port, bytes_per_s)
+    async def relay(self, port: int) -> tuple[Relay, str]:
+        relay = Relay(port)
         self._closers.append(relay.close)
         return relay, await relay.start()
 
@@ -170,18 +159,6 @@ async def test_1_a_tracked_message_is_not_done_while_any_frame_is_unsent(net: Ne
     for i in range(4):
         _, parts = await at_hub.messages.get()
         assert parts[2] == bytes([i]) * (8 * MIB)
-
-
-async def test_2_a_big_frame_over_a_slow_network_arrives(net: Net) -> None:
-    at_hub, at_link = Side(), Side()
-    _, port = net.hub(at_hub, zero_copy=True)
-    _, endpoint = await net.relay(port, bytes_per_s=16 * MIB)
-    link = await net.link(b"prefill-0-1", endpoint, at_link, zero_copy=True)
-    frame = bytes(range(256)) * 32 * KIB
-    link.send([b"tag", b"header", frame])
-    _, parts = await at_hub.messages.get()
-    assert parts[2] == frame
-    assert at_link.num_downs == 0
 
 
 async def test_2_a_stalled_reader_is_not_disconnected(net: Net) -> None:

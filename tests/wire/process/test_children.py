@@ -89,14 +89,6 @@ async def test_pauses_have_a_bound_and_are_short_again_after_a_long_life(
     assert [line["restart_in_s"] for line in lines] == pauses
 
 
-def test_the_path_for_imports_begins_with_ours() -> None:
-    assert same_release({"A": "b"}).items() >= {("A", "b"), ("PYTHONPATH", ROOT)}
-    ours = {"PYTHONPATH": "/p"}
-    assert same_release(ours)["PYTHONPATH"] == f"{ROOT}{os.pathsep}/p"
-    assert same_release({"PYTHONPATH": ""})["PYTHONPATH"] == ROOT
-    assert ours == {"PYTHONPATH": "/p"}
-
-
 def test_a_child_imports_our_release(tmp_path: Path) -> None:
     """Though it starts somewhere else, where there is another package of that name."""
     (tmp_path / "wire").mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -108,15 +107,6 @@ def test_what_is_just_within_the_limits_is_not_refused() -> None:
         grammar_of(schema({"type": "number", "multipleOf": step}))
 
 
-def test_a_check_is_mostly_done_in_the_background() -> None:
-    addresses = {"type": "array", "items": {"type": "string", "format": "ipv6"}}
-    properties = {f"address_{number}": addresses for number in range(200)}
-    schema = json.dumps({"properties": properties, "required": list(properties)})
-    all_s, own_s = time.process_time(), time.thread_time()
-    assert problem_of(Structure("json_schema", schema)) is None
-    assert time.thread_time() - own_s < (time.process_time() - all_s) / 2
-
-
 @pytest.mark.parametrize(
     ("structure", "why"),
     [
@@ -173,8 +163,6 @@ def rules(length: int, rule: str = "r{n}: r{next}") -> str:
     "grammar",
     [
         rules(2500),
-        rules(2500, "!?r{n}: r{next}"),
-        rules(400, "r{n}: " + "(" * 28 + "r{next}" + ")" * 28),
         rules(400, "r{n}: " + "[" * 28 + "r{next}" + "]" * 28),
         'start: "a"\n' + '%ignore " "\n' * 5000,
     ],
@@ -262,15 +250,7 @@ def doubled(num_times: int) -> str:
         'start: T\nA: "a"?\nT: ' + "A " * 20_000,
         "start: T\nT: " + '"a"? ' * 10_000,
         "start: r\nr[lazy]: " + '"a"? ' * 10_000,
-        'start: "x"\n%ignore ' + '"a"? ' * 10_000,
-        "start: T\nT: /x\n# / " + '"a"? ' * 10_000,
-        doubled(16).replace("T", "T-"),
-        doubled(16).replace("T0\n", "T0 | </s>\n", 1),
         'start: T\nT: /%json "/ ' + "A? " * 10_000 + '""\nA: "a"',
-        "start: T\n%import common.INT T: " + '"a"? ' * 10_000,
-        "start: T\n%llguidance {} T: " + '"a"? ' * 10_000,
-        'start: "x"\n%ignoreA' + " A?" * 10_000 + '\nA: "a"',
-        'start: T\nT: %regex {"substring_chars": "x"} ' + '"a"? ' * 10_000,
         "start: A | B | C\n"
         + "\n".join(name + ": " + '(T | "b") ' * 1500 for name in "ABC")
         + '\nT: "a"? "b"?',
