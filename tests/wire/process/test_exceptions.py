@@ -28,7 +28,7 @@ def caught(call: Callable[[], object]) -> BaseException:
 
 def of_module(name: str) -> Exception:
     """An error as cupy_backends.cuda.api.runtime.CUDARuntimeError is."""
-    kind = type("DeviceError", (RuntimeError,), {"__module__": name})
+    kind: type[RuntimeError] = type("DeviceError", (RuntimeError,), {"__module__": name})
     return kind("SECRET")
 
 
