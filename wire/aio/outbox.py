@@ -1,8 +1,7 @@
 """The outgoing messages of one peer: sent at once, or queued up to a bound in bytes.
 
-A full peer makes `Outbox.send` raise; it blocks no one and costs no other peer a message.  A
-message whose buffers the caller wants back is followed by a `Sending`.  Delivery is at most once:
-what waits when a connection ends is dropped.  The socket itself is behind `transmit`.
+A full peer makes `Outbox.send` raise and delays no other peer.  A `Sending` tells when the buffers
+of a message may be reused.  Delivery is at most once: the queue is dropped when a connection ends.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class FairCache(Generic[K, V]):
         self._kept: OrderedDict[K, tuple[Hashable, Future[V]]] = OrderedDict()
         self._num_of_client: Counter[Hashable] = Counter()
 
-    def ask(self, client: Hashable, key: K, compute: Callable[[], V]) -> Future[V]:
+    def get(self, client: Hashable, key: K, compute: Callable[[], V]) -> Future[V]:
         """Return the result under this key, computed by a thread if it is not known.
 
         The Future may be that of others: cancel it only if nobody else waits for it.  Raises

@@ -119,16 +119,16 @@ async def test_who_is_known_or_gone_is_no_stranger() -> None:
 
     def read_events() -> None:
         while gone:
-            it.leave(gone.pop())
+            it.remove(gone.pop())
 
     it = UnauthenticatedConnections(read_events, cut.append)
     for fd in range(1, 6):
-        it.come(fd)
+        it.add(fd)
     await asyncio.sleep(0)
     assert cut == [], "one had gone"
-    it.succeed()
-    it.leave(4)
+    it.drop_oldest()
+    it.remove(4)
     for fd in range(6, 9):
-        it.come(fd)
+        it.add(fd)
     await asyncio.sleep(0)
     assert cut == [2], "1 is taken for the one who is known"

@@ -251,7 +251,7 @@ async def test_a_revoked_key_costs_no_one_the_connection_that_has_its_descriptor
     here, there = socket.socketpair()
     gone, other = socket.socketpair()
     with Context() as context, here, there, gone, other:
-        gate = Gate(context, Keys(tmp_path, "router"), lambda: gate.leave(gone.fileno()))
+        gate = Gate(context, Keys(tmp_path, "router"), lambda: gate.remove(gone.fileno()))
         for party, its in (("prefill-0", here), ("decode-0", gone)):
             peer = f"{party}-1".encode()
             assert gate.admit(peer, pairs[party].public, its.fileno(), is_live=True)

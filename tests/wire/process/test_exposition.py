@@ -46,8 +46,8 @@ def test_single_figures_and_tallies_have_our_name() -> None:
 
 def test_frames_by_plane_tag_and_direction() -> None:
     bus, tcp = Traffic(), Traffic()
-    bus.say(encode(Cancel(1, 0)))
-    tcp.hear(encode(Cancel(1, 0)))
+    bus.count_sent(encode(Cancel(1, 0)))
+    tcp.count_received(encode(Cancel(1, 0)))
     bus.drop(PeerLost("decode-0"))
     crossed, unsent = frames({"bus": bus, "tcp": tcp})
     assert [(tuple(s.labels.values()), s.value) for s in crossed.samples] == [

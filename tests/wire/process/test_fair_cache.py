@@ -23,7 +23,7 @@ class Squares:
         self.computed: list[int] = []
 
     def ask(self, client: str, number: int) -> int:
-        return self.cache.ask(client, number, self.work(number)).result(LONG_S)
+        return self.cache.get(client, number, self.work(number)).result(LONG_S)
 
     def work(self, number: int) -> Callable[[], int]:
         def work() -> int:
@@ -43,7 +43,7 @@ def squares() -> Iterator[Squares]:
 def test_what_is_known_is_not_computed_again(squares: Squares) -> None:
     assert [squares.ask(client, 3) for client in "aab"] == [9, 9, 9]
     assert squares.computed == [3]
-    known = squares.cache.ask("c", 3, squares.work(3))
+    known = squares.cache.get("c", 3, squares.work(3))
     assert known.done(), "without waiting for a thread"
 
 
@@ -84,11 +84,11 @@ def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_other
         assert may_end.wait(LONG_S)
         return 0
 
-    kept: list[Future[int]] = [squares.cache.ask("a", 0, slow)]  # all that "a" may have of threads
-    kept += [squares.cache.ask("a", number, squares.work(number)) for number in (1, 2)]
+    kept: list[Future[int]] = [squares.cache.get("a", 0, slow)]  # all that "a" may have of threads
+    kept += [squares.cache.get("a", number, squares.work(number)) for number in (1, 2)]
     assert squares.computed == []
     assert squares.ask("b", 2) == 4
-    assert squares.cache.ask("b", 0, slow) is kept[0]
+    assert squares.cache.get("b", 0, slow) is kept[0]
     may_end.set()
     assert [each.result(LONG_S) for each in kept] == [0, 1, 4]
     assert squares.computed == [2, 1]
@@ -96,11 +96,11 @@ def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_other
 
 def test_what_was_cancelled_is_computed_when_it_is_asked_for_again(squares: Squares) -> None:
     may_end = Event()
-    first = squares.cache.ask("a", 0, lambda: int(may_end.wait(LONG_S)))
+    first = squares.cache.get("a", 0, lambda: int(may_end.wait(LONG_S)))
     squares.ask("b", 2)
-    second = squares.cache.ask("a", 1, squares.work(1))
+    second = squares.cache.get("a", 1, squares.work(1))
     assert second.cancel()
-    again = squares.cache.ask("a", 1, squares.work(1))
+    again = squares.cache.get("a", 1, squares.work(1))
     may_end.set()
     assert (first.result(LONG_S), again.result(LONG_S)) == (1, 1)
     squares.ask("b", 3)
