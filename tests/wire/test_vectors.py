@@ -13,27 +13,15 @@ import msgspec
 import pytest
 
 from wire import parts, payloads
-from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
-from wire.frames import FRAMES, DecodeToken, Error, Frame, KvCache, Tag
-from wire.layout import KVGroup, KVLayout
+from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.frames import FRAMES, DecodeToken, Frame, Tag
 from wire.logprobs import unpack_prompt_logprobs
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer, decode_map
-from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
 from wire.stream import StreamDecoder
-from wire.transfer import (
-    HEAD_BYTES,
-    KVReceiver,
-    Rectangle,
-    read_head,
-    segment_head,
-    unasked_segments,
-)
 from wire.transfer.segment import (
-    SegmentDescriptor,
-    segment_digest,
     split_segment,
     unpack_places,
 )
@@ -174,108 +162,6 @@ def test_fingerprints(vector: dict[str, Any], tmp_path: Path) -> None:
         with (tmp_path / name).open("wb") as file:
             file.truncate(size)
     assert digest.hexdigest()[:16] == vector["fingerprint"] == fingerprint(tmp_path)
-
-
-@named("prefix")
-def test_prefix_hashes(vector: dict[str, Any]) -> None:
-    hashes = prefix_hashes(vector["token_ids"], vector["block_size"])
-    assert [f"{one:016x}" for one in hashes] == vector["hashes"]
-
-
-def parts_of(message: dict[str, Any]) -> list[bytes]:
-    """The parts of a message on the KV socket, or what would be those of one at the other port."""
-    if "zmq" in message:
-        return [bytes.fromhex(part) for part in message["zmq"]]
-    at_port = bytes.fromhex(message["segment_port"])
-    head = at_port[:HEAD_BYTES]
-    frame, descriptor, num_bytes = read_head(head)
-    assert len(at_port) == HEAD_BYTES + num_bytes
-    assert segment_head(frame, SegmentDescriptor.unpack(descriptor), num_bytes) == head
-    return [bytes(part) for part in parts.encode(frame, descriptor, at_port[HEAD_BYTES:])]
-
-
-@named("transfer")
-def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> None:
-    """Literal bytes of the sender in, the recorded bytes of the receiver out."""
-    messages = [(m["from"], parts_of(m)) for m in vector["messages"]]
-    layout = msgspec.convert(vector["layout"], KVLayout)
-    memory = bytes.fromhex(vector["memory"])
-    receiver: KVReceiver | None = None
-    answers = iter([recorded for who, recorded in messages if who == "decode"])
-    for who, recorded in messages:
-        if who == "decode":
-            continue
-        message = parts.decode(recorded)
-        frame = message.frame
-        assert isinstance(frame, KvCache)
-        if frame.segment == 0:
-            receiver = KVReceiver(
-                vector["request_id"],
-                decode_map(Offer, message.payload[0]),
-                layout=layout,
-                max_bytes=1 << 20,
-                credit_bytes=vector["credit_bytes"],
-                lease_s=30.0,
-                now=0.0,
-            )
-            unasked = unasked_segments(frame, message.payload, vector["unasked_bytes"])
-            receiver.check_unasked(unasked)
-            if unasked and not vector["cached_tokens"]:
-                answer = stored_with_the_offer(receiver, unasked)
-                assert parts.encode(answer[0], *[it.pack() for it in answer[1:]]) == next(answers)
-                continue
-            port = vector["segment_port"]
-            ack = receiver.accept(vector["cached_tokens"], 0.0, len(memory), port)
-        else:
-            assert receiver is not None
-            is_beside = bool(vector["segment_port"])
-            segment = receiver.on_segment(frame, message.payload, 0.0, is_beside=is_beside)
-            assert segment is not None
-            try:
-                if segment.is_sealed:
-                    assert receiver.opened(segment).kv == kv_of(layout, segment.rectangle)
-                else:
-                    kv = b"".join(segment.pieces(memory))
-                    receiver.verify(segment, segment_digest(vector["request_id"], kv))
-            except TransferFailed as error:
-                receiver.broken(segment, error)
-                assert parts.decode(next(answers)).tag is Tag.ERROR
-                continue
-            ack = receiver.stored(segment, 0.0)
-        assert ack is not None
-        assert parts.encode(ack[0], ack[1].pack()) == next(answers)
-    assert receiver is not None and receiver.state.value == vector["ends"]
-    assert next(answers, None) is None
-
-
-def stored_with_the_offer(
-    receiver: KVReceiver, unasked: list[tuple[Buffer, Buffer]]
-) -> tuple[Any, ...]:
-    ack = None
-    for segment in receiver.accept_with(unasked, 0.0):
-        try:
-            receiver.verify(segment)
-        except TransferFailed as error:
-            receiver.broken(segment, error)
-            return (Error(receiver.request_id, error.code),)
-        assert ack is None
-        ack = receiver.stored(segment, 0.0)
-    assert ack is not None
-    return ack
-
-
-def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
-    """The bytes of a transfer by SPEC 12, where keys and values are alike."""
-    group = layout.groups[rectangle.group]
-    assert isinstance(group, KVGroup)
-    return bytes(
-        (64 * layer + 32 * side + 16 * head + 4 * token + i) % 256
-        for layer in rectangle.layers
-        for side in range(2)
-        for head in rectangle.heads
-        for token in rectangle.tokens
-        for i in range(group.key_dim)
-    )
 
 
 @named("sessions")

@@ -1,8 +1,16 @@
-"""Hub and Link over real sockets."""
+"""Hub and Link over real sockets, and the traps of libzmq that were measured before the first line.
+
+1. A multipart tracker covers only the last frame: a KV buffer could be overwritten while unsent.
+2. ZMTP heartbeats cut healthy connections: a stalled reader, one long frame.
+3. The high-water mark counts messages, so bytes need a bound of our own.
+4. A peer could take over the identity of a connected one.
+5. A full peer must not cost another peer a message, and an unknown one is an error.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,6 +24,44 @@ from wire.process.frame_counters import Traffic
 
 LOOPBACK = "tcp://127.0.0.1:*"
 KIB = 1024
+
+
+class Relay:
+    """A TCP relay to `port` with a gate: while that is shut nothing passes, nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._port = port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=64 * KIB)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_hub, from_hub = await asyncio.open_connection("127.0.0.1", self._port)
+        for copy in (self._copy(reader, from_hub), self._copy(to_hub, writer)):
+            self._tasks.add(asyncio.create_task(copy))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while chunk := await reader.read(64 * KIB):
+                await self.gate.wait()
+                writer.write(chunk)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
 
 
 class Bus:
@@ -40,12 +86,14 @@ class Bus:
         self.story.append(peer)
         self.lost.put_nowait(peer)
 
-    async def link(self, identity: bytes, **options: object) -> tuple[Link, asyncio.Queue[object]]:
-        """Connect and wait until it is up."""
+    async def link(
+        self, identity: bytes, endpoint: str = "", **options: object
+    ) -> tuple[Link, asyncio.Queue[object]]:
+        """Connect, to the hub by default, and wait until it is up."""
         told: asyncio.Queue[object] = asyncio.Queue()
         link = Link(
             identity,
-            self.endpoint,
+            endpoint or self.endpoint,
             told.put_nowait,
             on_up=lambda: told.put_nowait("up"),
             on_down=lambda: told.put_nowait("down"),
@@ -68,6 +116,14 @@ async def bus() -> AsyncIterator[Bus]:
     for link in bus.links:
         await link.close()
     await bus.hub.close()
+
+
+@pytest.fixture
+async def relay(bus: Bus) -> AsyncIterator[Relay]:
+    relay = Relay(int(bus.endpoint.rpartition(":")[2]))
+    await relay.start()
+    yield relay
+    await relay.close()
 
 
 async def test_messages_keep_their_parts_and_their_order(bus: Bus) -> None:
@@ -297,3 +353,85 @@ async def test_an_endpoint_that_cannot_be_had_is_named(bus: Bus) -> None:
     await other.close()
     with pytest.raises(OSError, match="cannot connect nonsense"):
         Link(b"decode-0-1", "nonsense", lambda parts: None)
+
+
+async def test_1_a_tracked_message_is_not_done_while_any_frame_is_unsent(
+    bus: Bus, relay: Relay
+) -> None:
+    await bus.replace_hub(bus.new_hub(zero_copy=True))
+    link, _ = await bus.link(b"prefill-0-1", relay.endpoint, zero_copy=True)
+    relay.gate.clear()
+    kv = [bytearray(bytes([i]) * (8 << 20)) for i in range(4)]
+    # A small frame comes last: its own tracker would be done at once.
+    sendings = [link.send([b"tag", b"header", part, b"tail"], track=True) for part in kv]
+    tracked = [sending for sending in sendings if sending is not None]
+    assert len(tracked) == 4
+    # The kernel and the relay hold a few MiB, never the last of 32.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await tracked[-1].wait()
+    assert not tracked[-1].done
+    relay.gate.set()
+    for i, sending in enumerate(tracked):
+        await sending.wait()
+        kv[i][:] = b"\xff" * len(kv[i])
+    for i in range(4):
+        _, parts = await bus.messages.get()
+        assert parts[2] == bytes([i]) * (8 << 20)
+
+
+async def test_2_a_stalled_reader_is_not_disconnected(bus: Bus) -> None:
+    def stall(peer: bytes, parts: list[Buffer]) -> None:
+        time.sleep(0.005)  # the loop is blocked, as by a step of a careless engine
+        bus.on_message(peer, parts)
+
+    await bus.replace_hub(Hub(stall, high_water_mark=4))
+    link, told = await bus.link(b"prefill-0-1", high_water_mark=4)
+    for i in range(65):
+        link.send([b"tag", b"%d" % i, bytes(64 * KIB)])
+    for i in range(65):
+        _, parts = await bus.messages.get()
+        assert parts[1] == b"%d" % i
+    assert told.empty()
+
+
+async def test_4_no_one_takes_over_the_identity_of_a_connected_peer(bus: Bus) -> None:
+    owner, told_owner = await bus.link(b"decode-3-100")
+    owner.send([b"owner"])
+    await bus.messages.get()
+    thief, told_thief = await bus.link(b"decode-3-100")
+    thief.send([b"thief"])
+    for _ in range(100):
+        owner.send([b"owner"])
+        assert await bus.messages.get() == (b"decode-3-100", [b"owner"])
+        bus.hub.send(b"decode-3-100", [b"reply"])
+        assert await told_owner.get() == [b"reply"]
+    assert bus.messages.empty() and told_thief.empty()
+
+
+async def test_5_a_full_peer_is_bounded_and_costs_no_other_peer_a_message(
+    bus: Bus, relay: Relay
+) -> None:
+    bounds = {"max_queue_bytes": 1 << 20, "max_message_bytes": 256 * KIB}
+    await bus.replace_hub(bus.new_hub(high_water_mark=2, **bounds))
+    full, told_full = await bus.link(b"decode-0-1", relay.endpoint)
+    idle, told_idle = await bus.link(b"decode-1-1")
+    for link in (full, idle):
+        link.send([b"hello"])
+        await bus.messages.get()
+    relay.gate.clear()
+    num_sent = 0
+    with pytest.raises(WireError) as caught:
+        while num_sent < 100_000:
+            bus.hub.send(b"decode-0-1", [b"tag", b"%d" % num_sent, bytes(256 * KIB)])
+            num_sent += 1
+    assert caught.value.code is ErrorCode.OVERLOADED
+    assert bus.hub.queued_bytes(b"decode-0-1") <= 1 << 20
+    for i in range(500):
+        bus.hub.send(b"decode-1-1", [b"%d" % i])
+        assert await told_idle.get() == [b"%d" % i]
+    assert num_sent > told_full.qsize()
+    relay.gate.set()
+    for i in range(num_sent):
+        parts = await told_full.get()
+        assert isinstance(parts, list) and parts[1] == b"%d" % i
