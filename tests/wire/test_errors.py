@@ -15,7 +15,7 @@ from wire.errors import (
 )
 
 
-def test_protocol_error_says_who_did_it() -> None:
+def test_a_protocol_error_names_the_side_at_fault() -> None:
     with pytest.raises(TypeError, match="LocalProtocolError or RemoteProtocolError"):
         ProtocolError("somebody did something")
     assert LocalProtocolError("x").code is ErrorCode.PROTOCOL
@@ -41,6 +41,6 @@ def test_a_code_of_a_later_version_is_internal() -> None:
         ErrorCode("FENCED")  # type: ignore[arg-type]
 
 
-def test_what_was_sent_is_shown_in_part() -> None:
+def test_errors_quote_the_beginning_of_a_value() -> None:
     assert errors.shown("a\n") == r"'a\n'"
     assert len(errors.shown("a" * 1_000_000)) == errors.MAX_SHOWN + 3

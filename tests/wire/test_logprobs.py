@@ -70,7 +70,7 @@ def test_any_bytes_are_rows_or_refused(packed: bytes) -> None:
         pack("<IfIffIf", 1, -1.0, 7, -1.0, -1.0, 7, nan),
     ],
 )
-def test_what_are_no_rows(packed: bytes) -> None:
+def test_invalid_rows_are_refused(packed: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="prompt_logprobs"):
         check_prompt_logprobs(packed)
     with pytest.raises(RemoteProtocolError, match="prompt_logprobs"):

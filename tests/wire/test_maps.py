@@ -42,7 +42,7 @@ def pairs(*items: tuple[str, object], head: str = "fixmap") -> bytes:
 
 
 @given(VALUES)
-def test_whatever_has_each_key_once_passes(value: object) -> None:
+def test_a_map_with_distinct_keys_passes(value: object) -> None:
     check_keys(encode(value))
 
 

@@ -69,7 +69,7 @@ def test_any_parts_give_a_message_or_a_remote_protocol_error(parts: list[bytes])
         ([pack("<I", 35), pack("<QqQq", 1, 5, 1, 2**32)], "token_id 4294967296 is no u32"),
     ],
 )
-def test_what_is_no_message_is_refused(parts: list[bytes], reason: str) -> None:
+def test_an_invalid_message_is_refused(parts: list[bytes], reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         decode(parts)
 
@@ -79,7 +79,7 @@ def test_what_is_no_message_is_refused(parts: list[bytes], reason: str) -> None:
     [[], [Cancel(1, 12), Cancel(2, 12)], [DecodeToken(1, 1), Cancel(1, 12)]],
     ids=["none", "two", "mixed"],
 )
-def test_we_send_no_such_message_ourselves(frames: list[DecodeToken]) -> None:
+def test_an_invalid_message_of_ours_is_a_local_error(frames: list[DecodeToken]) -> None:
     with pytest.raises(LocalProtocolError):
         encode(frames)
 

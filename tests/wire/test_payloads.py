@@ -197,7 +197,7 @@ for kind, lead in ((Load, b"\\x81\\xa6stored"), (list[Logprobs | None], b"")):
         "ipc://@abstract",
     ],
 )
-def test_where_a_kv_socket_may_be(endpoint: str) -> None:
+def test_valid_kv_endpoints(endpoint: str) -> None:
     hello = decode_map(HelloDetail, msgspec.msgpack.encode(HELLO | {"kv_endpoint": endpoint}))
     assert hello.kv_endpoint == endpoint
     about = {"rank": 0, "epoch": 2**64 - 1, "kv_endpoint": endpoint}
@@ -239,7 +239,7 @@ def test_only_a_worker_without_a_kv_socket_may_leave_it_out() -> None:
         "tcp://" + "a" * 250 + ":1",
     ],
 )
-def test_where_a_kv_socket_may_not_be(endpoint: str) -> None:
+def test_invalid_kv_endpoints_are_refused(endpoint: str) -> None:
     with pytest.raises(RemoteProtocolError, match="kv_endpoint"):
         decode_map(HelloDetail, msgspec.msgpack.encode(HELLO | {"kv_endpoint": endpoint}))
 
@@ -281,7 +281,7 @@ def test_an_offer_shows_neither_its_key_nor_its_prompt() -> None:
     assert "x00" not in repr(offer)
 
 
-def test_of_an_unknown_key_so_much_is_quoted() -> None:
+def test_an_unknown_key_is_quoted_in_part() -> None:
     with pytest.raises(RemoteProtocolError, match="unknown field `xxx") as caught:
         decode_map(Load, msgspec.msgpack.encode(LOAD | {"x" * 4096: 1}))
     assert len(caught.value.message) == MAX_SHOWN
@@ -300,6 +300,6 @@ def test_any_bytes_give_a_credit_or_a_remote_protocol_error(buffer: bytes) -> No
     ("buffer", "reason"),
     [(bytes(15), "15 bytes"), (bytes(17), "17 bytes"), (pack("<QII", 1, 0, 2), "ready is 2")],
 )
-def test_what_is_no_credit_is_refused(buffer: bytes, reason: str) -> None:
+def test_an_invalid_credit_is_refused(buffer: bytes, reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         Credit.unpack(buffer)

@@ -48,6 +48,8 @@ def test_a_changed_token_changes_every_hash_from_its_block_on(
     ("tokens", "block_size", "reason"),
     [([1], 0, "block_size"), ([-1], 1, "u32"), ([2**32], 1, "u32")],
 )
-def test_what_has_no_hash_is_refused(tokens: list[int], block_size: int, reason: str) -> None:
+def test_an_invalid_block_size_or_token_id_is_refused(
+    tokens: list[int], block_size: int, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         prefix_hashes(tokens, block_size)

@@ -60,7 +60,7 @@ def read(octets: bytes, cuts: list[int]) -> tuple[list[Message], str | None]:
 
 
 @given(MESSAGES, CUTS)
-def test_what_was_encoded_is_decoded_in_any_chunking(
+def test_messages_are_decoded_in_any_chunking(
     messages: list[tuple[Frame, bytes]], cuts: list[int]
 ) -> None:
     octets = b"".join(b"".join(encode(frame, payload)) for frame, payload in messages)

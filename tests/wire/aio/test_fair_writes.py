@@ -40,7 +40,7 @@ async def test_all_prepare_before_anybody_transmits() -> None:
 
 
 @pytest.mark.parametrize(("num_writers", "num_first"), [(128, 128), (129, 128), (2000, 500)])
-async def test_very_many_divide_into_turns_between_which_others_have_theirs(
+async def test_very_many_writers_are_served_over_several_iterations(
     num_writers: int, num_first: int
 ) -> None:
     turns, story = FairWrites(), list[str]()
@@ -60,7 +60,7 @@ async def test_very_many_divide_into_turns_between_which_others_have_theirs(
     assert len(set(story)) == 2 * num_writers
 
 
-async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
+async def test_a_waiting_writer_that_asks_again_keeps_its_place() -> None:
     """Or else whoever has more to say each time would never have a turn."""
     turns, story = FairWrites(), list[str]()
     speakers = [Speaker(str(number), story) for number in range(200)]
@@ -73,7 +73,7 @@ async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
     assert story == [f"{number} prepares" for number in range(200)]
 
 
-async def test_who_asks_in_its_turn_has_another_one_though_others_wait() -> None:
+async def test_a_writer_that_asks_while_it_writes_is_served_again() -> None:
     turns, story = FairWrites(), list[str]()
 
     class Again(Speaker):
@@ -97,7 +97,7 @@ async def test_who_asks_in_its_turn_has_another_one_though_others_wait() -> None
     ]
 
 
-async def test_all_of_a_turn_are_told_the_same_time() -> None:
+async def test_writers_of_one_iteration_get_the_same_time() -> None:
     told = list[float]()
 
     class Timed(Speaker):

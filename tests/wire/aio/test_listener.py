@@ -87,7 +87,7 @@ async def test_many_clients_are_accepted_in_one_iteration_of_the_loop() -> None:
         assert num_made == 4
 
 
-async def test_for_one_handshake_too_many_the_eldest_is_hung_up_on(
+async def test_for_one_handshake_too_many_the_oldest_is_cut(
     made: certificate.Certificate,
 ) -> None:
     async with listening(context_of(made), handshake_s=600.0) as port, asyncio.timeout(30):
@@ -157,7 +157,7 @@ async def test_having_no_descriptor_left_is_waited_out(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_an_address_that_is_reserved_is_shared_by_those_who_know(host: str) -> None:
+def test_shared_sockets_divide_a_reserved_address(host: str) -> None:
     with reserve(host, 0) as kept:
         port = kept.getsockname()[1]
         with bind(host, port, is_shared=True) as one, bind(host, port, is_shared=True) as other:
@@ -200,5 +200,5 @@ def test_one_address_is_not_reserved_twice(host: str, other: str, are_mixed: boo
 
 
 @pytest.mark.parametrize(("most", "told"), [(1, 1), (4, 1), (20, 5), (128, 32), (4096, 32)])
-def test_some_of_the_clients_over_the_limit_are_told_so(most: int, told: int) -> None:
+def test_some_clients_over_the_limit_get_a_refusal(most: int, told: int) -> None:
     assert [gets_refusal(most + over, most) for over in (1, told, told + 1)] == [True, True, False]

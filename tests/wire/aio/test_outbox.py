@@ -85,7 +85,7 @@ def test_a_lost_peer_is_an_error_that_loses_no_message_silently() -> None:
 
 
 @given(st.lists(st.integers(0, 1024), max_size=60), st.integers(2048, 8192))
-def test_what_waits_never_exceeds_the_bound(sizes: list[int], queue_bytes: int) -> None:
+def test_the_queue_never_exceeds_its_bound(sizes: list[int], queue_bytes: int) -> None:
     socket = Socket()
     outbox = outbox_of(socket, queue_bytes)
     accepted = []

@@ -28,7 +28,7 @@ def test_without_jitter_they_double_to_half_a_second_and_later_to_thirty() -> No
 
 
 @given(JITTERS)
-def test_whatever_is_drawn_nobody_waits_long_in_a_short_outage(jitters: list[float]) -> None:
+def test_pauses_are_short_in_a_short_outage_whatever_the_jitter(jitters: list[float]) -> None:
     found = some(jitters)
     for pause_s, waited_s in zip(found, accumulate(found, initial=0.0), strict=False):
         assert pause_s <= (MAX_BRIEF_S if waited_s < BRIEF_S else MAX_S)

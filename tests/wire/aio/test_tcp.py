@@ -132,7 +132,7 @@ async def test_messages_go_both_ways_in_order(house: House) -> None:
     assert await told.closed is None
 
 
-async def test_what_is_sent_in_a_turn_leaves_together(house: House) -> None:
+async def test_messages_of_one_iteration_leave_in_one_write(house: House) -> None:
     waiting = list[int]()
 
     def answer(told: Told, message: Message) -> None:
@@ -153,7 +153,7 @@ async def test_what_is_sent_in_a_turn_leaves_together(house: House) -> None:
     assert (await house.handlers.get()).connection.buffered_bytes == 0
 
 
-async def test_what_was_said_in_the_turn_of_a_clients_end_still_goes(house: House) -> None:
+async def test_messages_sent_in_the_iteration_of_a_clients_end_are_delivered(house: House) -> None:
     def answer(told: Told, message: Message) -> None:
         first.connection.send(DecodeDone(1))
 
@@ -172,7 +172,7 @@ async def test_what_was_said_in_the_turn_of_a_clients_end_still_goes(house: Hous
     assert octets == b"".join(encode(DecodeDone(1)))
 
 
-async def test_who_vanishes_in_a_turn_takes_no_ones_words_along(house: House) -> None:
+async def test_a_reset_connection_delays_no_write_of_others(house: House) -> None:
     def answer(told: Told, message: Message) -> None:
         for each in (first, told):
             each.connection.send(DecodeDone(1))
@@ -194,7 +194,7 @@ async def test_who_vanishes_in_a_turn_takes_no_ones_words_along(house: House) ->
     assert first.closed.done()
 
 
-async def test_others_have_a_turn_however_much_came_at_once(house: House) -> None:
+async def test_the_loop_runs_between_many_messages_of_one_read(house: House) -> None:
     """Thousands of small frames are in one read: the loop goes round between them."""
     loop = asyncio.get_running_loop()
     in_this_turn, longest, num_messages = 0, 0, 20 * MAX_AT_ONCE + 1
@@ -238,7 +238,7 @@ async def test_a_client_that_goes_amid_much_is_noticed(house: House) -> None:
         assert told.messages.qsize() == min(last, 3 * MAX_AT_ONCE)
 
 
-async def test_a_client_that_breaks_the_protocol_is_told_and_closed(house: House) -> None:
+async def test_a_client_that_breaks_the_protocol_gets_an_error(house: House) -> None:
     server = await house.serve()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     # More follows than the server will ever read: the ERROR must not be lost in a reset.
@@ -301,7 +301,7 @@ async def test_a_large_message_has_time_by_its_size(house: House) -> None:
 
 
 @again_if_held_up(0.7)  # 0.6 of it on purpose
-async def test_what_came_while_we_stood_still_has_come_in_time(house: House) -> None:
+async def test_bytes_that_arrived_while_the_process_stood_still_are_in_time(house: House) -> None:
     limits = Limits(message_s=0.3, min_bytes_per_s=1 << 30)
     server = await house.serve(limits, answer=echo)
     octets = b"".join(encode(Cancel(1, 0)))
@@ -465,7 +465,7 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House, clo
     assert connection() is None, "no timer holds it"
 
 
-async def test_what_comes_after_the_end_is_not_kept(
+async def test_bytes_after_the_close_are_dropped(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received = list[bytes]()
@@ -479,7 +479,7 @@ async def test_what_comes_after_the_end_is_not_kept(
     assert not received
 
 
-async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
+async def test_pending_bytes_of_a_client_are_bounded(house: House) -> None:
     most = 0
 
     def flood(told: Told, message: Message) -> None:
@@ -502,7 +502,7 @@ async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
     assert most < 2 * limits.max_write_bytes, "however much is said in one turn"
 
 
-async def test_of_many_over_the_limit_most_are_cut_off(house: House) -> None:
+async def test_connections_over_the_limit_get_an_error_or_are_cut(house: House) -> None:
     server = await house.serve(Limits(max_connections=2, hang_up_s=60.0))
     clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
     told, cut = [reader for reader, _ in clients[2:]]
@@ -514,7 +514,7 @@ async def test_of_many_over_the_limit_most_are_cut_off(house: House) -> None:
         writer.close()
 
 
-async def test_closing_the_server_leaves_time_to_read_what_waits(house: House) -> None:
+async def test_closing_the_server_leaves_time_to_read_pending_bytes(house: House) -> None:
     limits = Limits(max_write_bytes=64 << 20, high_water_bytes=64 << 20)
     server = await house.serve(limits, answer=flood)
     with deaf_client(server.port, 256 * KIB) as client:
@@ -531,7 +531,7 @@ async def test_closing_the_server_leaves_time_to_read_what_waits(house: House) -
     await closing
 
 
-async def test_who_lingers_when_the_server_closes_is_cut_after_its_grace(house: House) -> None:
+async def test_connections_that_outlast_the_grace_of_a_close_are_cut(house: House) -> None:
     limits = Limits(
         max_write_bytes=64 << 20, high_water_bytes=64 << 20, stall_s=3600.0, hang_up_s=3600.0
     )
@@ -544,7 +544,7 @@ async def test_who_lingers_when_the_server_closes_is_cut_after_its_grace(house: 
         assert server.num_connections == 0
 
 
-async def test_over_tls_what_waits_at_the_end_still_goes(
+async def test_over_tls_pending_bytes_are_sent_before_the_close(
     made: certificate.Certificate, house: House
 ) -> None:
     def flood(told: Told, message: Message) -> None:

@@ -38,7 +38,7 @@ NOT_ASKED, ASKED = 0, 1
 KEY_UPDATE_BYTES = 27
 
 
-def test_what_does_not_work_is_named(tmp_path: Path) -> None:
+def test_a_bad_certificate_or_key_is_named(tmp_path: Path) -> None:
     made = certificate.make(tmp_path)
     with pytest.raises(ConfigError, match=r"nothing\.pem"):
         server_context(made.cert, tmp_path / "nothing.pem")
@@ -66,7 +66,7 @@ def test_a_certificate_may_have_comments_in_any_encoding(tmp_path: Path) -> None
     assert server_context(made.cert, made.key) is not None
 
 
-def test_nobody_is_asked_for_the_password_of_a_key(tmp_path: Path) -> None:
+def test_an_encrypted_key_is_refused_without_a_prompt(tmp_path: Path) -> None:
     made = certificate.make(tmp_path)
     sealed = tmp_path / "sealed.pem"
     command = ["openssl", "pkey", "-in", str(made.key), "-aes256", "-passout", "pass:secret"]
@@ -196,7 +196,7 @@ def test_a_record_counts_when_its_header_is_there() -> None:
     assert [records.count(memoryview(piece)) for piece in sent] == [0, 1, 0, 1]
 
 
-async def test_who_asks_for_new_keys_again_and_again_is_cut_off(serve: Serve) -> None:
+async def test_a_client_that_repeats_key_updates_is_cut_off(serve: Serve) -> None:
     def flood(port: int, kind: int) -> None:
         client = Rude(port)
         while client.ask(kind):
@@ -215,7 +215,7 @@ async def test_who_asks_for_new_keys_again_and_again_is_cut_off(serve: Serve) ->
             assert not served.taker.came and not problems
 
 
-async def test_who_sends_data_may_ask_as_often_as_between_two_of_his_records(serve: Serve) -> None:
+async def test_key_updates_between_data_are_counted_from_the_last_data(serve: Serve) -> None:
     def say(client: Rude, num_asks: int) -> bool:
         return all(
             all(client.ask(NOT_ASKED) for _ in range(num_asks)) and client.say(b".")
@@ -275,7 +275,7 @@ async def test_a_client_that_reads_nothing_pauses_the_writer_until_it_reads(serv
         writer.transport.abort()
 
 
-async def test_records_that_nobody_reads_yet_may_be_many(serve: Serve) -> None:
+async def test_records_are_not_counted_while_reading_is_paused(serve: Serve) -> None:
     async with serve(most=1) as served:
         client, taker = await asyncio.to_thread(Rude, served.port), served.taker
         await asyncio.to_thread(client.say, b".")

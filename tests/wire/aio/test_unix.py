@@ -49,7 +49,7 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-async def test_who_asks_gets_the_descriptor_and_is_hung_up_on(secret: Path) -> None:
+async def test_a_client_gets_the_descriptor_and_is_closed(secret: Path) -> None:
     content = b"what only we may read"
     with secret.open("rb") as file:
         before = descriptors()
@@ -69,7 +69,7 @@ async def test_who_asks_gets_the_descriptor_and_is_hung_up_on(secret: Path) -> N
             await fetch_descriptor(port.name, b"prefill-0-1")
 
 
-async def test_who_is_not_expected_is_not_believed(secret: Path) -> None:
+async def test_another_greeting_is_refused(secret: Path) -> None:
     with secret.open("rb") as file:
         port = DescriptorPort(file.fileno(), b"prefill-1-1")
         before = descriptors()
@@ -80,7 +80,7 @@ async def test_who_is_not_expected_is_not_believed(secret: Path) -> None:
         port.close()
 
 
-async def test_what_is_said_of_a_descriptor_comes_with_it(secret: Path) -> None:
+async def test_the_description_of_a_descriptor_follows_the_greeting(secret: Path) -> None:
     with secret.open("rb") as file:
         before = descriptors()
         for said, about in ((b" cuda 65536", b"cuda 65536"), (b" " + 64 * b"x", 64 * b"x")):
@@ -128,7 +128,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-async def test_of_another_user_nothing_is_taken() -> None:
+async def test_a_listener_of_another_user_is_refused() -> None:
     name = f"baton-test-{os.getpid()}"
     listening = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-c", LISTEN, name), stdout=subprocess.PIPE
@@ -140,7 +140,7 @@ async def test_of_another_user_nothing_is_taken() -> None:
     assert await asyncio.wait_for(listening.wait(), 30) == 0
 
 
-async def test_whoever_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_listener_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unix, "ANSWER_S", 0.02)
     name = f"baton-test-mute-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -152,7 +152,7 @@ async def test_whoever_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
         assert descriptors() == before
 
 
-async def test_who_finds_others_waiting_there_tries_again(secret: Path) -> None:
+async def test_a_full_backlog_is_tried_again(secret: Path) -> None:
     name = f"baton-test-full-{os.getpid()}"
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, secret.open() as file:

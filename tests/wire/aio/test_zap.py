@@ -232,7 +232,7 @@ async def test_a_revoked_key_costs_no_one_the_connection_that_has_its_descriptor
         gate.close()
 
 
-async def test_who_left_with_its_first_message_holds_no_descriptor(tmp_path: Path) -> None:
+async def test_a_peer_that_left_with_its_first_message_holds_no_descriptor(tmp_path: Path) -> None:
     pairs = write(tmp_path, "router", "prefill-0")
     ours, theirs = socket.socketpair()
     with Context() as context, ours, theirs:

@@ -167,7 +167,7 @@ async def test_the_loss_of_a_peer_follows_its_last_message(bus: Bus) -> None:
         bus.hub.send(b"prefill-0-1", [b"tag", b"header"])
 
 
-async def test_a_link_waits_for_its_hub_and_what_on_up_sends_goes_first(bus: Bus) -> None:
+async def test_messages_of_on_up_precede_queued_ones(bus: Bus) -> None:
     await bus.hub.close()
     up = asyncio.Event()
 
@@ -220,7 +220,7 @@ async def test_a_link_tries_again_where_connections_are_taken_and_closed() -> No
     await hub.close()
 
 
-async def test_a_link_drops_what_waits_when_its_connection_ends() -> None:
+async def test_a_link_drops_its_queue_when_the_connection_ends() -> None:
     """It was for the peer that is gone."""
     with zmq.Context() as context:
         deaf = context.socket(zmq.ROUTER)
@@ -314,7 +314,7 @@ async def test_a_part_over_the_limit_is_refused_here_and_cut_off_there(bus: Bus)
     assert await bus.messages.get() == (b"decode-0-1", [b"tag", bytes(KIB)])
 
 
-async def test_closing_sends_what_waits_and_then_nothing_more(bus: Bus) -> None:
+async def test_closing_sends_the_queue_and_then_nothing(bus: Bus) -> None:
     link, _ = await bus.link(b"decode-0-1", high_water_mark=1)
     for _ in range(2000):
         link.send([b"tag", b"header"])
@@ -330,7 +330,7 @@ async def test_closing_sends_what_waits_and_then_nothing_more(bus: Bus) -> None:
         bus.hub.send(b"nobody", [b"tag", b"header"])
 
 
-async def test_what_waits_for_a_lost_peer_is_dropped_and_its_buffers_are_free(bus: Bus) -> None:
+async def test_the_queue_of_a_lost_peer_is_dropped_and_its_buffers_freed(bus: Bus) -> None:
     link, told = await bus.link(b"decode-0-1", max_queue_bytes=64 * KIB, max_message_bytes=8 * KIB)
     await bus.hub.close()
     assert await told.get() == "down"

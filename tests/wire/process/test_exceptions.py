@@ -52,7 +52,7 @@ def test_only_texts_that_cannot_repeat_a_request_are_kept(error: Exception, is_k
 
 
 @pytest.mark.parametrize("bracket", "<({")
-def test_what_a_message_of_the_loop_shows_of_values_is_cut(bracket: str) -> None:
+def test_values_in_messages_of_the_loop_are_cut(bracket: str) -> None:
     loop = asyncio.new_event_loop()
     handler = sys.excepthook, sys.unraisablehook, threading.excepthook
     try:
@@ -153,7 +153,7 @@ raise ValueError("SEC" + "RET")
 """
 
 
-def test_what_nobody_catches_is_logged_without_values() -> None:
+def test_uncaught_exceptions_are_logged_without_values() -> None:
     program = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "SECRET" not in done.stderr + done.stdout

@@ -40,7 +40,7 @@ def squares() -> Iterator[Squares]:
     squares.threads.shutdown()
 
 
-def test_what_is_known_is_not_computed_again(squares: Squares) -> None:
+def test_a_known_result_is_not_computed_again(squares: Squares) -> None:
     assert [squares.ask(client, 3) for client in "aab"] == [9, 9, 9]
     assert squares.computed == [3]
     known = squares.cache.get("c", 3, squares.work(3))
@@ -63,7 +63,7 @@ def test_a_client_with_ever_new_ones_pushes_out_its_own(squares: Squares) -> Non
     assert squares.computed == []
 
 
-def test_nothing_is_left_of_who_has_nothing_there(squares: Squares) -> None:
+def test_a_client_without_results_is_forgotten(squares: Squares) -> None:
     for client in "abcdefg":
         squares.ask(client, ord(client))
     squares.computed.clear()
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_who_has_nothing_there(squares: Squares) -> None:
     assert squares.computed == [ord("g")]
 
 
-def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_others(
+def test_a_result_under_way_is_shared_and_runs_in_the_first_turn(
     squares: Squares,
 ) -> None:
     may_end = Event()
@@ -94,7 +94,7 @@ def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_other
     assert squares.computed == [2, 1]
 
 
-def test_what_was_cancelled_is_computed_when_it_is_asked_for_again(squares: Squares) -> None:
+def test_a_cancelled_result_is_computed_on_the_next_request(squares: Squares) -> None:
     may_end = Event()
     first = squares.cache.get("a", 0, lambda: int(may_end.wait(LONG_S)))
     squares.ask("b", 2)

@@ -32,7 +32,7 @@ def test_a_file_is_read_again_when_it_has_changed_and_only_then(path: Path) -> N
     assert not watched.refresh()
 
 
-def test_what_changes_while_it_is_read_is_read_again(path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_read_again(path: Path) -> None:
     later = ["two\n", "three\n"]
 
     def slowly(path: Path) -> list[str]:
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_read_at_first_is_refused(tmp_path: Path) -> None:
         WatchedFile(tmp_path / "none", lines, "as it was")
 
 
-def test_nobody_is_told_to_close_a_directory_that_was_given_for_a_secret(tmp_path: Path) -> None:
+def test_a_directory_given_as_a_secret_is_refused_as_one(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"^cannot read .*: Is a directory$"):
@@ -92,14 +92,14 @@ def test_nobody_is_told_to_close_a_directory_that_was_given_for_a_secret(tmp_pat
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_fifo_or_device_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
     for path in (fifo, Path("/dev/null")):
         with pytest.raises(ConfigError, match=rf"^{path} is no regular file"):
             read_file(path, is_secret=False)
 
 
-def test_a_secret_is_for_its_owner_and_who_they_choose(path: Path) -> None:
+def test_a_secret_may_be_readable_by_its_group_only(path: Path) -> None:
     path.chmod(0o640)
     assert read_file(path, is_secret=True) == b"one\n"
     for mode in (0o601, 0o602, 0o604):
@@ -109,7 +109,7 @@ def test_a_secret_is_for_its_owner_and_who_they_choose(path: Path) -> None:
             read_file(path, is_secret=True)
 
 
-def test_what_is_no_text_is_not_shown(path: Path) -> None:
+def test_content_that_is_not_ascii_is_not_shown(path: Path) -> None:
     path.write_text("café")
     with pytest.raises(ConfigError, match=r"file is not plain text$"):
         read_text(path, is_secret=True)

@@ -37,7 +37,7 @@ def test_a_frame_without_its_header_is_one_too() -> None:
     assert list(traffic.rows()) == [("cancel", "received", 1)]
 
 
-def test_what_was_not_sent_is_counted_by_its_reason() -> None:
+def test_unsent_frames_are_counted_by_reason() -> None:
     traffic = Traffic()
     traffic.drop(PeerLost("decode-3"))
     assert (dict(traffic.dropped), list(traffic.rows())) == ({"worker_lost": 1}, [])

@@ -22,7 +22,7 @@ def test_a_party_has_its_secret_and_knows_the_others(tmp_path: Path) -> None:
     assert keys.party(new_key_pair().public) is None
 
 
-def test_nobody_s_secret_is_shown(tmp_path: Path) -> None:
+def test_secrets_are_not_in_reprs(tmp_path: Path) -> None:
     pair = write(tmp_path, "router")["router"]
     assert pair.secret not in repr(pair) + repr(vars(Keys(tmp_path, "router")))
 
@@ -36,7 +36,7 @@ def test_a_line_taken_out_is_a_key_revoked(tmp_path: Path) -> None:
     assert keys.party(pairs["prefill-0"].public) is None
 
 
-def test_a_party_that_comes_later_is_found_by_who_connects_only(tmp_path: Path) -> None:
+def test_a_link_finds_a_party_added_later(tmp_path: Path) -> None:
     write(tmp_path, "prefill-0", "decode-0")
     keys = Keys(tmp_path, "prefill-0")
     later = new_key_pair().public
@@ -75,7 +75,7 @@ def test_a_party_without_a_key_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "public x\nsecret y\n", "\xff"])
-def test_what_is_no_key_file_is_refused_without_being_shown(tmp_path: Path, text: str) -> None:
+def test_an_invalid_key_file_is_refused_without_being_shown(tmp_path: Path, text: str) -> None:
     path = tmp_path / "router.key"
     path.write_bytes(text.encode("latin-1"))
     path.chmod(0o600)

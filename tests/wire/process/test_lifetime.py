@@ -84,7 +84,7 @@ end_at_once(70)
     assert status == 70 and "the last line" in log
 
 
-def test_what_takes_too_long_is_ended_and_said_and_what_does_not_goes_on() -> None:
+def test_a_body_over_its_time_ends_the_process_and_one_within_goes_on() -> None:
     body = """\
 import threading
 with bounded(600.0, "nothing is stuck", 71):

@@ -70,7 +70,7 @@ def test_any_other_name_is_the_hubs(model: Path, monkeypatch: pytest.MonkeyPatch
     assert asked[0][0] == "org/name" and "*.safetensors" in asked[0][1]
 
 
-def test_what_the_hub_refuses_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_refuses_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
         raise ConnectionError("offline")
 
@@ -140,7 +140,7 @@ def test_only_config_json_has_to_be_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "", None, 3, "x" * 1000, "two\nlines"])
-def test_another_family_is_refused_with_those_there_are(whole: Path, family: object) -> None:
+def test_an_unknown_family_is_refused_with_the_known_ones(whole: Path, family: object) -> None:
     (whole / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(ModelError, match=f"not one of {', '.join(FAMILIES)}") as caught:
         check_weights(whole)
@@ -154,7 +154,7 @@ def test_weights_that_are_cut_off_are_named(whole: Path, size: int) -> None:
         check_weights(whole)
 
 
-def test_weights_are_beside_their_index(whole: Path) -> None:
+def test_weights_outside_the_directory_are_refused(whole: Path) -> None:
     (whole / SINGLE).rename(whole.parent / SINGLE)
     (whole / INDEX).write_text(json.dumps({"weight_map": {"a": f"../{SINGLE}"}}))
     with pytest.raises(ModelError, match="not beside it"):

@@ -161,7 +161,7 @@ def test_a_credential_beats_the_default_and_the_environment_beats_it(
     assert parse(Config, []).rank == 6
 
 
-def test_a_value_that_looks_like_a_flag_is_told_how_to_be_written(
+def test_a_value_that_looks_like_a_flag_gets_a_hint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "--stop=..." in line_of(capsys, ["--stop", "--no-prefix-cache"])
@@ -198,5 +198,5 @@ def test_a_port_is_said_by_digits(number: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "65536", "-1", "+1", " 1", "1 ", "1_0", "\u0663", "9" * 5000])
-def test_what_says_no_port(text: str) -> None:
+def test_a_text_that_is_no_port(text: str) -> None:
     assert port_of(text) is None

@@ -18,7 +18,7 @@ def schema(value: object) -> Structure:
     return Structure(kind="json_schema", text=json.dumps(value))
 
 
-def test_what_can_be_held_to_has_no_problem() -> None:
+def test_supported_structures_have_no_problem() -> None:
     for structure in (
         schema({"type": "object"}),
         schema({"type": "array", "items": {"$ref": "#"}}),
@@ -55,7 +55,9 @@ def test_what_can_be_held_to_has_no_problem() -> None:
         (Structure(kind="lark", text="start: %json {"), "%json"),
     ],
 )
-def test_what_cannot_be_held_to_is_said(structure: Structure, said: str) -> None:
+def test_unsupported_structures_are_refused_with_the_keyword(
+    structure: Structure, said: str
+) -> None:
     problem = problem_of(structure)
     assert problem is not None and said in problem
     assert len(problem) <= 200 and "\n" not in problem
@@ -90,14 +92,14 @@ BOUNDLESS = {
 
 
 @pytest.mark.parametrize("name", BOUNDLESS)
-def test_what_would_take_minutes_to_compile_is_refused_before(name: str) -> None:
+def test_schemas_that_take_minutes_to_compile_are_refused(name: str) -> None:
     with pytest.raises(StructureError):
         grammar_of(schema(BOUNDLESS[name]))
     with pytest.raises(StructureError):
         grammar_of(Structure(kind="lark", text=f"start: %json {json.dumps(BOUNDLESS[name])}"))
 
 
-def test_what_is_just_within_the_limits_is_not_refused() -> None:
+def test_schemas_just_within_the_limits_are_accepted() -> None:
     grammar_of(schema(joined(8)))
     many = {f"p{n}": {"type": "string", "pattern": f"^{n}[a-z]*$"} for n in range(50)}
     assert problem_of(schema({"type": "object", "properties": many})) is None
@@ -198,7 +200,7 @@ DEEPEST = [
         Structure("regex", "(" * 250 + "a" + ")" * 250),
     ],
 )
-def test_what_is_just_not_too_deep_takes_half_a_stack(structure: Structure) -> None:
+def test_structures_of_the_largest_depth_need_half_a_stack(structure: Structure) -> None:
     found: list[str | None] = []
     before = threading.stack_size(STACK_BYTES // 2)
     try:
@@ -227,7 +229,7 @@ def test_what_is_just_not_too_deep_takes_half_a_stack(structure: Structure) -> N
     ],
 )
 @pytest.mark.timeout(20)
-def test_what_is_written_to_be_looked_at_long_is_not(structure: Structure) -> None:
+def test_hostile_structures_are_checked_in_bounded_time(structure: Structure) -> None:
     problem_of(structure)
 
 

@@ -179,7 +179,7 @@ def test_a_wrong_segment_ends_the_transfer(
 
 
 @given(st.data())
-def test_after_any_violation_nothing_is_waited_for_but_what_was_handed_out(
+def test_a_violation_leaves_only_handed_out_segments_unpacking(
     data: st.DataObject,
 ) -> None:
     """Blocks are given back when `num_unpacking` is 0: a segment that nobody has would keep them.
@@ -343,7 +343,7 @@ def places(*each: int, tokens: int = 2, **changed: int) -> tuple[bytes, bytes]:
         ((places(0)[0], bytes(7)), "7 bytes, not n x 8"),
     ],
 )
-def test_places_that_cannot_be_end_the_transfer(parts: tuple[bytes, bytes], reason: str) -> None:
+def test_invalid_places_end_the_transfer(parts: tuple[bytes, bytes], reason: str) -> None:
     one = with_memory()
     with pytest.raises(RemoteProtocolError, match=reason):
         one.on_segment(KvCache(ID, 1, 2), parts, 2.0)

@@ -88,7 +88,7 @@ def cut_layers(draw: st.DrawFn, layout: KVLayout) -> list[list[range]]:
     st.integers(1, 8),
     st.booleans(),
 )
-def test_a_plan_covers_what_is_sent_once_in_order_of_computation(
+def test_a_plan_covers_the_transfer_once_in_order_of_computation(
     data: st.DataObject,
     cached: int,
     count: int,
@@ -173,7 +173,7 @@ def test_a_group_of_which_nothing_is_sent_needs_no_room() -> None:
     assert plan(layout, 0, 4, layout.transfer_bytes(4)) == [whole(layout, 0, 4)]
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_a_segment_size_below_one_layer_is_refused() -> None:
     with pytest.raises(LocalProtocolError, match="too small for one layer"):
         plan(LAYOUT, 0, 2, 7)
 
@@ -207,7 +207,7 @@ def _are_apart(cut: range, cuts: set[range]) -> bool:
         max_size=14,
     )
 )
-def test_whatever_is_admitted_lies_inside_and_apart(rectangles: list[Rectangle]) -> None:
+def test_admitted_rectangles_lie_inside_and_apart(rectangles: list[Rectangle]) -> None:
     coverage = Coverage(MIXED, 5, 9)
     inside = everything(MIXED, 5, 9)
     covered: Cells = set()
@@ -307,7 +307,7 @@ def test_segments_that_come_with_an_offer_are_found_in_its_parts() -> None:
         (MAX_UNASKED_SEGMENTS + 1, [bytes(48), b"1"] * (MAX_UNASKED_SEGMENTS + 1), 99, "17 seg"),
     ],
 )
-def test_others_than_were_said_or_more_than_is_taken_are_refused(
+def test_wrong_segments_with_an_offer_are_refused(
     number: int, parts: list[bytes], most_bytes: int, reason: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):

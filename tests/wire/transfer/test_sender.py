@@ -86,7 +86,7 @@ def test_a_segment_needs_a_credit_and_computed_tokens() -> None:
     assert late.next_segment() == whole(LAYOUT, 2, 2)
 
 
-def test_what_is_read_ahead_of_the_credit_waits_for_it() -> None:
+def test_segments_claimed_ahead_of_the_credit_wait_for_it() -> None:
     one = sender()
     one.advance(6, 0.5)
     ack(one, 0, 32)
@@ -104,7 +104,7 @@ def test_what_is_read_ahead_of_the_credit_waits_for_it() -> None:
     assert one.kv_bytes == 64
 
 
-def test_a_receiver_cannot_keep_the_blocks_with_words() -> None:
+def test_acks_alone_do_not_keep_the_senders_blocks() -> None:
     one = sender()
     ack(one, 0, 0)
     one.advance(4, 0.0)
@@ -162,7 +162,7 @@ def test_a_state_that_is_larger_than_segments_goes_whole() -> None:
         ([(0, 7, 0, 0)], "credit 7 is too small.* one layer of one token"),
     ],
 )
-def test_an_ack_that_cannot_be_is_the_receivers_fault(
+def test_an_invalid_ack_ends_the_transfer(
     acks: list[tuple[int, int, int, int]], reason: str
 ) -> None:
     one = sender()
@@ -276,7 +276,7 @@ def with_offer(one: KVSender, most_bytes: int = 1024) -> tuple[KvCache, list[byt
     ("kv_bytes", "credit", "ready"),
     [(32, 64, 0), (64, 64, 0), (32, 64, 1), (80, 80, 1)],
 )
-def test_of_what_went_with_the_offer_all_or_nothing_is_acknowledged(
+def test_kv_with_an_offer_is_acknowledged_whole_or_not_at_all(
     kv_bytes: int, credit: int, ready: int
 ) -> None:
     one = computed()
@@ -286,7 +286,7 @@ def test_of_what_went_with_the_offer_all_or_nothing_is_acknowledged(
     assert state_of(one) == "failed"
 
 
-def test_nothing_goes_with_the_offer_that_is_too_much_or_not_there() -> None:
+def test_only_small_and_computed_kv_goes_with_the_offer() -> None:
     assert computed().unasked(63) == []
     assert computed().unasked(0) == []
     assert sender(4).unasked(64) == []
