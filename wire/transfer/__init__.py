@@ -4,15 +4,13 @@
                  or an offer that all the KV comes with -> wait for the final ACK
     KVReceiver   decode worker: reserve blocks -> grant credit -> admit, store, acknowledge
 
-Both ends always reach an end: DONE, FAILED or CANCELLED.  Whoever owns one gives it every frame of
-its request and the time in monotonic seconds, asks `expired` now and then, and frees blocks only
-when `is_over`.  A sender's blocks also have to wait until ZeroMQ has let go of the buffers it sends
-without a copy, a receiver's until `num_unpacking` is 0.  Frames that arrive after the end change
+Both always end: DONE, FAILED or CANCELLED.  The owner passes every frame of the request and the
+monotonic time, polls `expired`, and frees blocks only when `is_over`; a sender's also after ZeroMQ
+has released its buffers, a receiver's when `num_unpacking` is 0.  Frames after the end change
 nothing.
 
-When the peer breaks the protocol, `RemoteProtocolError` is raised and the transfer is FAILED:
-answer with ERROR.  Bytes are admitted once, inside the transfer and within the credit, or not at
-all.
+A peer that breaks the protocol makes the transfer FAILED and raises `RemoteProtocolError`: answer
+with ERROR.  Bytes are admitted once, inside the transfer and within the credit.
 
 The rest of the product imports from this package, never from its modules.
 """
