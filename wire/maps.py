@@ -1,8 +1,7 @@
 """Maps, as SPEC 1.2 means them: msgpack with string keys, none of them unknown, none there twice.
 
-Where a key is there twice, msgspec takes the last value.  Another reader may take the first, and
-both would go on with different requests.  msgspec cannot be told to refuse, so `check_keys` counts
-the keys after it has decoded.
+Of a repeated key msgspec takes the last value, another reader may take the first.  msgspec cannot
+refuse it, so `check_keys` counts the keys after decoding.
 """
 
 from __future__ import annotations

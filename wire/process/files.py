@@ -49,11 +49,7 @@ class WatchedFile(Generic[_T]):
 
 
 def read_file(path: Path, *, is_secret: bool) -> bytes:
-    """Return the content of a regular file; refuse a secret that everybody may read.
-
-    Raises:
-        ConfigError: It cannot be read, is something else, or is a secret that anybody can read.
-    """
+    """Return the content of a regular file.  ConfigError also for a world-readable secret."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode

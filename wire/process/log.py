@@ -1,9 +1,8 @@
 """Logs: JSON lines on stderr, coloured ones on a terminal; logging never blocks.
 
-structlog and the standard library's loggers (uvicorn, huggingface_hub) end in one bounded queue
-that a thread writes out.  When the reader of stderr stalls, lines are dropped and counted; the
-count is logged when it reads again.  Values bound with `structlog.contextvars` are on every line.
-Of an exception there are types and frames, no values (`wire.process.exceptions`).
+structlog and the standard library's loggers (uvicorn, huggingface_hub) share one bounded queue and
+a thread that writes it.  When the reader of stderr stalls, lines are dropped, and their number is
+logged later.  Values bound with `structlog.contextvars` are on every line.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A model's directory: its path, its identity, and whether its files are complete.  SPEC 5.1.
 
-Routers and workers must mean the same model: both find it with `locate` and compare what
-`fingerprint` returns.  The router checks the files before it starts workers, a worker before it
-loads them, so that a file that is missing or cut off is one sentence, at once.
-
-Only names, sizes and small files are read here: whoever needs the weights loads them.
+Routers and workers find the model with `locate` and compare its `fingerprint`.  The router checks
+the files before it starts workers, a worker before it loads them, so that a missing or truncated
+file is reported at once in one sentence.
 """
 
 from __future__ import annotations
@@ -84,11 +82,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def vocab_size(directory: Path) -> int | None:
-    """Return how many different tokens the model knows; None if config.json does not say.
-
-    Raises:
-        ModelError: It says nonsense, or is not whole.
-    """
+    """Return the size of the vocabulary, None if config.json has none.  Raises ModelError."""
     path = directory / "config.json"
     size = text_keys(read_json(path)).get("vocab_size") if path.is_file() else None
     if size is not None and not (type(size) is int and size >= 1):
@@ -125,11 +119,7 @@ def check_family(name: object) -> str:
 
 
 def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a config.json says of text: of a multimodal model also within `text_config`.
-
-    Raises:
-        ModelError: That is no object.
-    """
+    """Return the keys of a config.json with those of its `text_config`.  Raises ModelError."""
     text = config.get("text_config", {})
     if not isinstance(text, dict):
         raise ModelError(f"text_config is {repr(text)[:100]}, not an object")
