@@ -15,7 +15,7 @@ from typing import Any, Final, TextIO
 
 import structlog
 from structlog.processors import ExceptionRenderer
-from structlog.typing import EventDict, ExcInfo, Processor
+from structlog.typing import EventDict, Processor
 
 from wire.process.exceptions import described, printed
 
@@ -123,11 +123,14 @@ def configure(
     number = logging.getLevelNamesMapping()[level.upper()]
     if stream.isatty() if is_terminal is None else is_terminal:
         renderers: list[Processor] = [
-            ExceptionRenderer(_printed),
+            ExceptionRenderer(lambda exc_info: printed(exc_info[1])),
             structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
         ]
     else:
-        renderers = [ExceptionRenderer(_described), structlog.processors.JSONRenderer()]
+        renderers = [
+            ExceptionRenderer(lambda exc_info: described(exc_info[1])),
+            structlog.processors.JSONRenderer(),
+        ]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -145,14 +148,6 @@ def configure(
     )
     logging.basicConfig(level=number, handlers=[_Handler(writer, formatter)], force=True)
     return writer
-
-
-def _described(exc_info: ExcInfo) -> list[dict[str, Any]]:
-    return described(exc_info[1])
-
-
-def _printed(exc_info: ExcInfo) -> str:
-    return printed(exc_info[1])
 
 
 def _add_name(logger: Any, method: str, event: EventDict) -> EventDict:

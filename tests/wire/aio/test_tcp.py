@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 import ssl
 import sys
-import weakref
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
@@ -445,26 +443,6 @@ async def test_a_client_that_has_read_all_is_not_given_the_time_of_a_stall(house
         await told.connection.closed  # The client does not close its side.
 
 
-@pytest.mark.parametrize("closes", [False, True])
-async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House, closes: bool) -> None:
-    def answer(told: Told, message: Message) -> None:
-        if closes:
-            told.connection.close()
-
-    server = await house.serve(answer=answer)
-    client = await connect("127.0.0.1", server.port)
-    client.send(Cancel(1, 0))
-    told = await house.handlers.get()
-    await told.messages.get()
-    told.connection.close()
-    await client.close()
-    await told.connection.closed
-    connection = weakref.ref(told.connection)
-    del told
-    gc.collect()
-    assert connection() is None, "no timer holds it"
-
-
 async def test_bytes_after_the_close_are_dropped(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -627,17 +605,3 @@ async def test_a_client_that_waits_for_something_may(house: House) -> None:
         assert asked == 4
     finally:
         Told.is_busy = kept
-
-
-async def test_a_frame_limit_can_be_lower_for_a_while(house: House) -> None:
-    def answer(told: Told, message: Message) -> None:
-        told.connection.limit_frames(None if message.frame == Cancel(1, 0) else 64)
-
-    server = await house.serve(Limits(), answer)
-    async with await connect("127.0.0.1", server.port) as client:
-        for frame, size in ((Cancel(2, 0), 0), (Cancel(1, 0), 48), (Cancel(2, 0), 4000)):
-            client.send(frame, bytes(size))
-        client.send(Cancel(2, 0), bytes(49))
-        message = await client.next_message()
-        assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
-    assert (await house.handlers.get()).messages.qsize() == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wire.errors import PeerLost
 from wire.frames import Cancel
 from wire.parts import encode
-from wire.process.exposition import Distribution, Totals, counter, frames, gauge, tally
+from wire.process.exposition import Distribution, Totals, frames
 from wire.process.frame_counters import Traffic
 
 
@@ -29,19 +29,6 @@ def test_totals_by_label_and_without() -> None:
     ]
     [family] = slow.collect()
     assert [(s.labels, s.value) for s in family.samples] == [({}, 0)]  # it is there from the start
-
-
-def test_single_figures_and_tallies_have_our_name() -> None:
-    for family, expected in (
-        (gauge("slots", "help", 3), [("baton_slots", {}, 3)]),
-        (counter("steps", "help", 4), [("baton_steps_total", {}, 4)]),
-        (
-            tally("ends", "help", "how", {"done": 2, "failed": 1}),
-            [("baton_ends_total", {"how": "done"}, 2), ("baton_ends_total", {"how": "failed"}, 1)],
-        ),
-    ):
-        assert [(s.name, s.labels, s.value) for s in family.samples] == expected
-        assert family.documentation == "help"
 
 
 def test_frames_by_plane_tag_and_direction() -> None:
