@@ -11,10 +11,27 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from wire import parts, payloads
-from wire.errors import LocalProtocolError, RemoteProtocolError
-from wire.frames import FRAMES, DecodeToken, Frame, Tag
+from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
+from wire.frames import (
+    ANY_RANK,
+    AS_MANY_AS_FIT,
+    FRAMES,
+    NO_RANK,
+    Cancel,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Drain,
+    Error,
+    Frame,
+    Hello,
+    Peers,
+    Role,
+    Tag,
+)
 from wire.logprobs import unpack_prompt_logprobs
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer, decode_map
@@ -95,6 +112,25 @@ def test_the_file_is_what_the_code_gives() -> None:
     assert runpy.run_path(str(script))["render"]() == PATH.read_text(), (
         "bytes on the wire changed: run scripts/vectors.py and look at the difference"
     )
+
+
+def test_constants_and_defaults_are_those_of_the_vectors() -> None:
+    headers = {vector["name"]: vector["headers"][0] for vector in VECTORS["frames"]}
+    assert headers["prefill_request_any_rank"]["decode_rank"] == ANY_RANK
+    assert headers["prefill_request_no_rank"]["decode_rank"] == NO_RANK
+    assert headers["decode_request_as_many_as_fit"]["max_new_tokens"] == AS_MANY_AS_FIT
+    request_id, epoch = headers["cancel"]["request_id"], headers["hello"]["epoch"]
+    for name, frame in (
+        ("hello", Hello(epoch, 3, Role.DECODE)),
+        ("hello_client", Hello.of_client()),
+        ("decode_request_bare", DecodeRequest(request_id, 16)),
+        ("decode_done", DecodeDone(request_id)),
+        ("cancel", Cancel(request_id, ErrorCode.CANCELLED)),
+        ("error_bare", Error(request_id, ErrorCode.INTERNAL)),
+        ("drain", Drain(epoch, 30_000)),
+        ("peers", Peers(epoch, 1)),
+    ):
+        assert asdict(frame) == headers[name]
 
 
 def test_every_tag_has_a_vector_on_both_envelopes() -> None:
