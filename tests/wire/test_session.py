@@ -1,4 +1,4 @@
-"""The session table: who may say what, and who is to blame."""
+"""The session table: the frames allowed in each state, and the side at fault."""
 
 from __future__ import annotations
 

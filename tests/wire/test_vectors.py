@@ -1,4 +1,4 @@
-"""vectors.json, read as data: every vector both ways."""
+"""vectors.json is what the code gives, and is decoded to its contents."""
 
 from __future__ import annotations
 

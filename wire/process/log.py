@@ -90,7 +90,7 @@ class _Logger:
 
 
 class _Handler(logging.Handler):
-    """Where the standard library's records go."""
+    """Passes records of the standard library's loggers to the writer."""
 
     def __init__(self, writer: LogWriter, formatter: logging.Formatter) -> None:
         super().__init__()

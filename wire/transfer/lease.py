@@ -19,7 +19,7 @@ from wire.transfer.sealing import Sealing
 
 
 class TransferState(Enum):
-    """Where one end of a transfer is."""
+    """The state of one end of a transfer."""
 
     OFFERED = "offered"
     SENDING = "sending"

@@ -289,7 +289,7 @@ class _Cut(NamedTuple):
         ]
 
     def _first(self, run: range) -> int:
-        """Where the first piece of a run would begin if it were a whole one."""
+        """Return the start of the block that a run begins in."""
         return run.start // self.block_size * self.block_size
 
 

@@ -1,4 +1,4 @@
-"""Whoever asked for a turn has one, once; all prepare before anybody transmits."""
+"""Each writer writes once in an iteration, and all prepare before one transmits."""
 
 from __future__ import annotations
 

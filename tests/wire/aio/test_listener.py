@@ -1,4 +1,4 @@
-"""Handshakes that never end are counted and timed; nobody else waits for them."""
+"""Unfinished handshakes are counted and timed, and delay no other client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the tries of an outage are apart, and that there is always another one."""
+"""Pauses between the tries of an outage, and that the tries never end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many may wait at a door before they show who they are: on a real socket, and by the order."""
+"""The bound on unauthenticated connections: on a real socket, and by their order."""
 
 from __future__ import annotations
 

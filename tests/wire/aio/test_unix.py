@@ -1,4 +1,4 @@
-"""A descriptor goes to the same user, by a name that leaves nothing behind, and to nobody else."""
+"""A descriptor goes to processes of the same user only, by a name that leaves no file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def descriptors() -> set[str]:
 
 
 def names() -> list[str]:
-    """Those of all Unix sockets there are."""
+    """Return the names of all Unix sockets."""
     return Path("/proc/net/unix").read_text().split()
 
 

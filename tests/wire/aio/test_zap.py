@@ -1,4 +1,4 @@
-"""Admission on real sockets: the right key, a wrong one, none, and no authenticator."""
+"""Authentication on real sockets: a known key, an unknown one, none, no authenticator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: whom the file admits, and when it is read again."""
+"""API keys: valid keys, invalid files, and changes of the file."""
 
 from __future__ import annotations
 

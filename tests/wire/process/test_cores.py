@@ -1,4 +1,4 @@
-"""Lists of cores, and a process that is kept to some."""
+"""Lists of cores, topology, quotas, and pinning a process."""
 
 from __future__ import annotations
 

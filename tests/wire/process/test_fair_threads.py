@@ -1,4 +1,4 @@
-"""Clients take turns at threads, none has all of them, and work nobody waits for is not done."""
+"""Clients share threads fairly, none has all of them, and abandoned work is not done."""
 
 from __future__ import annotations
 

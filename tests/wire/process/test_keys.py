@@ -1,4 +1,4 @@
-"""Key files and the list of parties: what is read, what is refused, and when it is read again."""
+"""Key files and the list of parties: valid and invalid lines, and changes of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the terminals of a grammar are, all that they name included, and how deep it is."""
+"""Lengths of the terminals of a grammar with the terminals they name, and its depth."""
 
 from __future__ import annotations
 

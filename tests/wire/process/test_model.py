@@ -1,4 +1,4 @@
-"""Where a model lies, which one it is, and one sentence for a directory that is not whole."""
+"""Model directories are found, fingerprinted and checked for missing or truncated files."""
 
 from __future__ import annotations
 

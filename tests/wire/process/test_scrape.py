@@ -1,4 +1,4 @@
-"""The port for /metrics: one answer, whom it answers, and what becomes of everybody else."""
+"""The port for /metrics: responses, API keys and limits."""
 
 from __future__ import annotations
 
