@@ -131,6 +131,8 @@ def test_constants_and_defaults_are_those_of_the_vectors() -> None:
         ("peers", Peers(epoch, 1)),
     ):
         assert asdict(frame) == headers[name]
+    (credit,) = [vector for vector in VECTORS["frames"] if vector["name"] == "kv_cache_ack"]
+    assert Credit(48, 0, 0)._asdict() == credit["content"]
 
 
 def test_every_tag_has_a_vector_on_both_envelopes() -> None:
