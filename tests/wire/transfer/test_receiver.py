@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -89,6 +91,37 @@ def take(one: KVReceiver, number: int, of: int, *parts: Buffer, now: float = 2.0
     return segment
 
 
+GOOD = payload(0, 2, 0, 2)
+
+
+def with_memory(memory_bytes: int = 100) -> KVReceiver:
+    """A receiver that can read so much memory of the sender's."""
+    one = receiver(offer(memory="baton-1"))
+    assert one.accept(0, 1.0, memory_bytes) == (KvCacheAck(ID, 0), Credit(64, 0, 0, 1))
+    return one
+
+
+def places(*each: int, tokens: int = 2, **changed: int) -> tuple[bytes, bytes]:
+    """A segment of the first so many tokens, in memory at these places."""
+    fields = {"num_bytes": 16 * tokens, "digest": 5, "in_memory": 1, **changed}
+    descriptor = SegmentDescriptor.of(part(LAYOUT, 0, 2, 0, tokens), **fields)
+    return descriptor.pack(), pack_places(each)
+
+
+def sealed(number: int = 1, of: int = 1, tokens: int = 4, **changed: int) -> tuple[bytes, bytes]:
+    """A sealed segment of zeros, all of the prompt's."""
+    descriptor = SegmentDescriptor.of(part(LAYOUT, 0, 2, 0, tokens), 16 * tokens, 0)
+    kv = Sealing(KEY).seal(KvCache(ID, number, of), descriptor, bytes(16 * tokens))
+    return descriptor._replace(**changed).pack(), kv
+
+
+def sealing(segment_port: int = PORT) -> KVReceiver:
+    one = receiver(offer(key=KEY, token=TOKEN))
+    ack = one.accept(0, 1.0, 0, segment_port)
+    assert ack is not None and ack[1].segment_port == segment_port
+    return one
+
+
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
@@ -143,39 +176,60 @@ def test_the_first_credit_follows_the_reservation() -> None:
     assert one.on_keepalive(2.0) == (KvCacheAck(ID, 0), Credit(40, 1, 0))
 
 
-GOOD = payload(0, 2, 0, 2)
+def begun() -> KVReceiver:
+    """A receiver with the first of two segments."""
+    one = accepted()
+    take(one, 1, 2, *GOOD)
+    return one
 
 
 @pytest.mark.parametrize(
-    ("number", "of", "parts", "reason"),
+    ("make", "number", "of", "parts", "reason"),
     [
-        (0, 2, GOOD, "segment 0 of 2"),
-        (3, 2, GOOD, "segment 3 of 2"),
-        (1, MAX_SEGMENTS + 1, GOOD, "segment 1 of 65537"),
-        (2, 3, GOOD, "num_segments changed"),
-        (2, 2, (), "0 payload parts"),
-        (2, 2, (*GOOD, b""), "3 payload parts"),
-        (2, 2, (b"", b""), "descriptor has 0 bytes"),
-        (2, 2, (GOOD[0][:47],), "descriptor has 47 bytes"),
-        (2, 2, payload(0, 2, 0, 2), "overlaps"),
-        (2, 2, payload(0, 2, 3, 2), "leaves"),
-        (2, 2, payload(1, 1, 2, 2), "cuts the layers"),
-        (2, 2, payload(0, 2, 2, 0), "empty"),
-        (2, 2, payload(0, 2, 2, 2, num_bytes=31), "32 bytes for"),
-        (2, 2, (payload(0, 2, 2, 2)[0], bytes(31)), "31 bytes for"),
-        (1, 2, payload(0, 2, 2, 2), "came twice and differs"),
-        (2, 2, payload(0, 2, 2, 1), "2 of 2 segments came, but 48 of 64 bytes"),
+        (begun, 0, 2, GOOD, "segment 0 of 2"),
+        (begun, 3, 2, GOOD, "segment 3 of 2"),
+        (begun, 1, MAX_SEGMENTS + 1, GOOD, "segment 1 of 65537"),
+        (begun, 2, 3, GOOD, "num_segments changed"),
+        (begun, 2, 2, (), "0 payload parts"),
+        (begun, 2, 2, (*GOOD, b""), "3 payload parts"),
+        (begun, 2, 2, (b"", b""), "descriptor has 0 bytes"),
+        (begun, 2, 2, (GOOD[0][:47],), "descriptor has 47 bytes"),
+        (begun, 2, 2, payload(0, 2, 0, 2), "overlaps"),
+        (begun, 2, 2, payload(0, 2, 3, 2), "leaves"),
+        (begun, 2, 2, payload(1, 1, 2, 2), "cuts the layers"),
+        (begun, 2, 2, payload(0, 2, 2, 0), "empty"),
+        (begun, 2, 2, payload(0, 2, 2, 2, num_bytes=31), "32 bytes for"),
+        (begun, 2, 2, (payload(0, 2, 2, 2)[0], bytes(31)), "31 bytes for"),
+        (begun, 1, 2, payload(0, 2, 2, 2), "came twice and differs"),
+        (begun, 2, 2, payload(0, 2, 2, 1), "2 of 2 segments came, but 48 of 64 bytes"),
+        (receiver, 1, 1, payload(0, 2, 0, 4), "before the first credit"),
+        (accepted, 1, 2, payload(0, 2, 0, 4), "1 of 2 segments came, but 64 of 64 bytes"),
+        (accepted, 1, 2, places(0, 0), "not read here"),
+        (with_memory, 1, 2, places(0, 85), "outside the memory of 100 bytes"),
+        (with_memory, 1, 2, places(69), "outside the memory"),
+        (with_memory, 1, 2, places(2**64 - 1, 0), "outside the memory"),
+        (with_memory, 1, 2, places(), "0 places for 2 tokens"),
+        (with_memory, 1, 2, places(0, 0, 0), "3 places for 2 tokens"),
+        (with_memory, 1, 2, places(0, 0, num_bytes=16), "32 bytes for"),
+        (with_memory, 1, 2, places(*[0] * 4, tokens=4, num_bytes=2**40), "64 bytes for"),
+        (with_memory, 1, 2, (places(0)[0], bytes(7)), "7 bytes, not n x 8"),
+        (partial(sealing, 0), 1, 1, sealed(), "where none of this transfer is taken"),
+        (sealing, 1, 1, sealed(digest=1), "digest of a sealed segment"),
+        (sealing, 1, 1, sealed(in_memory=1), "in memory belong on the KV socket"),
+        (sealing, 1, 1, (sealed()[0], sealed()[1][:-1]), "63 bytes for"),
+        (sealing, 1, 1, (sealed()[0], sealed()[1] + b"x"), "65 bytes for"),
+        (sealing, 1, 1, (sealed()[0], b""), "-16 bytes for"),
     ],
 )
-def test_a_wrong_segment_ends_the_transfer(
-    number: int, of: int, parts: tuple[bytes, ...], reason: str
+def test_an_invalid_segment_ends_the_transfer(
+    make: Callable[[], KVReceiver], number: int, of: int, parts: tuple[bytes, ...], reason: str
 ) -> None:
-    one = accepted()
-    take(one, 1, 2, *GOOD)
+    one = make()
+    num_unpacking, is_beside = one.num_unpacking, one.token is not None
     with pytest.raises(RemoteProtocolError, match=reason) as caught:
-        one.on_segment(KvCache(ID, number, of), parts, 2.0)
+        one.on_segment(KvCache(ID, number, of), parts, 2.0, is_beside=is_beside)
     assert one.state is TransferState.FAILED and one.error is caught.value
-    assert one.num_unpacking == 1, "the first only: nobody brings the wrong one back"
+    assert one.num_unpacking == num_unpacking, "nobody brings the invalid one back"
 
 
 @given(st.data())
@@ -203,12 +257,6 @@ def test_a_violation_leaves_only_handed_out_segments_unpacking(
     assert one.num_unpacking == 0
 
 
-def test_a_transfer_that_is_whole_too_early_is_wrong() -> None:
-    one = accepted()
-    with pytest.raises(RemoteProtocolError, match="1 of 2 segments came, but 64 of 64 bytes"):
-        one.on_segment(KvCache(ID, 1, 2), payload(0, 2, 0, 4), 2.0)
-
-
 def test_no_byte_is_let_in_past_the_credit() -> None:
     one = accepted(credit_bytes=32)
     first = take(one, 1, 4, *payload(0, 2, 0, 1))
@@ -217,12 +265,6 @@ def test_no_byte_is_let_in_past_the_credit() -> None:
     take(one, 3, 4, *payload(0, 2, 2, 1))
     with pytest.raises(RemoteProtocolError, match="segment 4 is over the credit"):
         one.on_segment(KvCache(ID, 4, 4), payload(0, 2, 3, 1), 2.0)
-
-
-def test_no_segment_before_the_reservation() -> None:
-    one = receiver()
-    with pytest.raises(RemoteProtocolError, match="before the first credit"):
-        one.on_segment(KvCache(ID, 1, 1), payload(0, 2, 0, 4), 2.0)
 
 
 def test_a_wrong_digest_fails_closed() -> None:
@@ -316,40 +358,6 @@ def test_our_own_mistakes() -> None:
         one.stored(segment, 2.0)
 
 
-def with_memory(memory_bytes: int = 100) -> KVReceiver:
-    """A receiver that can read so much memory of the sender's."""
-    one = receiver(offer(memory="baton-1"))
-    assert one.accept(0, 1.0, memory_bytes) == (KvCacheAck(ID, 0), Credit(64, 0, 0, 1))
-    return one
-
-
-def places(*each: int, tokens: int = 2, **changed: int) -> tuple[bytes, bytes]:
-    """A segment of the first so many tokens, in memory at these places."""
-    fields = {"num_bytes": 16 * tokens, "digest": 5, "in_memory": 1, **changed}
-    descriptor = SegmentDescriptor.of(part(LAYOUT, 0, 2, 0, tokens), **fields)
-    return descriptor.pack(), pack_places(each)
-
-
-@pytest.mark.parametrize(
-    ("parts", "reason"),
-    [
-        (places(0, 85), "outside the memory of 100 bytes"),
-        (places(69), "outside the memory"),
-        (places(2**64 - 1, 0), "outside the memory"),
-        (places(), "0 places for 2 tokens"),
-        (places(0, 0, 0), "3 places for 2 tokens"),
-        (places(0, 0, num_bytes=16), "32 bytes for"),
-        (places(*[0] * 4, tokens=4, num_bytes=2**40), "64 bytes for"),
-        ((places(0)[0], bytes(7)), "7 bytes, not n x 8"),
-    ],
-)
-def test_invalid_places_end_the_transfer(parts: tuple[bytes, bytes], reason: str) -> None:
-    one = with_memory()
-    with pytest.raises(RemoteProtocolError, match=reason):
-        one.on_segment(KvCache(ID, 1, 2), parts, 2.0)
-    assert one.state is TransferState.FAILED and one.num_unpacking == 0
-
-
 def test_kv_that_came_with_the_offer_is_acknowledged_once() -> None:
     one = receiver()
     parts = [payload(0, 2, 0, 3), payload(0, 2, 3, 1)]
@@ -404,20 +412,6 @@ def test_no_segment_comes_with_an_offer_of_no_bytes() -> None:
         one.check_unasked([payload(0, 2, 0, 0)])
 
 
-def sealed(number: int = 1, of: int = 1, tokens: int = 4, **changed: int) -> tuple[bytes, bytes]:
-    """A sealed segment of zeros, all of the prompt's."""
-    descriptor = SegmentDescriptor.of(part(LAYOUT, 0, 2, 0, tokens), 16 * tokens, 0)
-    kv = Sealing(KEY).seal(KvCache(ID, number, of), descriptor, bytes(16 * tokens))
-    return descriptor._replace(**changed).pack(), kv
-
-
-def sealing(segment_port: int = PORT) -> KVReceiver:
-    one = receiver(offer(key=KEY, token=TOKEN))
-    ack = one.accept(0, 1.0, 0, segment_port)
-    assert ack is not None and ack[1].segment_port == segment_port
-    return one
-
-
 def test_a_key_is_dropped_at_the_end() -> None:
     one = sealing()
     segment = one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_beside=True)
@@ -425,23 +419,3 @@ def test_a_key_is_dropped_at_the_end() -> None:
     assert segment is not None and not one.offers_sealing
     with pytest.raises(TransferFailed, match="is over"):
         one.opened(segment)
-
-
-@pytest.mark.parametrize(
-    ("parts", "port", "reason"),
-    [
-        (sealed(), 0, "where none of this transfer is taken"),
-        (sealed(digest=1), PORT, "digest of a sealed segment"),
-        (sealed(in_memory=1), PORT, "in memory belong on the KV socket"),
-        ((sealed()[0], sealed()[1][:-1]), PORT, "63 bytes for"),
-        ((sealed()[0], sealed()[1] + b"x"), PORT, "65 bytes for"),
-        ((sealed()[0], b""), PORT, "-16 bytes for"),
-    ],
-)
-def test_an_invalid_segment_on_the_segment_port_ends_the_transfer(
-    parts: tuple[bytes, bytes], port: int, reason: str
-) -> None:
-    one = sealing(port)
-    with pytest.raises(RemoteProtocolError, match=reason):
-        one.on_segment(KvCache(ID, 1, 1), parts, 2.0, is_beside=True)
-    assert one.state is TransferState.FAILED and not one.num_unpacking
