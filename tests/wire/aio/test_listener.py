@@ -91,11 +91,11 @@ async def test_for_one_handshake_too_many_the_oldest_is_cut(
     made: certificate.Certificate,
 ) -> None:
     async with listening(context_of(made), handshake_s=600.0) as port, asyncio.timeout(30):
-        eldest, *others = [await silent(port) for _ in range(3)]
-        assert await eldest[0].read() == b""
-        assert await echo(port, made.trust) == b"hello", "whoever is silent keeps nobody out"
+        oldest, *others = [await silent(port) for _ in range(3)]
+        assert await oldest[0].read() == b""
+        assert await echo(port, made.trust) == b"hello", "silent clients keep nobody out"
         assert await others[0][0].read() == b""
-        for _, writer in (eldest, *others):
+        for _, writer in (oldest, *others):
             writer.close()
 
 
