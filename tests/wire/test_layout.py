@@ -34,6 +34,13 @@ def test_bytes_of_a_token_and_of_states() -> None:
     assert KVLayout(groups=(LATENT,)).token_bytes == 27 * 576 * 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("uint8", 1)]
+)
+def test_bytes_of_an_element(dtype: str, size: int) -> None:
+    assert structs.replace(FULL, dtype=dtype).head_bytes == 128 * size
+
+
 def test_transfer_bytes_of_windows_and_states() -> None:
     layout = KVLayout(groups=(FULL, WINDOWED))
     group_bytes = 12 * 8 * 128 * 2
