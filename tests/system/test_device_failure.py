@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
-
 from tests.cluster import START_S, Cluster, hash_oracle, until
 from tests.failing_device import SENTENCE
 from wire.options import Options
@@ -43,17 +41,3 @@ def test_requests_go_on_elsewhere_and_the_worker_comes_back(tmp_path: Path) -> N
         until(lambda: cluster.find("decode", rank), f"decode-{rank} is back", START_S)
         cluster.until_idle()
     assert f'"status": {EXIT_DEVICE_FAILED}' in cluster.log()
-
-
-def test_a_request_that_breaks_every_gpu_ends_with_one_error(tmp_path: Path) -> None:
-    """It ends no more workers than it has attempts."""
-    with failing(tmp_path, "every", "--max-attempts", "2") as cluster:
-        body = {"prompt": [1, 7, 9] * 10, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-        answer = httpx.post(
-            f"{cluster.http}/v1/completions",
-            json=body | {"stream": True},
-            timeout=60,
-            trust_env=False,
-        )
-        assert answer.text.count('data: {"error"') == 1
-        assert [event["event"] for event in cluster.events()].count(FAILED) == 2

@@ -102,22 +102,6 @@ def test_an_object_is_streamed_as_it_is_whole(cluster: Cluster) -> None:
     assert whole.startswith("{")
 
 
-def test_bad_words_are_not_said(cluster: Cluster) -> None:
-    words = set(re.findall("[a-z]{3,}", text_of(complete(cluster))))
-    assert words
-    said = text_of(complete(cluster, bad_words=sorted(words)))
-    assert words.isdisjoint(re.findall("[a-z]{3,}", said))
-
-
-def test_a_stop_string_is_named(cluster: Cluster) -> None:
-    stop = text_of(complete(cluster))[10:13]
-    for is_shown in (False, True):
-        body = complete(cluster, stop=[stop, "\ue000"], include_stop_str_in_output=is_shown)
-        choice = body["choices"][0]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-        assert choice["text"].endswith(stop) is is_shown
-
-
 @pytest.mark.parametrize("position", [0, 5])
 def test_a_stop_token_is_named(cluster: Cluster, position: int) -> None:
     """The first is drawn by a prefill worker, which says so in another frame."""
@@ -172,16 +156,6 @@ def test_eos_has_its_scores_as_any_token(cluster: Cluster, held: Any, echo: bool
     assert choice["logprobs"]["text_offset"][-1] == len(choice["text"])
 
 
-def test_every_chunk_counts_its_own_tokens(cluster: Cluster) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    said = {"prompt": STORY, **GREEDY, "stream": True, "stream_options": options}
-    *chunks, last = events_of(post(cluster, "/v1/completions", **said))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert [counts.count(n) for n in range(1, 25)] == [1] * 23 + [len(counts) - 23]
-    assert last["usage"]["completion_tokens"] == 24
-
-
 def test_prompt_logprobs_are_those_of_an_echo(cluster: Cluster) -> None:
     [text] = complete(cluster, prompt_logprobs=2, return_token_ids=True)["choices"]
     [echo] = complete(cluster, logprobs=2, echo=True)["choices"]
@@ -195,13 +169,6 @@ def test_prompt_logprobs_are_those_of_an_echo(cluster: Cluster) -> None:
     body = chat(cluster, prompt_logprobs=0, return_token_ids=True)
     assert len(body["prompt_logprobs"]) == len(body["prompt_token_ids"])
     assert all(len(row) == 1 for row in body["prompt_logprobs"][1:])
-
-
-def test_special_tokens_have_a_text_where_asked(cluster: Cluster) -> None:
-    only = {"allowed_token_ids": [4], "max_tokens": 2}
-    assert text_of(complete(cluster, **only)) == ""
-    shown = text_of(complete(cluster, **only, skip_special_tokens=False))
-    assert shown == 2 * TOKENIZER.token_text(4) != ""
 
 
 def test_an_answer_goes_on_with_a_message(cluster: Cluster) -> None:

@@ -99,11 +99,3 @@ async def test_offers_without_bytes_keep_nobody_waiting(target: tuple[Cluster, s
                 ended.append(frame.code)
         assert set(ended) == {ErrorCode.TRANSFER_FAILED}
     blocks_at_rest(cluster)
-
-
-async def test_a_decode_worker_may_not_offer(target: tuple[Cluster, str]) -> None:
-    cluster, endpoint = target
-    async with ScriptedPrefill(endpoint, b"decode-9-1") as bad:
-        bad.offer(200, PROMPT)
-        assert await bad.error() == (0, ErrorCode.PROTOCOL)
-    blocks_at_rest(cluster)

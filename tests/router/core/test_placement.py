@@ -58,16 +58,6 @@ def test_the_limit_of_a_transfer_is_of_what_was_generated_too(num_generated: int
         assert (placement.place(each) is None) == (most < enough)
 
 
-def test_a_request_may_be_as_long_as_the_context() -> None:
-    table, placement = cluster(Role.PREFILL)
-    each = state()
-    for rank, longest in enumerate((each.total_tokens - 1, each.total_tokens)):
-        identity = Identity(Role.DECODE, rank, 1).name
-        table.hello(identity, Hello(1, rank, Role.DECODE), detail(max_model_len=longest), 0.0)
-        table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
-        assert (placement.place(each) is None) == (longest < each.total_tokens)
-
-
 def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
     """The one token after it is not read by anybody."""
     table, placement = cluster()

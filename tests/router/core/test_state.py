@@ -5,7 +5,7 @@ from itertools import islice, pairwise
 import pytest
 
 from router.core.request import Request
-from router.core.state import Attempt, Phase, RequestIds, new_tokens, no_worker
+from router.core.state import Attempt, Phase, RequestIds, new_tokens
 from tests.router.core.states import state
 from tests.router.scripted import worker
 from wire.errors import ErrorCode
@@ -79,16 +79,6 @@ def test_an_end_tells_the_whole_story() -> None:
     assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (1.0, 3.0, 4.0, 7.0)
 
 
-def test_an_early_end_has_no_times_it_did_not_reach() -> None:
-    end = state(Request((1,), Options())).end(12.0, ErrorCode.CANCELLED, None)
-    assert (end.outcome, end.code) == ("cancelled", ErrorCode.CANCELLED)
-    assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (None, None, None, 2.0)
-
-
-def test_a_missing_role_is_named() -> None:
-    assert "no decode worker" in no_worker(Role.DECODE).message
-
-
 def test_no_id_comes_twice_and_all_are_of_the_epoch() -> None:
     ids = list(islice(RequestIds(EPOCH), MANY))
     assert len(set(ids)) == MANY
@@ -101,8 +91,3 @@ def test_ids_cannot_be_guessed_from_others() -> None:
     assert len(steps) > 0.99 * MANY, "no step is a rule"
     again = list(islice(RequestIds(EPOCH), MANY))
     assert len(set(ids) & set(again)) < MANY / 100, "another process draws another key"
-
-
-def test_the_key_is_all_that_decides() -> None:
-    assert next(RequestIds(EPOCH, b"one")) == next(RequestIds(EPOCH, b"one"))
-    assert next(RequestIds(EPOCH, b"one")) != next(RequestIds(EPOCH, b"two"))

@@ -31,12 +31,6 @@ def register(pool: BlockPool, chain: list[Tokens], table: list[int]) -> None:
 A, B, C, D = (1, 2), (3, 4), (5, 6), (7, 8)
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
-def test_a_pool_has_blocks(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        BlockPool(num_blocks, block_size)
-
-
 def test_a_shared_block_is_used_once_and_freed_by_the_last() -> None:
     pool = BlockPool(4, 2)
     first = pool.allocate(2)
@@ -248,34 +242,6 @@ def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
     better.free([second])
     assert (better.num_free, better.num_cached) == (2, 1)
     better.audit()
-
-
-def test_a_chain_whose_windows_have_gone_is_shared_again_once_it_was_computed_again() -> None:
-    windows = windows_over(7, 2, [4], num_window_blocks=4)
-    pool = BlockPool(7, 2, windows=windows)
-    keys = keys_of([A, B])
-
-    def compute() -> list[int]:
-        table, prefix = pool.allocate(2), ROOT
-        for key, block in zip(keys, table, strict=True):
-            windows.reach(block)
-            prefix = pool.register(prefix, key, block)
-        pool.leave(table)
-        return table
-
-    first = compute()
-    assert pool.match_prefix(keys)[0] == first and windows.num_cached == 2
-    others = pool.allocate(3)
-    for block in others:
-        windows.reach(block)  # takes the last two free ones, then that of the first block
-    assert pool.match_prefix(keys)[0] == [], "a window of four looks at both blocks"
-    assert pool.match_prefix(keys, next_token=5)[0] == first, "here at the second one only"
-    pool.leave(others)
-    pool.free(others)
-    second = compute()
-    assert pool.match_prefix(keys)[0] == [second[0], first[1]], "what was there stays"
-    pool.check([first, second])
-    windows.check([], [])
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.kv import whole
 from tests.oracle import oracle
 from tests.worker.engine.hashed import (
     GREEDY,
@@ -26,7 +25,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
-from worker.executor.hash import LAYOUT, create_mixed
+from worker.executor.hash import create_mixed
 from worker.executor.structured_output import Structured
 
 
@@ -55,14 +54,6 @@ def test_a_prompt_as_long_as_the_context_gets_its_one_token_and_its_scores() -> 
     assert outputs[0].prompt_logprobs
 
 
-def test_without_a_prefix_cache_nothing_is_found() -> None:
-    engine = engine_of(prefix_cache=False)
-    for request_id in (1, 2):
-        engine.add(Sequence(request_id, [5] * 9, GREEDY, 3))
-        assert of_kind(run(engine), Started)[0].cached_tokens == 0
-    assert engine.load().cached == 0
-
-
 def test_preemption_recomputes_and_nobody_can_tell() -> None:
     engine = engine_of(num_blocks=9)
     prompts = {request_id: [request_id] * 9 for request_id in range(3)}
@@ -88,16 +79,6 @@ def test_a_handed_over_prompt_reports_its_chunks_and_keeps_its_blocks() -> None:
     engine.check()
 
 
-def test_a_release_before_the_first_token_waits_for_it() -> None:
-    engine = engine_of(max_ubatch_tokens=5)
-    engine.add(Sequence(1, range(10, 22), GREEDY, 20, transfer=True))
-    outputs = engine.step()
-    engine.release(1)
-    outputs += run(engine)
-    assert text(outputs, 1) == expected(list(range(10, 22)), 1)
-    assert engine.load().used == 0 and engine.num_running == 0
-
-
 def test_the_only_token_of_a_transfer_says_why_it_is_the_last() -> None:
     engine = engine_of()
     engine.add(Sequence(1, [5] * 6, GREEDY, 1, transfer=True))
@@ -106,34 +87,6 @@ def test_the_only_token_of_a_transfer_says_why_it_is_the_last() -> None:
     engine.cancel(1)
     engine.cancel(2)
     assert engine.load().used == 0
-
-
-def transfer(
-    prompt: list[int], source: Engine, target: Engine, max_new_tokens: int
-) -> list[Output]:
-    """Carry one prompt from `source` to `target` and let it generate there."""
-    source.add(Sequence(1, prompt, GREEDY, max_new_tokens + 1, transfer=True))
-    outputs = run(source)
-    started, first = of_kind(outputs, Started)[0], of_kind(outputs, Token)[0]
-    target.reserve(2, prompt)
-    reserved = of_kind(run(target), Reserved)[0]
-    num_tokens = len(prompt) - reserved.cached_tokens
-    if num_tokens:
-        rectangle = whole(LAYOUT, reserved.cached_tokens, num_tokens)
-        segment = source.cache.pack(started.block_table, rectangle)
-        target.cache.unpack(reserved.block_table, rectangle, segment)
-    source.release(1)
-    target.begin_decode(2, [*prompt, first.token_id], GREEDY, max_new_tokens)
-    return [first, reserved, *run(target)]
-
-
-def test_a_received_prefix_is_known_for_the_next_reservation() -> None:
-    prompt = list(range(10, 23))
-    source, target = engine_of(block_size=4), engine_of(block_size=3)
-    transfer(prompt, source, target, 4)
-    outputs = transfer(prompt[:12], source, target, 4)
-    assert of_kind(outputs, Reserved)[0].cached_tokens == 12, "all of it: nothing is recomputed"
-    assert text(outputs, 1) + text(outputs, 2) == expected(prompt[:12], 5)
 
 
 def test_incomplete_kv_never_enters_the_prefix_cache() -> None:
@@ -305,24 +258,6 @@ def test_a_known_id_is_not_taken_twice() -> None:
     assert text(run(engine), 1) == expected([5] * 6, 3)
 
 
-def test_cancelling_the_unknown_changes_nothing() -> None:
-    engine = engine_of()
-    engine.cancel(5)
-    engine.release(5)
-    assert not engine.has_work() and engine.step() == []
-
-
-def test_a_failing_executor_leaves_the_step() -> None:
-    class Lost(RecordingExecutor):
-        def forward(self, batch: Batch) -> list[int]:
-            raise RuntimeError("device lost")
-
-    engine = engine_of(executor=Lost())
-    engine.add(Sequence(1, [5] * 6, GREEDY, 3))
-    with pytest.raises(RuntimeError, match="device lost"):
-        engine.step()
-
-
 def test_admissions_are_announced_before_the_batch_is_computed() -> None:
     executor = RecordingExecutor()
     engine = engine_of(executor=executor)
@@ -362,22 +297,6 @@ def timed(num_blocks: int = 64, **settings: int) -> tuple[Engine, list[float]]:
         clock=lambda: now[0],
         **settings,
     ), now
-
-
-def test_an_overdue_sequence_fails_and_frees_everything() -> None:
-    engine, now = timed(num_blocks=5)
-    urgent = Options(ignore_eos=True, deadline_ms=100)
-    engine.add(Sequence(1, [5] * 9, urgent, 40))
-    engine.add(Sequence(2, [6] * 12, urgent, 40))
-    engine.step()
-    now[0] = 0.2
-    outputs = run(engine)
-    assert [(o.request_id, o.code) for o in of_kind(outputs, Failed)] == [
-        (1, ErrorCode.DEADLINE_EXCEEDED),
-        (2, ErrorCode.DEADLINE_EXCEEDED),
-    ]
-    assert engine.load().used == engine.num_running == engine.num_waiting == 0
-    assert engine.stats().counters.overdue == engine.stats().counters.failed == 2
 
 
 def test_a_prompt_goes_on_though_the_share_is_of_a_tenant_that_cannot_begin() -> None:
@@ -459,13 +378,6 @@ def test_a_continuation_is_held_to_its_structure_too() -> None:
     engine.begin_decode(1, [5] * 7, held, 3)
     [failed] = of_kind(run(engine), Failed)
     assert "no such grammar" in failed.message
-
-
-def test_a_cancelled_sequence_ignores_its_compiled_grammar() -> None:
-    engine = engine_of(executor=Compiling())
-    engine.add(Sequence(1, [5, 6, 7], Options(structure=Structure(kind="regex", text="a"))))
-    engine.cancel(1)
-    assert run(engine) == [] and engine.load().used == 0
 
 
 class SlowMasks(RecordingExecutor):

@@ -9,14 +9,12 @@ from structlog.testing import capture_logs
 
 from scripts.examples import own_model
 from scripts.models.make_model import make_model
-from tests.kv import part
 from tests.oracle import oracle
 from tests.worker.executor.forward_pair import pair
 from tests.worker.late import LateDrawn, LateExecutor
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.layout import KVLayout
 from wire.options import Options
-from wire.process.log_limit import AGAIN_S
 from worker.compute.contract import KVCache
 from worker.engine.engine import Engine
 from worker.engine.instrumented import (
@@ -236,21 +234,6 @@ def test_a_sequence_that_fails_leaves_it_ready_and_is_not_counted() -> None:
     assert around.metrics().num_steps == 1
 
 
-def test_sequences_that_fail_alike_are_one_line_and_their_number() -> None:
-    now = [0.0]
-    around = MeasuredExecutor(PoisonedExecutor(), clock=lambda: now[0])
-    direct = Direct(around, around.allocate(8, 4))
-    with capture_logs() as logs:
-        for _ in range(3):
-            with pytest.raises(SequenceFailed):
-                direct.prefill([POISON])
-        now[0] += AGAIN_S
-        direct.prefill([5])
-    said = [line for line in logs if line["event"] == "a sequence cannot be computed"]
-    found = [("exc_info" in line, line.get("repeated")) for line in said]
-    assert found == [(True, None), (False, 2)]
-
-
 def test_metrics_count_steps_time_and_tokens() -> None:
     _, around = slow()
     direct = Direct(around, around.allocate(32, 4))
@@ -278,16 +261,6 @@ def test_percentiles_forget_old_steps_and_the_mean_does_not() -> None:
     latency = stopwatch.latency()
     assert (latency.num_steps, latency.p50_s, latency.p95_s) == (WINDOW + 100, 1.0, 1.0)
     assert latency.mean_s == pytest.approx((WINDOW + 5.05) / (WINDOW + 100))
-
-
-def test_a_chunk_without_a_sample_is_a_step_too() -> None:
-    _, around = slow()
-    engine = Engine(around, num_blocks=16, block_size=4, max_ubatch_tokens=4)
-    engine.add(Sequence(1, range(1, 9), GREEDY, 1))
-    while engine.has_work():
-        engine.step()
-    assert around.metrics().prefill.num_steps == 2
-    assert around.status().state is State.READY
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (2, 1), (1, 2), (1, 3), (9, 16)])
@@ -364,30 +337,3 @@ def test_a_batch_says_what_each_says_alone(make: Make) -> None:
     assert [token.token_id for token in tokens] == [each[-1] for each in alone]
     generated = [s.token_ids[s.prompt_len :] for s in sequences]
     assert generated == alone
-
-
-@pytest.mark.parametrize("block_size", [4, 7])
-def test_transferred_kv_continues_the_same_text(make: Make, block_size: int) -> None:
-    sender, cache = start(make)
-    token_ids = prompt(make, 10)
-    expected = text(sender, token_ids, 6)
-    sent = sender.prefill(token_ids, OPTIONS)
-    receiver, other_cache = start(make, block_size)
-    receiver.prefill(prompt(make, 5, 8), OPTIONS)  # its blocks are not the sender's
-    received: Sequence = receiver.prefill(prompt(make, 10, 9), OPTIONS)
-    for layer in range(cache.layout.kv_groups[0].num_layers):
-        rectangle = part(cache.layout, layer, 1, 0, 10)
-        segment = cache.pack(sent.block_table, rectangle)
-        other_cache.unpack(received.block_table, rectangle, segment)
-    received.token_ids[:] = sent.token_ids
-    for _ in range(5):
-        receiver.decode(received)
-    assert received.token_ids[10:] == expected
-
-
-def test_blocks_of_layers_with_a_window_may_be_fewer() -> None:
-    executor = create_windowed()
-    direct = Direct(executor, executor.allocate(24, 4, num_window_blocks=6))
-    assert text(direct, [*range(24)], 30) == oracle(range(24), 30, OPTIONS, layout=WINDOWED)
-    with pytest.raises(ValueError, match="7 more blocks are too many, 6 left"):
-        direct.prefill(range(25), OPTIONS)

@@ -279,19 +279,6 @@ def test_a_reservation_goes_ahead_of_new_work_whatever_its_priority() -> None:
     assert [s.request_id for s in plan.started] == [2]
 
 
-def test_a_reservation_waits_behind_older_work_that_was_preempted() -> None:
-    queue = Queue(num_blocks=4)
-    queue.add(1, 8)
-    queue.add(2, 8)
-    queue.step()
-    reservation = queue.reserve(3, 1)
-    assert [s.request_id for s in queue.step().preempted] == [2]
-    assert queue.step().reserved == [] and reservation.status is Status.RESERVING
-    queue.scheduler.finish(queue.sequences[1])
-    plan = queue.step()
-    assert sizes(plan)[1] == [(2, 5)] and plan.reserved == [reservation]
-
-
 def test_unclaimed_kv_gives_way_to_what_was_asked_for() -> None:
     queue = Queue(num_blocks=8)
     large = queue.reserve(1, 20, is_claimed=False)
@@ -303,32 +290,6 @@ def test_unclaimed_kv_gives_way_to_what_was_asked_for() -> None:
     assert queue.step().reserved == [asked]
 
 
-def test_unclaimed_kv_gives_way_to_nothing_that_nobody_asked_for() -> None:
-    queue = Queue(num_blocks=16)
-    large = queue.reserve(1, 20, is_claimed=False)  # 6 blocks, and its peer's part is 4
-    running = queue.add(2, 31)
-    assert queue.step().reserved == [large]
-    other = queue.reserve(3, 15, is_claimed=False, peer="prefill-1-1")
-    plan = queue.step()
-    assert not plan.reserved and not plan.displaced, "the other waits"
-    queue.scheduler.finish(running)
-    assert queue.step().reserved == [other]
-
-
-def test_unclaimed_kv_that_waits_lets_what_was_preempted_pass() -> None:
-    queue = Queue(num_blocks=8)
-    first = queue.add(1, 7)
-    queue.step()
-    queue.reserve(2, 30, is_claimed=False)
-    second = queue.reserve(3, 15)
-    assert queue.step().reserved == [second]
-    queue.begin(second)
-    while second.status is Status.RUNNING:
-        queue.step()
-    queue.scheduler.finish(first)
-    assert second in [chunk.sequence for chunk in queue.step().prefill]
-
-
 def test_a_preempted_sequence_takes_the_place_of_unclaimed_kv() -> None:
     queue = Queue(num_blocks=8)
     running, large = queue.add(1, 11), queue.reserve(2, 15, is_claimed=False)
@@ -336,55 +297,6 @@ def test_a_preempted_sequence_takes_the_place_of_unclaimed_kv() -> None:
     while not (plan := queue.step()).preempted:
         assert not plan.displaced
     assert plan.preempted == [running] and plan.displaced == [2]
-
-
-def test_recomputed_sequences_lack_no_window_kv() -> None:
-    queue = Queue(num_blocks=6, windows=windows_over(6, 4, [3]))
-    first, _ = queue.reserve(1, 11), queue.reserve(2, 11)
-    queue.step()
-    assert first.whole_from == 9
-    queue.begin(first)
-    queue.step()
-    assert queue.step().preempted == [first] and first.whole_from == 0
-
-
-def test_reserved_blocks_are_never_taken_and_nothing_deadlocks() -> None:
-    """Two reservations fill the pool; the first to run out waits for the other, then both end."""
-    queue = Queue(num_blocks=6)
-    first, second = queue.reserve(1, 11), queue.reserve(2, 11)
-    assert len(queue.step().reserved) == 2
-    queue.begin(first)
-    plans = [queue.step() for _ in range(2)]
-    assert sizes(plans[0]) == ([1], []) and plans[1].preempted == [first]
-    assert not queue.step().is_progress
-    queue.begin(second)
-    for _ in range(8):
-        queue.step()
-    assert second.num_tokens >= 18 and first.status is Status.WAITING
-    queue.scheduler.finish(second)
-    assert sizes(queue.step())[1][0][0] == 1
-    assert sizes(queue.step()) == ([1], [])
-
-
-def test_a_reservation_that_continues_far_gets_blocks_for_it() -> None:
-    queue = Queue(num_blocks=8, max_ubatch_tokens=4)
-    sequence = queue.reserve(1, 4)
-    queue.step()
-    sequence.resume([*sequence.token_ids, *range(11)], Options(), None)
-    queue.scheduler.run(sequence)
-    plan = queue.step()
-    assert sizes(plan) == ([], [(1, 4)]) and len(sequence.block_table) == 4
-
-
-def test_more_reservations_may_run_than_fit_a_step_and_all_advance_in_order() -> None:
-    queue = Queue(max_sbatch_sequences=2)
-    sequences = [queue.reserve(request_id, 4) for request_id in range(3)]
-    queue.step()
-    for sequence in sequences:
-        queue.begin(sequence)
-    assert sizes(queue.step()) == ([0, 1], [])
-    queue.scheduler.finish(sequences[0])
-    assert sizes(queue.step()) == ([1, 2], [])
 
 
 def test_pure_batches_alternate_while_there_are_prompts() -> None:
@@ -421,14 +333,6 @@ def test_static_batches_start_when_the_last_has_ended() -> None:
     assert not queue.step().started
     queue.scheduler.finish(queue.sequences[2])
     assert len(queue.step().started) == 1
-
-
-@pytest.mark.parametrize("status", [Status.WAITING, Status.RESERVING])
-def test_a_queued_sequence_can_be_ended(status: Status) -> None:
-    queue = Queue()
-    sequence = queue.add(1, 2) if status is Status.WAITING else queue.reserve(1, 2)
-    queue.scheduler.finish(sequence)
-    assert not queue.step().is_progress
 
 
 # Ageing.
@@ -562,40 +466,6 @@ def test_a_preempted_sequence_is_swapped_and_goes_on_where_it_was() -> None:
     assert len(queue.swap) == 0 and second.num_computed_tokens == 9
 
 
-def test_swapped_in_sequences_lack_kv_before_their_window() -> None:
-    queue = swapping(num_blocks=5, max_ubatch_tokens=2, windows=windows_over(5, 4, [2]))
-    queue.pool.enable_prefix_cache = False
-    first, second = queue.add(1, 8), queue.add(2, 8)
-    while not second.num_preemptions:
-        queue.step()
-    num_tokens = queue.swap.num_tokens(2)
-    queue.scheduler.finish(first)
-    assert queue.step().swapped_in and second.whole_from == num_tokens - 1 > 0
-
-
-def test_the_end_of_a_swapped_sequence_frees_its_copy() -> None:
-    queue = swapping()
-    queue.add(1, 8)
-    second = queue.add(2, 8)
-    queue.step()
-    queue.step()
-    assert len(queue.swap) == 1
-    queue.scheduler.finish(second)
-    assert (len(queue.swap), queue.swap.num_bytes) == (0, 0)
-
-
-def test_slots_stay_and_come_back() -> None:
-    queue = Queue(num_blocks=4)
-    first, second = queue.add(1, 8), queue.add(2, 8)
-    queue.step()
-    assert (first.slot, second.slot) == (0, 1)
-    queue.step()
-    assert (first.slot, second.slot) == (0, None)
-    queue.scheduler.finish(first)
-    queue.step()
-    assert second.slot == 0
-
-
 def test_prompts_with_one_prefix_compute_it_once() -> None:
     queue = Queue(max_ubatch_tokens=64)
     for request_id, num_tokens in ((1, 9), (2, 9), (3, 14)):
@@ -636,15 +506,6 @@ def test_static_batches_do_not_wait_for_a_shared_prefix() -> None:
     queue.add(1, 9, like=0)
     queue.add(2, 9, like=0)
     assert sizes(queue.step()) == ([], [(1, 9), (2, 9)])
-
-
-def test_drafts_take_no_block_that_windows_have_no_room_for() -> None:
-    queue = Queue(windows=windows_over(64, 4, [9], num_window_blocks=5), max_ubatch_tokens=64)
-    short, _ = queue.add(1, 3), queue.add(2, 16)  # a block, and four that a window may need
-    queue.step()
-    short.drafts = (5, 6, 7)
-    assert [chunk.drafts for chunk in queue.step().decode] == [(), ()]
-    assert len(short.block_table) == 1
 
 
 SEQUENCE = Sequence(1, range(9))
@@ -714,13 +575,3 @@ def test_there_is_a_block_for_each_that_runs() -> None:
     assert queue.scheduler.has_block_for_each()
     queue.sequences[3].token_ids += [7] * 9
     assert not queue.scheduler.has_block_for_each(), "two are left, and it lacks three"
-
-
-def test_there_is_a_block_of_layers_with_a_window_for_each_that_runs() -> None:
-    queue = Queue(block_size=4, windows=windows_over(64, 4, [9], num_window_blocks=7))
-    queue.add(1, 12)
-    queue.step()
-    assert queue.scheduler.has_block_for_each()
-    queue.add(2, 12)
-    queue.step()
-    assert queue.sequences[2].block_table and not queue.scheduler.has_block_for_each()

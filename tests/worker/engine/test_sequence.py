@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from tests.worker.engine.windowed import windows_over
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
-from wire.prefix import prefix_hashes
 from worker.engine.blocks import BlockPool
-from worker.engine.sequence import MAX_DRAFTS, TRANSITIONS, UNLIMITED, Sequence, Status
+from worker.engine.sequence import MAX_DRAFTS, TRANSITIONS, Sequence, Status
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import LAYOUT, create
 
@@ -30,22 +29,6 @@ def test_a_sequence_moves_along_the_table_only(before: Status, after: Status) ->
             sequence.move_to(after)
 
 
-def test_every_state_leads_to_the_end() -> None:
-    assert all(Status.FINISHED in TRANSITIONS[s] for s in Status if s is not Status.FINISHED)
-    assert not TRANSITIONS[Status.FINISHED]
-
-
-def test_the_last_token_of_a_prompt_is_no_decode_step() -> None:
-    sequence = Sequence(1, [1, 2, 3])
-    sequence.num_computed_tokens = 2
-    assert not sequence.is_decoding
-
-
-def test_a_limit_of_its_own_wins_over_the_option() -> None:
-    assert Sequence(1, [1], Options(max_tokens=5), 3).max_new_tokens == 3
-    assert Sequence(1, [1]).max_new_tokens == UNLIMITED
-
-
 def test_a_resumed_reservation_counts_its_first_token_as_output() -> None:
     sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
     sequence.resume([1, 2, 3, 4], Options(), 10)
@@ -59,10 +42,6 @@ def test_a_reservation_goes_on_with_its_own_tokens_only(token_ids: list[int]) ->
     problem = sequence.resume(token_ids, Options(), 10)
     assert problem is not None and "not those reserved" in problem[1]
     assert sequence.token_ids == [1, 2, 3]
-
-
-def test_a_prompt_just_under_the_context_is_fine() -> None:
-    assert Sequence(1, [99] * 7, max_new_tokens=50).problem(SMALL, POOL) is None
 
 
 def test_a_prompt_as_long_as_the_context_has_room_for_one_token_which_is_not_read() -> None:
@@ -92,20 +71,6 @@ def test_a_limit_ends_it_and_a_stop_token_at_the_limit_is_a_stop() -> None:
     assert finish(Options(), [5, 5, 5], 3) == "length"
     assert finish(Options(), [5, 5, 2], 3) == "stop"
     assert finish(Options(), [5] * 8) == "length"
-
-
-def test_block_keys_are_what_prefix_hashes_hash() -> None:
-    import xxhash
-
-    sequence = Sequence(1, range(11))
-    keys = sequence.keys(2, 4)
-    sequence.token_ids += [11]
-    assert sequence.keys(3, 4)[:2] == keys
-    chain, block_hash = [], 0
-    for key in sequence.keys(3, 4):
-        block_hash = xxhash.xxh3_64_intdigest(key, block_hash)
-        chain.append(block_hash)
-    assert chain == prefix_hashes(range(12), 4)
 
 
 def test_drafts_are_of_use_only_before_the_last_token() -> None:
@@ -229,8 +194,3 @@ def test_blocks_that_lack_less_are_shared_instead_and_others_stay() -> None:
         keys = sequence.keys(3, 2)
         want = [it.block_table[index] for index, it in enumerate(shared)]
         assert pool.match_prefix(keys, next_token=9)[0] == want
-
-
-def test_without_a_prefix_cache_nothing_is_shared() -> None:
-    pool = BlockPool(16, 2, enable_prefix_cache=False)
-    assert admitted([1, 2, 3], pool).filled(3, pool) == []

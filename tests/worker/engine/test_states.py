@@ -107,14 +107,6 @@ def test_a_shared_prefix_continues_from_the_last_state_at_a_block_end() -> None:
     assert answer(engine, 6, [*told, 8, 9]) == 28, "the next turn of a conversation"
 
 
-def test_only_the_last_state_of_the_output_is_kept() -> None:
-    engine, prompt = engine_of(), list(range(10, 20))
-    assert answer(engine, 1, prompt, 30) == 0
-    told = [*prompt, *expected(prompt, 30)]
-    assert answer(engine, 2, told[:33]) == 8
-    assert answer(engine, 3, told) == 36
-
-
 def test_the_state_of_a_reservation_is_kept() -> None:
     engine, prompt = engine_of(num_states=4), list(range(10, 18))
     answer(engine, 1, prompt, 2)

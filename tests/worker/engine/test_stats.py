@@ -28,19 +28,6 @@ def test_counters_say_what_happened() -> None:
     assert counters.forward_s > 0 and counters.overhead_s > 0
 
 
-def test_a_snapshot_does_not_move() -> None:
-    engine = engine_of(num_blocks=32)
-    before = engine.stats()
-    engine.add(Sequence(1, range(12), Options(), 3))
-    assert engine.stats().num_waiting == 1
-    engine.step()
-    after = engine.stats()
-    assert (before.num_running, before.counters.steps) == (0, 0)
-    assert (after.num_running, after.num_waiting, after.counters.steps) == (1, 0, 1)
-    assert after.blocks_used + after.blocks_free + after.blocks_cached == after.blocks_total == 32
-    assert after.blocks_used == 3
-
-
 def running(slot: int, num_computed: int, num_new: int) -> Sequence:
     sequence = Sequence(10 + slot, [1] * 6, Options())
     sequence.token_ids += [2] * num_new

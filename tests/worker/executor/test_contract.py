@@ -87,24 +87,6 @@ def test_packed_bytes_are_layer_then_k_or_v_then_head_then_token() -> None:
             assert bytes(packed) == array[layer, :, :, token].tobytes()
 
 
-def test_unpack_writes_its_rectangle_and_nothing_else() -> None:
-    cache = cache_of(4, 4)
-    everything = whole(LAYOUT, 0, 16)
-    before = random_bytes(16 * cache.layout.token_bytes, 1)
-    cache.unpack([0, 1, 2, 3], everything, before)
-    cache.unpack([1, 3], part(LAYOUT, 1, 1, 2, 4), bytes(4 * cache.layout.token_bytes // 2))
-    changed = np.frombuffer(before, np.uint8) != np.frombuffer(
-        cache.pack([0, 1, 2, 3], everything), np.uint8
-    )
-    layers, tokens = changed.reshape(2, 4, 16, 8).any(axis=(1, 3)).nonzero()
-    assert set(zip(layers.tolist(), tokens.tolist(), strict=True)) == {
-        (1, 6),
-        (1, 7),
-        (1, 12),
-        (1, 13),
-    }
-
-
 MIXED_NAME = "worker.executor.hash:create_mixed"
 # What is sent of 18 tokens: of layers that see all, of those with a window, and a state; in halves.
 SENT = plan(MIXED, 2, 18, 1 << 20, num_shards=2)

@@ -94,27 +94,6 @@ def test_a_model_that_cannot_says_so(tmp_path: Path, why: str) -> None:
     model.shutdown()
 
 
-def test_a_tokenizer_larger_than_the_model_is_taken() -> None:
-    model = Grammars(DEMO / "tokenizer.json", 1000, EOS)
-    structured = model.structured(STRUCTURES[0], 3)
-    structured.wait(20)
-    assert structured.problem is None
-    model.shutdown()
-
-
-def test_grammars_are_compiled_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled_by: list[str] = []
-
-    def compiled(*args: Any, **options: Any) -> LLMatcher:
-        compiled_by.append(threading.current_thread().name)
-        return LLMatcher(*args, **options)
-
-    monkeypatch.setattr("worker.executor.grammars.LLMatcher", compiled)
-    structured = begun(Structure("regex", "[a-z]"))
-    assert structured.problem is None
-    assert [name.rpartition("_")[0] for name in compiled_by] == ["background"]
-
-
 class Compiling:
     """Grammars that are compiled; those with "slow" in them wait until they may go on."""
 

@@ -70,21 +70,6 @@ def test_a_preempted_sequence_goes_on_the_same(make: Callable[[], StepwiseExecut
     assert texts(make(), PROMPTS, num_blocks=11) == ALONE[make]
 
 
-@pytest.mark.parametrize("make", [functions, pair])
-def test_a_cached_prefix_is_not_read_again(make: Callable[[], StepwiseExecutor]) -> None:
-    engine = Engine(make(), num_blocks=64, block_size=4)
-    generated: dict[int, list[int]] = {0: [], 1: []}
-    for request_id in generated:
-        sequence = Sequence(request_id, PROMPTS[0], Options(), 9)
-        engine.add(sequence)
-        while engine.has_work():
-            for output in engine.step():
-                if isinstance(output, Token):
-                    generated[output.request_id].append(output.token_id)
-    assert sequence.num_cached_tokens == 8
-    assert generated[0] == generated[1] == ALONE[make][0]
-
-
 def raising(*_: object) -> Any:
     raise KeyError("no such thing")
 
