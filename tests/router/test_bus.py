@@ -115,21 +115,6 @@ def test_a_worker_cannot_use_another_identity() -> None:
     assert sink.ends == []
 
 
-def test_a_replaced_worker_is_fenced_and_its_requests_end() -> None:
-    router = Router()
-    router.pair()
-    _, sink = router.submit()
-    router.now += GONE_S
-    router.join(Role.DECODE, epoch=2)
-    [(peer, code, _)] = errors(router)
-    assert (peer, code) == (D, ErrorCode.FENCED)
-    assert sink.error.code is ErrorCode.WORKER_LOST
-    router.say(D, [DecodeToken(router.prefill_id(), 1)])
-    [(peer, code, _)] = errors(router)
-    assert (peer, code) == (D, ErrorCode.UNKNOWN_PEER)
-    router.assert_idle()
-
-
 @pytest.mark.parametrize("parts", [[b""], [b"\x1e\0\0\0", b"short"], [b"\xff" * 4, b"0" * 16], []])
 def test_a_worker_that_sends_garbage_is_forgotten(parts: list[Buffer]) -> None:
     router = Router()
@@ -239,20 +224,6 @@ def test_heartbeats_feed_the_prefix_index() -> None:
     assert router.bus.index.longest(D, hashes) == 1
     router.bus.on_lost(D)
     assert router.bus.index.size(D) == 0
-
-
-def test_requests_with_one_prefix_meet_before_the_next_heartbeat() -> None:
-    router = Router()
-    router.join(Role.PREFILL, num_blocks=512, max_model_len=4096)
-    for rank in range(3):
-        router.join(Role.DECODE, rank, num_blocks=512, max_model_len=4096)
-    handle, _ = router.submit(1000)
-    router.dispatcher.cancel(handle)
-    router.sent.clear()
-    for _ in range(3):
-        router.submit(1000)
-    ranks = [message.frame.decode_rank for _, message in router.take(Tag.PREFILL_REQUEST)]  # type: ignore[attr-defined]
-    assert len(set(ranks)) == 1
 
 
 def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:

@@ -97,13 +97,6 @@ def test_only_those_that_may_not_use_every_core_are_told_cores(
     assert planned == {role: format_cores(place) for (role, _), place in found.items()}
 
 
-async def test_no_task_is_left_after_stop() -> None:
-    workers = local_workers((1, 1))
-    workers.start()
-    await workers.stop(20.0)
-    assert asyncio.all_tasks() == {asyncio.current_task()} and workers.pids == {}
-
-
 async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(monkeypatch, OBEDIENT)
     workers = local_workers((0, 1))
@@ -185,10 +178,6 @@ async def test_the_settings_cannot_work_if_all_are_given_up_and_nobody_else_is_h
     await workers.stop(1.0)
 
 
-async def test_without_local_workers_none_is_missed() -> None:
-    local_workers((0, 0)).check([NOBODY])
-
-
 async def test_a_worker_whose_rank_is_taken_is_started_when_it_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -220,22 +209,6 @@ async def test_a_worker_that_will_not_end_is_killed(
     [pid] = workers.pids.values()
     await workers.stop(0.05)
     assert is_gone(pid)
-
-
-async def test_a_stopped_worker_is_not_restarted_while_another_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    is_up = tmp_path / "up"
-    scripts = [SILENT, STUBBORN.format(path=str(is_up))]
-    monkeypatch.setattr(
-        local, "command", lambda *its: [sys.executable, "-S", "-c", scripts[its[-1]]]
-    )
-    workers = local_workers((2, 0))
-    workers.start()
-    await until(lambda: len(workers.pids) == 2 and is_up.exists())
-    with capture_logs() as logs:
-        await workers.stop(0.3)
-    assert [line["event"] for line in logs] == ["local workers killed"]
 
 
 async def test_a_worker_started_during_stop_is_killed(

@@ -247,20 +247,6 @@ async def test_cancel_reaches_both_workers_and_is_not_answered() -> None:
         router.assert_idle()
 
 
-async def test_a_connection_that_ends_takes_its_requests_with_it() -> None:
-    async with face() as (router, client):
-        ask(client, 1)
-        await router.request_id()
-        ask(client, 2)
-        await router.request_id()
-        await client.close()
-        cancelled: set[tuple[bytes, int]] = set()
-        while len(cancelled) < 4:
-            for peer, message in await router.hear(Tag.CANCEL):
-                cancelled.add((peer, message.frame.request_id))  # type: ignore[attr-defined]
-        router.assert_idle()
-
-
 async def test_nothing_of_a_connection_that_ended_waits_for_the_garbage_collector() -> None:
     async with face() as (router, _):
         with circles() as found:
@@ -337,23 +323,6 @@ async def test_a_client_may_ask_for_as_many_tokens_as_fit(
         assert told.max_tokens == count + 1
 
 
-async def test_a_full_context_leaves_only_the_first_token() -> None:
-    async with face() as (router, client):
-        ask(client, 1, 999)
-        client.send(DecodeRequest(1, AS_MANY_AS_FIT))
-        router.say(P, PrefillDone(await router.request_id(), 64 * 999), first(5))
-        assert (await hear(client)).tag is Tag.PREFILL_DONE
-        assert (await hear(client)).frame == DecodeDone(1)
-        router.assert_idle()
-
-
-async def test_as_many_as_fit_plus_one_is_a_plain_number() -> None:
-    async with face() as (_, client):
-        ask(client, 1)
-        client.send(DecodeRequest(1, AS_MANY_AS_FIT - 1))
-        assert (await error(client))[:2] == (1, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
-
-
 async def test_ended_requests_are_bounded() -> None:
     async with face() as (_router, client):
         for request_id in range(1, MAX_ENDED + 3):
@@ -428,31 +397,6 @@ async def test_before_hello_a_frame_is_small(key_file: Path) -> None:
         request_id, code, detail = await error(client)
         assert (request_id, code) == (0, ErrorCode.PROTOCOL)
         assert "to 4096" in detail.message
-
-
-@pytest.mark.parametrize("frame", [Hello(5, 0, Role.CLIENT, 1), Hello(0, 5, Role.CLIENT, 1)])
-async def test_hello_of_a_client_has_neither_epoch_nor_rank(frame: Hello, key_file: Path) -> None:
-    for api_keys in (None, ApiKeys(key_file)):
-        async with face(api_keys=api_keys) as (_, client):
-            client.send(frame, KEY.encode())
-            request_id, code, detail = await error(client)
-            assert (request_id, code) == (0, ErrorCode.PROTOCOL)
-            assert "epoch 0, rank 0, role 3" in detail.message
-            assert await client.next_message() is None
-
-
-async def test_hello_comes_once(key_file: Path) -> None:
-    for api_keys in (None, ApiKeys(key_file)):
-        async with face(api_keys=api_keys) as (router, client):
-            hello(client, KEY)
-            ask(client, 1)
-            await router.request_id()
-            hello(client, OTHER)
-            request_id, code, detail = await error(client)
-            assert (request_id, code) == (0, ErrorCode.PROTOCOL)
-            assert "first frame" in detail.message
-            await router.hear(Tag.CANCEL)
-            router.assert_idle()
 
 
 async def heard(client: Client) -> None:

@@ -24,8 +24,7 @@ from router.processes.channel import (
     FindResponse,
 )
 from router.processes.siblings import Siblings
-from tests.router.site import Answer, Site, write_model
-from wire.errors import ErrorCode
+from tests.router.site import Site, write_model
 from wire.process.api_keys import ApiKeys
 
 
@@ -78,13 +77,6 @@ async def test_it_can_be_deleted(site: Site) -> None:
         assert missing.json()["error"]["code"] == "response_not_found"
 
 
-async def test_it_cannot_be_cancelled_or_streamed_again(site: Site) -> None:
-    body = await respond(site)
-    assert (await ask(site, "POST", f"{body['id']}/cancel")).status_code == 400
-    assert (await ask(site, "POST", "resp_none/cancel")).status_code == 404
-    assert (await ask(site, "GET", f"{body['id']}?stream=true")).status_code == 400
-
-
 async def test_a_key_cannot_read_responses_of_another(site: Site, tmp_path: Path) -> None:
     keys = tmp_path / "api_keys"
     keys.write_text("sk-anna-0123456789\nsk-ben-0123456789\n")
@@ -132,18 +124,6 @@ async def test_a_response_of_another_process_is_found_and_deleted_there(site: Si
     assert (await ask(site, "GET", "resp_there")).status_code == 404
     await siblings.close()
     await channel.close()
-
-
-async def test_a_failure_before_the_first_token_has_a_status(site: Site) -> None:
-    site.answer = lambda prompt: Answer(fails_after=0)
-    async with site.client() as client:
-        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
-    assert answer.status_code == 503
-    site.answer = lambda prompt: Answer(fails_after=2, error=ErrorCode.WORKER_LOST)
-    async with site.client() as client:
-        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
-    assert answer.status_code == 200
-    assert answer.text.strip().split("\n\n")[-1].startswith("event: response.failed\n")
 
 
 async def test_a_small_body_that_goes_on_from_much_is_read_in_a_thread(

@@ -97,17 +97,6 @@ async def test_concurrent_requests_share_one_check(checks: Checks, asking: Askin
     assert checks.checked == ["slow"]
 
 
-async def test_a_shared_check_runs_in_the_earliest_turn(checks: Checks, asking: Asking) -> None:
-    first = asking.ask("anna", "slow")
-    await checks.have_begun()
-    others = [asking.ask("anna", f"a{number}") for number in range(3)]
-    await asyncio.sleep(0)
-    assert await asking.ask("ben", "a2") == Structure("regex", "a2")
-    assert checks.checked == ["slow", "a2"]
-    checks.may_go_on.set()
-    await asyncio.gather(first, *others)
-
-
 async def test_nothing_is_checked_or_kept_for_clients_that_have_left(
     checks: Checks, asking: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
