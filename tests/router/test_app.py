@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import signal
 import socket
 import subprocess
@@ -17,10 +16,9 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from router.app import Router, allow_many_files, announce, serve, with_room
+from router.app import Router, announce, serve, with_room
 from router.config import Config, split_endpoint
 from router.core.request import Request
-from router.http.server import FLUSH_S
 from scripts.tcp_client import connect
 from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
 from tests.router.site import ids, write_model
@@ -30,7 +28,6 @@ from wire.frames import (
     DecodeDone,
     DecodeRequest,
     DecodeToken,
-    Error,
     Frame,
     PrefillDone,
     PrefillRequest,
@@ -43,12 +40,6 @@ from wire.payloads import encode_prompt
 from wire.process.model import fingerprint
 from wire.process.settings import ConfigError
 
-# What has an answer of over a megabyte.
-BODY = json.dumps({"prompt": "a" * 250_000, "return_token_strs": True}).encode()
-LONG = (
-    b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
-)
 OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
 
 
@@ -143,49 +134,6 @@ async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None
         assert sink.kinds == ["prefill", "token", "done"]
 
 
-def little_room(client: socket.socket) -> None:
-    """Have the kernels keep little of an answer."""
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    # The kernel bounds its side by the segments: by megabytes where they are large.
-    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
-
-
-async def test_a_slow_client_gets_all_of_its_answer_before_the_router_stops(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-
-    async def stop(router: Router) -> None:
-        await router.drain()
-        await router.close()
-
-    async with running(tmp_path, drain_s=20.0) as cluster:
-        http = cluster.router.endpoints["http"].removeprefix("http://")
-        with socket.socket() as client:
-            little_room(client)
-            client.setblocking(False)
-            await loop.sock_connect(client, split_endpoint(http))
-            await loop.sock_sendall(client, LONG)
-            answer = await loop.sock_recv(client, 1)
-            stopping = asyncio.create_task(stop(cluster.router))
-            # A router that does not wait is gone by then.
-            assert not (await asyncio.wait([stopping], timeout=2 * FLUSH_S))[0]
-            while part := await loop.sock_recv(client, 1 << 16):
-                answer += part
-            await stopping
-    headers, _, text = answer.partition(b"\r\n\r\n")
-    assert b"content-length: %d\r\n" % len(text) in headers and len(text) > 1_000_000
-
-
-async def test_requests_past_the_drain_get_an_error(tmp_path: Path) -> None:
-    async with running(tmp_path, drain_s=0.0) as cluster:
-        endpoint = split_endpoint(cluster.router.endpoints["tcp"])
-        async with await connect(*endpoint) as client:
-            client.send(PrefillRequest(5, 1, ANY_RANK), encode_prompt([3], Options()))
-            await cluster.prefill.hear(Tag.PREFILL_REQUEST)
-            await cluster.router.drain()
-            assert await next_frame(client) == Error(5, ErrorCode.DRAINING)
-            await cluster.decode.hear(Tag.CANCEL)
-
-
 async def test_a_taken_port_is_named(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -256,16 +204,6 @@ def test_clients_leave_files_to_others(num_files: int, tls: Path | None, most: i
         assert with_room(config, num_files).max_connections == most
     warned = [(each["max_connections"], each["open_files"]) for each in logs]
     assert warned == ([] if most == 4096 else [(most, num_files)])
-
-
-@pytest.mark.parametrize(("most", "allowed"), [(1 << 20, 1 << 20), (-1, sys.maxsize)])
-def test_as_many_files_may_be_open_as_the_system_allows(
-    most: int, allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = [256, most]
-    monkeypatch.setattr("resource.getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr("resource.setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
-    assert resource.RLIM_INFINITY == -1 and allow_many_files() == allowed
 
 
 def test_no_reader_of_a_ready_file_sees_half(tmp_path: Path) -> None:

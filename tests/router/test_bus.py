@@ -75,22 +75,6 @@ def test_an_unknown_peer_is_asked_for_hello() -> None:
     assert list(router.fleet) == []
 
 
-def test_a_worker_beside_one_that_is_alive_is_fenced_and_told_what_to_do() -> None:
-    router = Router()
-    router.pair()
-    _, sink = router.submit()
-    newcomer = b"decode-0-2"
-    router.say(newcomer, Hello(2, 0, Role.DECODE), encode_map(detail()))
-    [(peer, message)] = router.take(Tag.ERROR)
-    told = decode_map(ErrorDetail, message.body())
-    assert (peer, message.frame) == (newcomer, Error(0, ErrorCode.FENCED))
-    assert "another --rank, or stop" in told.message and told.retry_after_s == 3.0
-    assert router.fleet.get(D) is not None and sink.ends == []
-    router.bus.on_lost(D)  # killed: its connection closed
-    router.join(Role.DECODE, epoch=2)
-    assert errors(router) == [] and router.fleet.get(newcomer) is not None
-
-
 def test_a_worker_cannot_use_another_identity() -> None:
     """As decode-1, whose identity the handshake has checked."""
     router = Router()

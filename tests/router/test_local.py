@@ -20,7 +20,6 @@ from router.config import Config
 from router.core.cluster import ProcessState
 from router.local import LocalWorkers, command, environment, places
 from tests.router.children import is_gone, until
-from wire.process.children import start_child
 from wire.process.cores import format_cores
 from wire.process.settings import ConfigError, parse
 from worker.config import Config as WorkerConfig
@@ -209,37 +208,3 @@ async def test_a_worker_that_will_not_end_is_killed(
     [pid] = workers.pids.values()
     await workers.stop(0.05)
     assert is_gone(pid)
-
-
-async def test_a_worker_started_during_stop_is_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    is_up, may_begin = tmp_path / "up", asyncio.Event()
-    late: list[asyncio.subprocess.Process] = []
-    start = start_child
-
-    async def start_late(command: list[str], environ: dict[str, str]) -> asyncio.subprocess.Process:
-        is_late = command[-1] == SILENT
-        if is_late:
-            await may_begin.wait()
-        process = await start(command, environ)
-        if is_late:
-            late.append(process)
-        return process
-
-    scripts = [STUBBORN.format(path=str(is_up)), SILENT]
-    run = [sys.executable, "-S", "-c"]
-    monkeypatch.setattr(local, "command", lambda *its: [*run, scripts[its[-1]]])
-    monkeypatch.setattr(local, "start_child", start_late)
-    workers = local_workers((2, 0))
-    workers.start()
-    await until(is_up.exists)
-    [pid] = workers.pids.values()
-    stopping = asyncio.create_task(workers.stop(60.0))
-    await asyncio.sleep(0)
-    may_begin.set()
-    await until(lambda: late and late[0].returncode is not None)
-    assert late[0].returncode == -signal.SIGKILL and not stopping.done()
-    os.kill(pid, signal.SIGKILL)
-    await stopping
-    assert workers.pids == {}

@@ -21,7 +21,6 @@ from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,
     AS_MANY_AS_FIT,
-    NO_RANK,
     Cancel,
     DecodeDone,
     DecodeRequest,
@@ -169,13 +168,6 @@ async def test_which_token_ended_it_is_of_the_bus_only() -> None:
         assert (usage.stop_token_id, usage.stop_logprobs) == (None, None)
 
 
-async def test_no_rank_asks_for_one_token() -> None:
-    async with face() as (router, client):
-        client.send(PrefillRequest(1, 1, NO_RANK), encode_prompt([4], Options()))
-        [(_, message)] = await router.hear(Tag.PREFILL_REQUEST)
-        assert isinstance(message.frame, PrefillRequest) and message.frame.decode_rank == NO_RANK
-
-
 @pytest.mark.parametrize(
     ("prompt", "code"), [(0, ErrorCode.INVALID_REQUEST), (1000, ErrorCode.CONTEXT_LENGTH_EXCEEDED)]
 )
@@ -212,14 +204,6 @@ async def test_bad_options_end_the_request_only() -> None:
         assert (request_id, code) == (4, ErrorCode.INVALID_REQUEST) and "router" in detail.message
         ask(client, 5)
         await router.request_id()
-
-
-async def test_a_busy_router_says_when_to_try_again() -> None:
-    async with face(Limits(max_waiting=0, max_running_per_worker=1)) as (_, client):
-        ask(client, 1)
-        ask(client, 2)
-        request_id, code, detail = await error(client)
-        assert (request_id, code, detail.retry_after_s) == (2, ErrorCode.OVERLOADED, 1.0)
 
 
 async def test_a_connection_has_a_bounded_number_of_requests() -> None:

@@ -4,7 +4,6 @@ Its next token is read from its KV alone, so the right text says that what Prefi
 process is what DecodeStepFn was given in another.
 """
 
-import inspect
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.examples import own_model
 from tests.cluster import START_S, Cluster, until
 from tests.poisoned_model import POISON
 
@@ -74,8 +72,3 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
     assert [event["stage"] for event in refusals] == ["prefill", "decode"], "tried once each"
     for fault in cluster.events("a sequence cannot be computed")[:2]:
         assert fault["exception"][-1]["exc_type"] == "ZeroDivisionError"
-
-
-def test_it_takes_about_thirty_lines() -> None:
-    lines = inspect.getsource(own_model).splitlines()
-    assert len([line for line in lines if line.strip()]) <= 32

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from router.text.tokenizer import Tokenizer
-from tests.clients.openai_schema import events_of, validate
+from tests.clients.openai_schema import validate
 from tests.cluster import Cluster
 from wire.process.model import DEMO
 
@@ -90,18 +90,6 @@ def test_an_answer_matches_its_pattern(
         assert re.fullmatch(pattern, text_of(body))
 
 
-def test_an_object_is_streamed_as_it_is_whole(cluster: Cluster) -> None:
-    asked = {"response_format": {"type": "json_object"}, "seed": 4, "temperature": 1}
-    whole = text_of(chat(cluster, **asked, max_tokens=40))
-    said = {"messages": MESSAGES, **GREEDY, **asked, "max_tokens": 40, "stream": True}
-    chunks = events_of(post(cluster, "/v1/chat/completions", **said))
-    for chunk in chunks:
-        validate("CreateChatCompletionStreamResponse", chunk)
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(delta.get("content", "") for delta in deltas) == whole
-    assert whole.startswith("{")
-
-
 @pytest.mark.parametrize("position", [0, 5])
 def test_a_stop_token_is_named(cluster: Cluster, position: int) -> None:
     """The first is drawn by a prefill worker, which says so in another frame."""
@@ -119,18 +107,6 @@ def test_a_stop_token_is_named(cluster: Cluster, position: int) -> None:
         assert choice["token_ids"] == ids[: first + 1]
         assert usage_of(body) == first + 1
         assert choice["text"] == TOKENIZER.decode(ids[: first + is_shown])
-
-
-def test_eos_counts_and_is_no_reason(cluster: Cluster) -> None:
-    eos = {"allowed_token_ids": [0], "ignore_eos": False}
-    body = chat(cluster, **eos, return_token_ids=True)
-    [choice] = body["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
-    assert (choice["token_ids"], usage_of(body), text_of(body)) == ([0], 1, "")
-    said = {"prompt": STORY, **GREEDY, **eos, "stream": True}
-    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    chunks = events_of(post(cluster, "/v1/completions", **said, **options))
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -222,18 +222,6 @@ def test_a_client_that_has_all_it_asked_for_is_a_success(router: Router) -> None
     router.assert_idle()
 
 
-def test_the_prefill_worker_is_let_go_by_the_first_decoded_token(router: Router) -> None:
-    handle, _ = router.submit()
-    request_id = router.prefill_id()
-    router.say(P, PrefillDone(request_id, 0), first())
-    worker = router.fleet.get(P)
-    assert worker is not None and worker.attempts and worker.prompt_tokens == 0
-    router.say(D, [DecodeToken(request_id, 3)])
-    assert not worker.attempts
-    router.dispatcher.cancel(handle)
-    assert {peer for peer, _ in cancels(router)} == {D}
-
-
 def test_frames_of_another_worker_change_nothing(router: Router) -> None:
     prefill, decode = router.join(Role.PREFILL, 1), router.join(Role.DECODE, 1)
     _, sink = router.submit()

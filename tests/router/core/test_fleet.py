@@ -88,18 +88,6 @@ def test_a_limit_is_what_some_worker_of_each_role_takes() -> None:
     assert table.own_max_kv_transfer_bytes == 1 << 20
 
 
-def test_the_context_length_is_known_while_workers_are_away() -> None:
-    table = fleet()
-    assert table.last_max_model_len is None
-    identity = hello(table)
-    short = hello(table, role=Role.PREFILL, max_model_len=500)
-    assert table.last_max_model_len == table.max_model_len == 500
-    table.lose(short, 0.0)
-    assert table.last_max_model_len == table.max_model_len == 1000
-    table.lose(identity, 0.0)
-    assert (table.last_max_model_len, table.max_model_len) == (1000, None)
-
-
 @pytest.mark.parametrize("epoch", [4, 6])
 def test_an_incumbent_that_is_alive_keeps_its_rank(epoch: int) -> None:
     table = fleet()

@@ -72,15 +72,6 @@ def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
         assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
-def test_num_that_fit_is_the_rest_of_the_context() -> None:
-    _, placement = cluster(Role.PREFILL, Role.DECODE)
-    assert placement.num_that_fit(state(3)) == 996
-    assert placement.num_that_fit(state(999)) == placement.num_that_fit(state(1001)) == 0
-    with pytest.raises(WireError) as caught:
-        cluster()[1].num_that_fit(state())
-    assert caught.value.code is ErrorCode.NO_WORKER
-
-
 def test_both_workers_are_charged_and_released() -> None:
     table, placement = cluster(Role.PREFILL, Role.DECODE)
     attempt = placed(placement)
@@ -95,16 +86,6 @@ def test_both_workers_are_charged_and_released() -> None:
     assert placement.release_decode(attempt) is not None
     assert placement.release_decode(attempt) is None
     assert books(table) == [(0, 0, 0, 0)] * 2
-
-
-def test_no_room_charges_no_one() -> None:
-    table, placement = cluster(Role.PREFILL, Role.DECODE)
-    [decode] = table.ready(Role.DECODE)
-    decode.on_load(load(64, used=64))
-    assert placement.place(state()) is None
-    assert books(table) == [(0, 0, 0, 0)] * 2
-    attempt = placed(placement, state(new=0))
-    assert attempt.decode is None
 
 
 def test_requests_that_can_never_be_served_are_refused() -> None:

@@ -113,17 +113,6 @@ def test_a_request_larger_than_a_worker_waits_until_it_is_empty() -> None:
     assert decode([only], new=100_000) == -1
 
 
-def test_a_chain_over_the_bound_loses_its_tail_and_older_chains_go_first() -> None:
-    index = PrefixIndex()
-    index.add(b"d", 4)
-    index.store(b"d", [1, 2])
-    index.store(b"d", [11, 12, 13])
-    assert index.longest(b"d", [11, 12, 13]) == 3
-    assert index.longest(b"d", [1, 2]) == 1
-    index.store(b"d", [21, 22, 23, 24, 25, 26])
-    assert index.longest(b"d", [21, 22, 23, 24, 25, 26]) == 4
-
-
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 50), max_size=20)), max_size=30))
 def test_no_worker_is_taken_to_hold_more_than_it_has_blocks(
     steps: list[tuple[bool, list[int]]],

@@ -63,19 +63,15 @@ def is_tried_elsewhere(router: Router, tag: Tag, bad: bytes) -> bool:
     ("kv_bytes", "result"),
     [
         (0, read(PrefillResult(token_id=VOCAB))),
-        (0, read(PrefillResult(token_id=2**32 - 1))),
         (0, pack("<q", 2**63 - 1)),
         (0, pack("<q", 7) + msgspec.msgpack.encode({"finish_reason": SECRET})),
-        (0, pack("<q", 7) + msgspec.msgpack.encode({SECRET: 1})),
         (0, pack("<q", 7) + msgspec.msgpack.encode({"stop_token_id": 7})),
         (0, read(PrefillResult(token_id=7, finish_reason="stop", stop_token_id=VOCAB))),
         (0, read(PrefillResult(token_id=7, cached_tokens=PROMPT + 1))),
         (PROMPT * TOKEN_BYTES + 1, first()),
-        (2**64 - 1, first()),
         (0, read(PrefillResult(token_id=7, logprobs=Logprobs(logprob=-1.0, top=((7, -1.0),) * 2)))),
         (0, read(PrefillResult(token_id=7, logprobs=Logprobs(logprob=float("nan"))))),
         (0, read(PrefillResult(token_id=7, logprobs=Logprobs(logprob=-1.0, top=((VOCAB, -1.0),))))),
-        (0, read(PrefillResult(token_id=7, prompt_logprobs=join_prompt_logprobs(1, 18 * [ROW])))),
         (0, read(PrefillResult(token_id=7, prompt_logprobs=join_prompt_logprobs(1, 20 * [ROW])))),
         (
             0,
@@ -140,19 +136,16 @@ def decoding(router: Router) -> tuple[RecordingSink, bytes, int]:
     "say",
     [
         lambda i: ([DecodeToken(i, VOCAB)],),
-        lambda i: ([DecodeToken(i, 2**32 - 1)],),
         lambda i: (
             [DecodeToken(i, 7)],
             encode_map([Logprobs(logprob=-1.0, top=((7, -1.0), (8, -1.0)))]),
         ),
         lambda i: ([DecodeToken(i, 7)], encode_map([Logprobs(logprob=-1.0, top=((VOCAB, -1.0),))])),
         lambda i: (DecodeDone(i), msgspec.msgpack.encode({"finish_reason": SECRET})),
-        lambda i: (DecodeDone(i), msgspec.msgpack.encode({"finish_reason": "stop", SECRET: 1})),
         lambda i: (
             DecodeDone(i),
             msgspec.msgpack.encode({"finish_reason": "stop", "kv_seconds": float("nan")}),
         ),
-        lambda i: (DecodeDone(i), encode_map(Usage(finish_reason="stop", kv_bytes=2**53 - 1))),
         lambda i: (
             DecodeDone(i),
             encode_map(Usage(finish_reason="stop", kv_bytes=PROMPT * TOKEN_BYTES + 1)),
@@ -161,7 +154,6 @@ def decoding(router: Router) -> tuple[RecordingSink, bytes, int]:
         lambda i: (DecodeDone(i), encode_map(Usage(finish_reason="stop", stop_token_id=VOCAB))),
         lambda i: (DecodeDone(i), encode_map(Usage(finish_reason="length", stop_token_id=7))),
         lambda i: (DecodeDone(i), encode_map(stopped(((VOCAB, -1.0),)))),
-        lambda i: (DecodeDone(i), encode_map(stopped(((7, -1.0), (8, -1.0))))),
     ],
 )
 def test_an_impossible_decode_frame_moves_the_request(

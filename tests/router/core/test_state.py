@@ -5,10 +5,9 @@ from itertools import islice, pairwise
 import pytest
 
 from router.core.request import Request
-from router.core.state import Attempt, Phase, RequestIds, new_tokens
+from router.core.state import Attempt, RequestIds, new_tokens
 from tests.router.core.states import state
 from tests.router.scripted import worker
-from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.options import Options
 from wire.payloads import PrefillResult, Usage
@@ -53,19 +52,6 @@ def test_workers_learn_the_tenant_of_a_request_whatever_its_client_claims() -> N
     assert tenant("alice") == 4966672586037949734
     assert 0 < tenant("alice") < 2**63
     assert tenant("", claimed=5) == 0
-
-
-def test_overdue_says_what_was_waited_for() -> None:
-    request = Request((1,), Options())
-    error = state(request).overdue(15.0)
-    assert (error.code, error.message) == (ErrorCode.OVERLOADED, "no worker had room for 5 s")
-    error = state(request, Phase.HELD).overdue(15.0)
-    assert error.code is ErrorCode.DEADLINE_EXCEEDED and "DECODE_REQUEST" in error.message
-    error = state(request, Phase.DECODE).overdue(20.0)
-    assert (error.code, error.message) == (
-        ErrorCode.DEADLINE_EXCEEDED,
-        "the request did not end within 10 s",
-    )
 
 
 def test_an_end_tells_the_whole_story() -> None:

@@ -23,7 +23,7 @@ from router.http.origin import Origins
 from tests.circles import circles
 from tests.router.api.messages.stream import message_of, read_events
 from tests.router.scripted import Ends
-from tests.router.site import Answer, Site, events, ids, listening, write_model
+from tests.router.site import Answer, Site, events, listening, write_model
 from wire.errors import ErrorCode
 from wire.frames import Cancel, PrefillRequest
 from wire.process.api_keys import ApiKeys, digest, name_of
@@ -107,16 +107,6 @@ async def test_a_stop_string_cancels_on_the_worker(site: Site) -> None:
     assert site.bus.dispatcher.num_running == 0
 
 
-async def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
-    site = Site(write_model(tmp_path, text=False))
-    choice = (await complete(site, prompt=[3, 4], return_token_ids=True))["choices"][0]
-    assert (choice["text"], choice["token_ids"]) == ("", ids("hello"))
-    chunks = await complete(site, prompt=[3, 4], return_token_ids=True, stream=True)
-    assert [chunk["choices"][0]["token_ids"] for chunk in chunks[:-1]] == [
-        [i] for i in ids("hello")
-    ]
-
-
 # Anthropic's API.
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -179,30 +169,7 @@ async def test_a_compressed_body(site: Site) -> None:
         assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "gzip, deflate")
 
 
-async def test_head_and_options(site: Site) -> None:
-    async with site.client() as client:
-        assert (await client.head("/livez")).status_code == 200
-        answer = await client.options("/v1/completions")
-        assert (answer.status_code, answer.headers["allow"]) == (200, "POST, OPTIONS")
-
-
 PAGE = "https://chat.example.org"
-
-
-async def test_web_pages_of_others(site: Site) -> None:
-    """As a browser sends for a page: no question before it, and by a name that leads here."""
-    async with site.client() as client:
-        blob = await client.post("/v1/completions", content=b'{"prompt": "a"}')
-        assert (blob.status_code, blob.json()["error"]["code"]) == (415, "unsupported_media_type")
-        for headers in ({"origin": PAGE}, {"sec-fetch-site": "cross-site"}):
-            answer = await client.get("/v1/models", headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (
-                403,
-                "origin_not_allowed",
-            )
-        rebound = await client.get("/v1/models", headers={"host": "evil.example"})
-        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
-        assert (await client.get("/livez", headers={"host": "evil.example"})).status_code == 200
 
 
 async def test_a_web_page_that_is_allowed(site: Site, guarded: Path) -> None:
@@ -243,14 +210,6 @@ async def test_no_worker_and_too_many_requests(tmp_path: Path) -> None:
     answer = await post(full, "/v1/chat/completions", CHAT | {"n": 2})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert full.bus.dispatcher.num_running == 0
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_failure_before_the_first_token_has_a_status(site: Site, stream: bool) -> None:
-    site.answer = lambda prompt: Answer(fails_after=0)
-    answer = await post(site, "/v1/chat/completions", CHAT | {"stream": stream})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
-    assert answer.headers["retry-after"] == "1"
 
 
 async def test_a_failure_in_the_middle_ends_the_stream_in_words(site: Site) -> None:

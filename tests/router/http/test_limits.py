@@ -112,15 +112,6 @@ async def test_a_body_that_came_while_we_stood_still_has_come_in_time(
         assert await reading == b"[1, 2, " + rest
 
 
-async def test_a_client_that_leaves() -> None:
-    async def events() -> AsyncIterator[Event]:
-        yield chunk(b"x")
-        yield {"type": "http.disconnect"}
-
-    with pytest.raises(Disconnected):
-        await whole(exchange(events()))
-
-
 @pytest.mark.parametrize("announced", [True, False])
 async def test_a_body_of_exactly_the_limit(*, announced: bool) -> None:
     async def events(size: int) -> AsyncIterator[Event]:
@@ -243,12 +234,6 @@ def test_other_types_are_415(kind: bytes) -> None:
     assert caught.value.status == 415
 
 
-async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
-    with pytest.raises(HttpError, match="limit of 9 bytes") as caught:
-        await limits.read_body(scope((b"content-length", b"10")), Wire().receive, 9)
-    assert caught.value.status == 413
-
-
 def leaving(asker: str = "anna") -> tuple[HttpExchange, asyncio.Event]:
     """An exchange whose body is read, and what makes its client leave."""
     has_left = asyncio.Event()
@@ -341,15 +326,6 @@ class Client:
         exchange = HttpExchange({}, self._receive, self._send, "id", 0.0, key_name=self.name)
         await admission.wait(exchange)
         begun.append(self.name)
-
-
-async def test_a_request_alone_begins_at_once() -> None:
-    admission, begun = Admission(), list[str]()
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            Client("anna").begin(admission, begun).send(None)
-        await asyncio.sleep(0)
-    assert begun == ["anna", "anna"]
 
 
 async def test_the_first_request_of_another_client_begins_before_the_rest_of_many() -> None:

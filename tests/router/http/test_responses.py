@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from pathlib import Path
@@ -44,16 +43,6 @@ async def respond(site: Site, **fields: Any) -> dict[str, Any]:
 async def ask(site: Site, method: str, path: str, **headers: str) -> httpx.Response:
     async with site.client() as client:
         return await client.request(method, f"/v1/responses/{path}", headers=headers)
-
-
-async def test_a_stream_is_kept_too(site: Site) -> None:
-    async with site.client() as client:
-        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    last = json.loads(answer.text.strip().split("\n\n")[-1].split("\ndata: ")[1])
-    assert last["type"] == "response.completed"
-    again = await ask(site, "GET", last["response"]["id"])
-    assert again.json() == last["response"]
 
 
 async def test_its_input(site: Site) -> None:

@@ -67,17 +67,6 @@ async def test_a_known_structure_is_not_checked_again(checks: Checks, asking: As
     assert checks.checked == ["a+", "("]
 
 
-async def test_the_same_text_of_another_kind_or_from_another_field_is_another(
-    checks: Checks, asking: Asking
-) -> None:
-    assert await asking.ask("anna", "a+") == Structure("regex", "a+")
-    for param in (PARAM, "response_format"):
-        with pytest.raises(HttpError, match=param) as caught:
-            await asking.ask("anna", "a+", param=param, kind="lark")
-        assert caught.value.param == param
-    assert checks.checked == ["a+"] * 3
-
-
 async def test_a_known_structure_does_not_wait(checks: Checks, asking: Asking) -> None:
     await asking.ask("anna", "a+")
     asked = [asking.ask(asker, f"slow{asker}{number}") for number in (1, 2) for asker in "abcd"]

@@ -125,18 +125,6 @@ async def test_tokens_of_one_iteration_are_one_write() -> None:
     assert await finish(client, task) == "a"
 
 
-async def test_pending_tokens_are_written_before_the_end() -> None:
-    client, push, task = await in_the_middle()
-    client.now += 2.0
-    client.say("d")
-    client.writer.wake()
-    client.sink.on_done(Usage(finish_reason="length"))
-    await task
-    assert text_of(client.sent[-1]["body"].partition(b"data: [DONE]")[0]) == "d"
-    assert client.tokens[-1] == (2.0, 1)
-    assert push.texts == ["b", "c"]
-
-
 async def test_nothing_is_pushed_after_a_disconnect() -> None:
     client, push, task = await in_the_middle()
     client.say("d")

@@ -12,7 +12,6 @@ from router.http import writer as module
 from router.http.asgi import Disconnected
 from tests.router.http.client import Client, text_of
 from tests.router.site import events, ids
-from wire.aio.fair_writes import FairWrites
 from wire.errors import ErrorCode, WireError
 from wire.payloads import PrefillResult, Usage
 
@@ -123,16 +122,6 @@ async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
         await task
 
 
-async def test_a_whole_answer() -> None:
-    client = Client(is_streamed=False)
-    task = asyncio.create_task(client.writer.collect(client.completion))
-    client.say("abc")
-    client.sink.on_done(Usage(finish_reason="length"))
-    [piece] = await task
-    assert (piece.text, piece.finish_reason) == ("abc", "length")
-    assert client.sent == []
-
-
 async def test_an_answer_is_over_when_its_last_write_is() -> None:
     client = Client()
     task = client.stream()
@@ -149,28 +138,3 @@ async def test_an_answer_is_over_when_its_last_write_is() -> None:
     client.writer.disconnect()  # as who has all of it may
     await task
     assert client.sent[-1]["body"].endswith(DONE)
-
-
-async def test_a_server_that_breaks_ends_its_own_request_only() -> None:
-    turns = FairWrites()
-    broken, sound = Client(turns=turns), Client(turns=turns)
-    broken.breaks = True
-    tasks = [broken.stream(), sound.stream()]
-    for client in (broken, sound):
-        client.say("a")
-    with pytest.raises(RuntimeError, match="broke"):
-        await tasks[0]
-    assert text_of(await sound.bodies.get()) == "a"
-    tasks[1].cancel()
-
-
-async def test_nothing_is_sent_after_what_failed() -> None:
-    """Or else the client would miss something, and not see that it does."""
-    client = Client()
-    task = client.stream()
-    await asyncio.sleep(0)  # it is ready to write
-    client.writer.fail(RuntimeError("broke"))
-    client.say("a")
-    with pytest.raises(RuntimeError, match="broke"):
-        await task
-    assert client.sent == []

@@ -69,26 +69,6 @@ async def test_an_answer_may_come_late_or_to_nobody_who_still_waits(is_given_up:
             assert await one.ask(FindResponse("", ""), str) == "FindResponse"
 
 
-async def test_an_answer_that_nobody_will_hear_is_given_up() -> None:
-    begun, given_up = asyncio.Event(), asyncio.Event()
-
-    async def never(question: object) -> object:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            given_up.set()
-        return None
-
-    async with channels(named, never) as (one, _):
-        asking = asyncio.create_task(one.ask(AskState(), str))
-        await begun.wait()
-        await one.close()
-        await asyncio.wait_for(given_up.wait(), 10)
-        with pytest.raises(ConnectionError):
-            await asking
-
-
 async def test_pending_calls_fail_when_the_other_end_closes() -> None:
     async def never(question: object) -> object:
         await asyncio.Event().wait()

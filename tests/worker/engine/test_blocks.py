@@ -125,22 +125,6 @@ def test_check_finds_a_leak_and_a_double_owner() -> None:
         pool.check([table])
 
 
-def test_an_audit_finds_a_block_in_two_places() -> None:
-    pool = BlockPool(3, 2)
-    pool.audit()
-    pool.free(pool.allocate(0, [2]))  # it was free already
-    with pytest.raises(AssertionError, match="two places"):
-        pool.audit()
-
-
-def test_a_block_is_not_freed_twice() -> None:
-    pool = BlockPool(3, 2)
-    table = pool.allocate(1)
-    pool.free(table)
-    with pytest.raises(AssertionError, match="freed twice"):
-        pool.free(table)
-
-
 def test_the_journal_leaves_out_what_cancels_out() -> None:
     journal = Journal()
     journal.store(1)
@@ -199,49 +183,6 @@ def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.Dat
 
     wanted = max((n for n in range(1, len(keys) + 1) if serves(n)), default=0)
     assert pool.match_prefix(keys, next_token) == (table[:wanted], prefixes[wanted])
-
-
-def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
-    windows = windows_over(6, 2, [4])
-    pool = BlockPool(6, 2, windows=windows, states=States(StateSlots(12, 2)))
-    key, tail = keys_of([A, B])
-    old, new, other, child = reached = pool.allocate(4)
-    for block in reached:
-        windows.reach(block)
-    prefix = pool.register(ROOT, key, old, num_lacking=1)
-    pool.register(prefix, tail, child, has_state=True)
-    told = pool.journal.read()
-    pool.leave([old])
-    pool.free([old])
-    assert (windows.num_used, windows.num_cached) == (3, 1)
-    assert pool.register(ROOT, key, new, has_state=True) == prefix
-    assert pool.match_prefix([key, tail]) == ([new, child], pool.match_prefix([key, tail])[1])
-    assert (pool.num_cached, pool.num_free) == (0, 3), "what it had is nobody's"
-    assert (windows.num_used, windows.num_cached, windows.num_free) == (3, 0, 3)
-    # One that has less, or the same, or less of one and more of the other, does not.
-    for number in (1, 0):
-        assert pool.register(ROOT, key, other, num_lacking=number, has_state=True) == prefix
-    assert pool.register(ROOT, key, other) == prefix
-    assert pool.match_prefix([key]) == ([new], prefix)
-    assert len(told[0]) == 2 and pool.journal.read() == ((), ())
-    pool.check([[new, other, child]])
-    pool.audit()
-    # A used one that lost its place is free when nobody uses it.
-    assert pool.register(prefix, tail, other, has_state=False) != ROOT
-    better = BlockPool(3, 2, windows=windows_over(3, 2, [4]))
-    first, second = better.allocate(2)
-    assert better.windows is not None
-    better.windows.reach(first)
-    better.windows.reach(second)
-    better.register(ROOT, key, first, num_lacking=2)
-    better.register(ROOT, key, second)
-    better.leave([first, second])
-    assert (better.windows.num_free, better.windows.num_cached) == (2, 1)
-    better.free([first])
-    assert (better.num_free, better.num_cached) == (2, 0)
-    better.free([second])
-    assert (better.num_free, better.num_cached) == (2, 1)
-    better.audit()
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from structlog.testing import capture_logs
 
 from scripts.examples import own_model
 from scripts.models.make_model import make_model
@@ -29,7 +28,7 @@ from worker.engine.instrumented import (
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch
-from worker.executor.contract import Drawer, Executor, SampledToken, Scorer, SequenceFailed
+from worker.executor.contract import Drawer, Executor, SampledToken, SequenceFailed
 from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
 from worker.executor.torch import TorchExecutor
 
@@ -98,36 +97,6 @@ def test_it_is_the_same_executor() -> None:
     assert tokens == oracle([5, 6, 7], 9, GREEDY)
 
 
-class Compiling(HashExecutor):
-    """Prepares once, before any step, and wants prompts of nine tokens for it."""
-
-    def __init__(self) -> None:
-        super().__init__(create().info)
-        self.calls: list[str | int] = []
-
-    def prepare(self) -> int:
-        self.calls.append("prepare")
-        return 9
-
-    def forward(self, batch: Batch) -> list[int]:
-        self.calls.append(len(batch.token_ids))
-        return super().forward(batch)
-
-
-@pytest.mark.parametrize(("num_blocks", "steps"), [(16, [9, 1]), (2, [8])])
-def test_the_warmup_prepares_what_has_to_be_compiled(num_blocks: int, steps: list[int]) -> None:
-    executor = Compiling()
-    around = measured(executor)
-    around.allocate(num_blocks, 4)
-    around.warmup()
-    assert executor.calls == ["prepare", *steps]
-
-
-def test_it_scores_prompts_exactly_if_the_executor_does() -> None:
-    assert isinstance(measured(create()), Scorer)
-    assert not isinstance(measured(own_model.create()), Scorer)
-
-
 def late(clock: Clock) -> MeasuredExecutor:
     """A device on which a step takes two seconds, and the host one to ask for it."""
 
@@ -162,23 +131,6 @@ def test_steps_of_which_one_is_begun_behind_the_other_are_measured_one_after_the
     metrics = around.metrics()
     assert (metrics.prefill.num_steps, metrics.decode.num_steps) == (1, 4)
     assert metrics.tokens_per_second == pytest.approx(5 / (clock.now - began))
-
-
-def test_a_token_outside_the_vocabulary_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = create()
-    size = executor.info.vocab_size
-    drawn = iter([size - 1, size, size + 7])
-    monkeypatch.setattr(executor, "sample", lambda logits, batch: [SampledToken(next(drawn))])
-    around = measured(executor)
-    direct = Direct(around, around.allocate(8, 4))
-    with capture_logs() as logs:
-        sequence = direct.prefill([1, 2, 3])
-        assert logs == []
-        direct.decode(sequence)
-        direct.decode(sequence)
-    assert [(line["log_level"], line["token"], line["vocab_size"]) for line in logs] == [
-        ("error", size, size)
-    ]
 
 
 def test_the_states_of_a_life() -> None:

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.compute.state_slots import StateSlots
 from worker.engine.blocks import BlockPool
 from worker.engine.reservations import PART_OF_ALL, PEER_PART, Reservations, Unclaimed
 from worker.engine.sequence import Sequence, Status
-from worker.engine.states import States
 
 PROMPT = list(range(10))
 
@@ -61,14 +59,6 @@ def test_a_reservation_does_not_wait_for_a_longer_prompt(token_ids: list[int]) -
     assert reservations.head() is second
 
 
-def test_when_the_first_ends_early_the_next_takes_its_place() -> None:
-    reservations, first, second = pair(PROMPT)
-    reservations.remove(first)
-    assert reservations.head() is second
-    reservations.remove(second)
-    assert reservations.head() is None and len(reservations) == 0
-
-
 def test_a_reservation_does_not_wait_for_the_prefix_of_another_peer() -> None:
     """One that sends half a transfer would else hold up whoever has a text that begins alike."""
     reservations, _, _ = pair(PROMPT)
@@ -109,21 +99,6 @@ def test_a_displaced_peer_waits_until_its_claim() -> None:
     assert reservations.head() is more, "this is within the part"
     reservations.claim(again)
     assert reservations.head() is again
-
-
-def test_a_peer_holds_a_quarter_of_the_states_unclaimed() -> None:
-    """A sequence holds two of them, however short it is."""
-    pool = BlockPool(36, 4, states=States(StateSlots(16, 4)))
-    reservations = Reservations(pool)
-    first = arriving(reservations, reservation(1, [1]), pool)
-    reservations.add(second := reservation(2, [2]))
-    assert reservations.head() is second, "2 states of 16"
-    second.block_table.extend(pool.allocate(1))
-    reservations.grant(second)
-    reservations.add(third := reservation(3, [3]))
-    assert reservations.head() is None, "4 states of 16"
-    reservations.claim(first)
-    assert reservations.head() is third
 
 
 def test_claimed_reservations_go_first_and_without_limit() -> None:

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.worker.engine.windowed import windows_over
 from wire.options import Options
 from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool
-from worker.engine.scheduler import Plan, Scheduler, SlotNumbers
+from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
-from worker.engine.swap import Swap, SwapSpace
+from worker.engine.swap import SwapSpace
 from worker.engine.windows import Windows
 from worker.executor.batch import BatchType
 from worker.executor.hash import HashKVCache
@@ -193,27 +192,6 @@ def test_higher_priority_first_then_first_come() -> None:
     assert started == [2, 3, 1, 4]
 
 
-def test_a_small_prompt_does_not_pass_the_first_one() -> None:
-    queue = Queue(num_blocks=4)
-    queue.add(1, 12)
-    queue.step()
-    queue.add(2, 8)
-    queue.add(3, 4)
-    assert sizes(queue.step()) == ([1], [])
-    assert [s.request_id for s in queue.scheduler.waiting] == [2, 3]
-
-
-def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
-    queue = Queue()
-    first = queue.add(1, 8)
-    queue.step()
-    queue.scheduler.finish(first)
-    again = Sequence(2, first.token_ids[:8])
-    queue.enqueue(again)
-    assert sizes(queue.step()) == ([], [(2, 4)])
-    assert again.num_cached_tokens == 4
-
-
 def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
     queue = Queue(num_blocks=4)
     queue.add(1, 8)
@@ -228,14 +206,6 @@ def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
     plan = queue.step()
     assert sizes(plan)[1][0] == (2, 5), "its first block is still in the prefix cache"
     assert [s.request_id for s in plan.started] == [3]
-
-
-def test_low_priority_is_preempted_before_the_young() -> None:
-    queue = Queue(num_blocks=4)
-    queue.add(1, 8, priority=-1)
-    queue.add(2, 8)
-    queue.step()
-    assert [s.request_id for s in queue.step().preempted] == [1]
 
 
 def test_a_transfer_is_never_preempted() -> None:
@@ -290,15 +260,6 @@ def test_unclaimed_kv_gives_way_to_what_was_asked_for() -> None:
     assert queue.step().reserved == [asked]
 
 
-def test_a_preempted_sequence_takes_the_place_of_unclaimed_kv() -> None:
-    queue = Queue(num_blocks=8)
-    running, large = queue.add(1, 11), queue.reserve(2, 15, is_claimed=False)
-    assert queue.step().reserved == [large]
-    while not (plan := queue.step()).preempted:
-        assert not plan.displaced
-    assert plan.preempted == [running] and plan.displaced == [2]
-
-
 def test_pure_batches_alternate_while_there_are_prompts() -> None:
     queue = Queue(max_ubatch_tokens=4, prefer_pure_decode=True)
     queue.add(1, 3)
@@ -313,14 +274,6 @@ def test_pure_batches_alternate_while_there_are_prompts() -> None:
         BatchType.DECODE,
     ]
     assert sizes(queue.step()) == ([1, 2], [])
-
-
-def test_a_prompt_that_cannot_start_does_not_cost_generation_its_turn() -> None:
-    queue = Queue(num_blocks=3, prefer_pure_decode=True)
-    queue.add(1, 8)
-    queue.step()
-    queue.add(2, 8)
-    assert [sizes(queue.step()) for _ in range(3)] == [([1], [])] * 3
 
 
 def test_static_batches_start_when_the_last_has_ended() -> None:
@@ -395,15 +348,6 @@ def test_tokens_that_a_tenant_does_not_use_are_read_for_others() -> None:
     assert sizes(queue.step()) == ([1], [(2, 5), (3, 6), (4, 1)])
 
 
-def test_another_tenant_begins_in_a_step_that_has_enough_of_the_first() -> None:
-    queue = Queue(max_ubatch_tokens=16, enough_tokens=4)
-    for request_id in (1, 2, 3):
-        queue.add(request_id, 4, tenant=1)
-    queue.add(4, 2, tenant=2)
-    queue.add(5, 2, tenant=2)
-    assert sizes(queue.step()) == ([], [(1, 4), (4, 2)])
-
-
 # Deadlines.
 
 
@@ -432,15 +376,6 @@ def test_an_overdue_transfer_keeps_its_blocks() -> None:
     assert sequence.status is Status.HANDING_OVER and queue.pool.num_used == 3
     queue.scheduler.finish(sequence)
     assert queue.pool.num_used == 0
-
-
-def test_a_held_sequence_has_no_deadline() -> None:
-    queue = Queue()
-    sequence = queue.add(1, 8, transfer=True, deadline_ms=1000)
-    queue.step()
-    queue.scheduler.hold(sequence)
-    queue.now = 5.0
-    assert queue.step().overdue == []
 
 
 # Swap.
@@ -473,24 +408,6 @@ def test_prompts_with_one_prefix_compute_it_once() -> None:
     assert sizes(queue.step()) == ([], [(1, 9)])
     assert sizes(queue.step()) == ([1], [(2, 1), (3, 6)])
     assert [queue.sequences[i].num_cached_tokens for i in (1, 2, 3)] == [0, 8, 8]
-
-
-def test_a_prompt_that_waits_for_a_prefix_keeps_slot_and_blocks() -> None:
-    queue = Queue(num_blocks=8, max_ubatch_tokens=64, max_sbatch_sequences=3)
-    for request_id, like in ((1, 0), (2, 0), (3, 3), (4, 4)):
-        queue.add(request_id, 5, like=like)
-    assert sizes(queue.step()) == ([], [(1, 5), (3, 5)]), "slots: 1, 3 and the one for 2"
-    assert sizes(queue.step()) == ([1, 3], [(2, 1)])
-    queue = Queue(num_blocks=5, max_ubatch_tokens=64)
-    for request_id, like in ((1, 0), (2, 0), (3, 3)):
-        queue.add(request_id, 6, like=like)
-    assert sizes(queue.step()) == ([], [(1, 6)]), "3 would fit, but then 2 would not"
-    windows = windows_over(64, 4, [9], num_window_blocks=8)  # four for a long sequence
-    queue = Queue(windows=windows, max_ubatch_tokens=64)
-    for request_id, like in ((1, 0), (2, 0), (3, 3)):
-        queue.add(request_id, 9, like=like)
-    assert sizes(queue.step()) == ([], [(1, 9)]), "3 would fit, but then what 2 sees would not"
-    assert sizes(queue.step()) == ([1], [(2, 1)])
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4])
@@ -534,31 +451,6 @@ def test_only_large_steps_are_mostly_prefill(
     plan = Plan([Chunk(SEQUENCE, 1)] * num_decode, [Chunk(long, num_prefill)])
     assert plan.num_prefill_tokens == num_prefill
     assert plan.is_mostly_prefill(max_ubatch_tokens) is is_mostly
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(decode=[Chunk(SEQUENCE, 1)]),
-        Plan(prefill=[Chunk(SEQUENCE, 1)]),
-        Plan(preempted=[SEQUENCE]),
-        Plan(swapped_in=[Swap(SEQUENCE, (), 0, 4)]),
-        Plan(started=[SEQUENCE]),
-        Plan(reserved=[SEQUENCE]),
-        Plan(failed=[SEQUENCE]),
-        Plan(overdue=[SEQUENCE]),
-    ],
-)
-def test_anything_is_progress(plan: Plan) -> None:
-    assert plan.is_progress and not Plan().is_progress
-
-
-def test_the_lowest_free_slot_number_is_taken() -> None:
-    numbers = SlotNumbers()
-    assert [numbers.take() for _ in range(4)] == [0, 1, 2, 3]
-    numbers.give_back(2)
-    numbers.give_back(0)
-    assert [numbers.take() for _ in range(3)] == [0, 2, 4]
 
 
 def test_there_is_a_block_for_each_that_runs() -> None:

@@ -29,21 +29,6 @@ def test_a_sequence_moves_along_the_table_only(before: Status, after: Status) ->
             sequence.move_to(after)
 
 
-def test_a_resumed_reservation_counts_its_first_token_as_output() -> None:
-    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
-    sequence.resume([1, 2, 3, 4], Options(), 10)
-    assert (sequence.num_output_tokens, sequence.num_new_tokens) == (1, 0)
-    assert (sequence.num_computed_tokens, sequence.is_decoding) == (3, True)
-
-
-@pytest.mark.parametrize("token_ids", [[], [1, 2], [1, 2, 3], [1, 2, 4, 5]])
-def test_a_reservation_goes_on_with_its_own_tokens_only(token_ids: list[int]) -> None:
-    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
-    problem = sequence.resume(token_ids, Options(), 10)
-    assert problem is not None and "not those reserved" in problem[1]
-    assert sequence.token_ids == [1, 2, 3]
-
-
 def test_a_prompt_as_long_as_the_context_has_room_for_one_token_which_is_not_read() -> None:
     assert Sequence(1, [99] * 8, max_new_tokens=1).problem(SMALL, POOL) is None
     for num_tokens, max_new_tokens in ((8, 2), (9, 1)):
@@ -71,13 +56,6 @@ def test_a_limit_ends_it_and_a_stop_token_at_the_limit_is_a_stop() -> None:
     assert finish(Options(), [5, 5, 5], 3) == "length"
     assert finish(Options(), [5, 5, 2], 3) == "stop"
     assert finish(Options(), [5] * 8) == "length"
-
-
-def test_drafts_are_of_use_only_before_the_last_token() -> None:
-    sequence = Sequence(1, [1, 2, 3], max_new_tokens=5)
-    assert sequence.max_drafts() == 4
-    sequence.token_ids += [4, 5, 6, 7]
-    assert sequence.max_drafts() == 0
 
 
 def test_as_many_drafts_as_were_right_before() -> None:
@@ -126,22 +104,6 @@ def test_a_prompt_that_is_all_generated_is_none() -> None:
 def test_the_first_reason_is_named(num_tokens: int, extra: int, code: ErrorCode | None) -> None:
     problem = Sequence(1, [5] * num_tokens).problem(INFO, POOL, extra)
     assert (problem and problem[0]) == code
-
-
-def test_stops_are_the_model_s_and_the_request_s() -> None:
-    sequence = Sequence(1, [5], Options(stop_token_ids=(7,)))
-    sequence.bind(INFO)
-    assert sequence.stop_ids == {2, 7}
-    sequence = Sequence(1, [5], Options(stop_token_ids=(7,), ignore_eos=True))
-    sequence.bind(INFO)
-    assert sequence.stop_ids == {7}
-
-
-def test_the_context_ends_what_its_own_limit_does_not() -> None:
-    short, long = Sequence(1, [5] * 4, max_new_tokens=3), Sequence(2, [5] * 4, max_new_tokens=300)
-    for sequence in (short, long):
-        sequence.bind(INFO)
-    assert (short.max_len, long.max_len) == (7, INFO.max_model_len)
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)

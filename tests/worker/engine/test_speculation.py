@@ -104,19 +104,6 @@ def test_accepted_drafts_save_steps_and_are_counted() -> None:
     assert counters.accepted_tokens + counters.steps == 25, "a step is a token and its drafts"
 
 
-def test_drafts_wait_for_everyone_else() -> None:
-    """Prompts have the budget before them; what is left is for drafts."""
-    engine = fortunate(max_ubatch_tokens=6)
-    engine.add(Sequence(1, [3, 4], GREEDY, 25))
-    engine.step()
-    engine.add(Sequence(2, [4] * 9, GREEDY, 25))
-    engine.step()
-    assert engine.stats().counters.prefill_tokens == 2 + 5
-    assert engine.stats().counters.drafted_tokens == 0
-    engine.step()
-    assert engine.stats().counters.drafted_tokens == 1
-
-
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary has 6 tokens, the model's 500"):
         engine_of(speculate=Fortune(2))

@@ -44,16 +44,3 @@ def test_the_view_says_what_each_slot_does() -> None:
     )
     assert (slots.utilization, slots.tokens_per_second) == (0.5, 2.0)
     assert Slots.of([running(2, 9, 4)], 4, now=1.0).tokens_per_second == 0.0
-
-
-def test_a_sequence_that_stops_meanwhile_is_not_in_the_snapshot() -> None:
-    stopped = running(1, 9, 4)
-    stopped.slot = None
-    slots = Slots.of([running(0, 9, 4), stopped], 4, now=3.0)
-    assert [slot.number for slot in slots.active] == [0]
-
-
-def test_more_than_all_is_all() -> None:
-    """Reservations that begin to decode may exceed the limit of a step."""
-    slots = Slots.of([running(slot, 9, 4) for slot in range(3)], 2, now=3.0)
-    assert slots.utilization == 1.0

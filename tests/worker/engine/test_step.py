@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.oracle import oracle
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.errors import ErrorCode
 from wire.options import Options
@@ -29,19 +28,6 @@ def batch_of(*prompts: list[int]) -> tuple[Batch, list[Sequence]]:
     return build(BatchType.PREFILL, chunks, 4), sequences
 
 
-def test_tokens_and_scores() -> None:
-    executor = PoisonedExecutor()
-    executor.allocate(4, 4)
-    batch, sequences = batch_of([5, 6], [7, 8, 9])
-    tokens = compute(executor, batch)
-    assert isinstance(tokens, list)
-    assert [it.token_id for it in tokens] == [
-        *oracle([5, 6], 1, GREEDY),
-        *oracle([7, 8, 9], 1, GREEDY),
-    ]
-    assert [it.scores.num_scored for it in sequences if it.scores is not None] == [1, 2]
-
-
 @pytest.mark.parametrize("place", ["forward", "sample", "score"])
 def test_the_sequence_at_fault_is_named_and_no_score_is_kept(place: str) -> None:
     executor = PoisonedExecutor(place)
@@ -63,11 +49,6 @@ def test_a_sequence_that_there_is_not_is_a_bug(index: int, monkeypatch: pytest.M
     monkeypatch.setattr(executor, "forward", broken)
     with pytest.raises(SequenceFailed, match="not me"):
         compute(executor, batch_of([5], [6])[0])
-
-
-def test_a_long_reason_is_cut() -> None:
-    failure = SequenceFailed(0, "x" * 10_000)
-    assert len(failure.message) == len(str(failure)) == SequenceFailed.MAX_MESSAGE
 
 
 def test_a_plan_is_told() -> None:

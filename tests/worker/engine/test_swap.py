@@ -43,22 +43,6 @@ def test_it_comes_back_as_it_left(cached: int) -> None:
     assert (swap.num_bytes, swap.num_tokens(1), len(swap)) == (0, 0, 0)
 
 
-def test_out_goes_before_in() -> None:
-    """Both in one plan: what comes in takes the blocks that the other leaves."""
-    swap, cache = space()
-    first, second = Sequence(1, range(5)), Sequence(2, range(5))
-    kv_1 = bytes(cache.pack((0,), whole(LAYOUT, 0, 4)))
-    kv_2 = bytes(cache.pack((7,), whole(LAYOUT, 0, 4)))
-    swap.hold(2, 4)
-    swap.carry_out([Swap(second, (7,), 0, 4)])
-    swap.hold(1, 4)
-    swap.carry_out([Swap(first, (0,), 0, 4)])
-    swap.carry_in([Swap(second, (0,), 0, 4)])
-    swap.carry_in([Swap(first, (7,), 0, 4)])
-    assert bytes(cache.pack((7,), whole(LAYOUT, 0, 4))) == kv_1
-    assert bytes(cache.pack((0,), whole(LAYOUT, 0, 4))) == kv_2
-
-
 def test_it_is_bounded() -> None:
     swap, _ = space(max_tokens=10)
     assert swap.accepts(10) and not swap.accepts(11) and not swap.accepts(0)
@@ -68,14 +52,6 @@ def test_it_is_bounded() -> None:
     swap.drop(1)
     assert swap.accepts(10)
     assert not space(max_tokens=0)[0].accepts(1)
-
-
-def test_dropped_kv_is_not_copied() -> None:
-    swap, _ = space()
-    swap.hold(1, 4)
-    swap.drop(1)
-    swap.carry_out([Swap(Sequence(1, range(5)), (0,), 0, 4)])
-    assert len(swap) == 0
 
 
 def test_the_cheaper_is_chosen() -> None:

@@ -2,23 +2,10 @@
 
 import pytest
 
-from tests.worker.executor.forward_pair import DIM, HEADS, LAYERS, ForwardModel, Prefiller, pair
+from tests.worker.executor.forward_pair import DIM, HEADS, ForwardModel, Prefiller, pair
 from wire.options import Options
 from worker.engine.instrumented import Direct
-from worker.executor.contract import Attention, SequenceFailed
-
-
-def test_kv_is_float32_of_its_own_shape_on_the_wire() -> None:
-    executor = pair()
-    (group,) = executor.info.layout.kv_groups
-    assert (
-        group.num_layers,
-        group.num_kv_heads,
-        group.key_dim,
-    ) == (LAYERS, HEADS, DIM)
-    assert group.dtype == "float32" and executor.info.name == "pair"
-    assert executor.capabilities.attention == {Attention.PAGED}
-    assert not executor.capabilities.speculative
+from worker.executor.contract import SequenceFailed
 
 
 def test_the_forward_model_sees_all_earlier_tokens() -> None:

@@ -90,17 +90,6 @@ def test_greedy_ignores_the_seed_and_sampling_does_not() -> None:
     assert draw(temperature=1.0, seed=1) == draw(temperature=0.5, seed=1)
 
 
-def test_logprobs_come_when_asked_for() -> None:
-    executor, _ = start()
-    sequence = Sequence(1, PROMPT, Options(logprobs=3))
-    sequence.block_table.extend((5, 1, 3))
-    batch = build(BatchType.PREFILL, [Chunk(sequence, len(PROMPT))], 4)
-    (token,) = executor.sample(executor.forward(batch), batch)
-    assert token.logprobs is not None and token.logprobs.logprob < 0
-    assert token.logprobs.top[0] == (token.token_id, token.logprobs.logprob)
-    assert len({token_id for token_id, _ in token.logprobs.top}) == 3
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("cuts", [(40,), (1, 2, 15, 40), (13, 26, 40), tuple(range(1, 41))])
 def test_chunks_of_a_prompt_do_not_change_the_token_of_mixed_layers(

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from wire.options import Options
 from worker.executor.batch import Sampling
 from worker.executor.penalties import adjust
-from worker.executor.sampler import sample
 from worker.executor.token_counts import Occurrences
 
 VOCAB = 24
@@ -110,16 +108,3 @@ def asked(token_ids: list[int], prompt_len: int, **options: Any) -> Sampling:
 def test_logits_without_penalties_are_not_copied() -> None:
     logits = logits_of(2, 0)
     assert adjust(logits, [asked([1, 2, 3], 2), asked([], 0, temperature=1.0)]) is logits
-
-
-def test_min_tokens_is_stronger_than_a_bias() -> None:
-    forced = asked([5], 1, min_tokens=1, logit_bias=((7, 100.0),))
-    assert sample(logits_of(1, 3), [forced], frozenset({7}))[0].token_id != 7
-
-
-def test_logprobs_are_those_of_the_models_logits() -> None:
-    logits = logits_of(1, 4)
-    it = asked([1, 1], 0, logprobs=0, presence_penalty=2.0, logit_bias=((6, 100.0),))
-    [token] = sample(logits, [it], frozenset())
-    assert token.token_id == 6 and token.logprobs is not None
-    assert token.logprobs.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 6]))
