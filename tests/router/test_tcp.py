@@ -39,13 +39,11 @@ from wire.parts import Buffer, Message
 from wire.payloads import (
     ErrorDetail,
     Logprobs,
-    PrefillResult,
     Usage,
     decode_continuation,
     decode_map,
     decode_prefill_result,
     encode_map,
-    encode_prefill_result,
     encode_prompt,
 )
 from wire.process.api_keys import ApiKeys
@@ -155,17 +153,6 @@ async def test_a_first_token_that_is_the_last_is_followed_by_the_end() -> None:
         ask(client, 1)  # And the id may be used again.
         router.say(P, PrefillDone(await router.request_id(), 0), first(5, "length"))
         assert [(await hear(client)).tag for _ in range(2)] == [Tag.PREFILL_DONE, Tag.DECODE_DONE]
-
-
-async def test_which_token_ended_it_is_of_the_bus_only() -> None:
-    async with face() as (router, client):
-        ask(client, 1, logprobs=0)
-        scores = Logprobs(logprob=-1.0)
-        ended = PrefillResult(token_id=5, finish_reason="stop", stop_token_id=5, logprobs=scores)
-        router.say(P, PrefillDone(await router.request_id(), 0), encode_prefill_result(ended))
-        assert decode_prefill_result((await hear(client)).body()).stop_token_id is None
-        usage = decode_map(Usage, (await hear(client)).body())
-        assert (usage.stop_token_id, usage.stop_logprobs) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from wire.frames import (
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import (
-    NO_TOKEN,
     ErrorDetail,
     Logprobs,
     PrefillResult,
@@ -123,12 +122,6 @@ def test_a_completion(client: Path, chunk_bytes: int) -> None:
     token_ids, _ = decode_prompt(prompt.body(), 3)
     assert token_ids == (11, 12, 4294967295)
     assert decode.frame == DecodeRequest(1, 2) and decode.payload == ()
-
-
-def test_a_stop_token_at_once_is_no_token(client: Path) -> None:
-    with router([first(NO_TOKEN, "stop"), (DecodeDone(1), USAGE)]) as (port, _):
-        done = run(client, port, 3, 11)
-    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1])

@@ -13,17 +13,12 @@ NUM_TOKENS = 60
 FAILED = "the GPU has failed, so this worker ends"
 
 
-def failing(directory: Path, content: str, *args: str) -> Cluster:
-    """Return a cluster of two decode workers, of which devices fail; see `failing_device`."""
-    (directory / "fails").write_text(content)
-    executor = "tests.failing_device:create"
-    cluster = Cluster(directory, local="1,2", executor=executor, args=args)
-    cluster.environ["TEST_DEVICE_FAILS"] = str(directory / "fails")
-    return cluster
-
-
 def test_requests_go_on_elsewhere_and_the_worker_comes_back(tmp_path: Path) -> None:
-    with failing(tmp_path, "") as cluster:
+    executor = "tests.failing_device:create"
+    cluster = Cluster(tmp_path, local="1,2", executor=executor)
+    cluster.environ["TEST_DEVICE_FAILS"] = str(tmp_path / "fails")
+    (tmp_path / "fails").touch()
+    with cluster:
         prompts = [[prompt, 7, 9] * 10 for prompt in range(12)]
         fields = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
         token_ids = [choice["token_ids"] for choice in cluster.choices(prompts, **fields)]

@@ -10,13 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.tcp_client import connect
 from tests.cluster import Cluster, hash_oracle, until
+from tests.faults.clients import Record, TcpClient
 from tests.system.figures import Figures
-from wire.errors import ErrorCode
-from wire.frames import ANY_RANK, DecodeRequest, Error, PrefillRequest
 from wire.options import Options
-from wire.payloads import encode_prompt
 
 N = 3
 PROMPT = [5, 6, 7]
@@ -60,17 +57,11 @@ async def start_endless(cluster: Cluster, client: httpx.AsyncClient) -> list[asy
 
 async def overrun(cluster: Cluster) -> None:
     """A raw TCP request that its deadline ends."""
-    client = await connect(*cluster.tcp)
-    try:
-        options = Options(ignore_eos=True, deadline_ms=300)
-        client.send(PrefillRequest(1, len(PROMPT), ANY_RANK), encode_prompt(PROMPT, options))
-        client.send(DecodeRequest(1, LONG))
-        async for message in client:
-            if isinstance(message.frame, Error):
-                assert message.frame.code == ErrorCode.DEADLINE_EXCEEDED
-                return
-    finally:
-        await client.close()
+    client = await TcpClient.connect(*cluster.tcp)
+    record = Record(PROMPT, Options(ignore_eos=True, deadline_ms=300), LONG, "tcp")
+    await client.ask(record)
+    await client.close()
+    assert record.error
 
 
 async def test_each_outcome_is_counted_exactly(cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ prompt logprobs with those of `transformers`.
 
 from __future__ import annotations
 
-import socket
+import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,18 +17,9 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
-from wire.frames import (
-    ANY_RANK,
-    DecodeDone,
-    DecodeRequest,
-    DecodeToken,
-    PrefillDone,
-    PrefillRequest,
-)
+from tests.faults.clients import Record, TcpClient
 from wire.options import Options
-from wire.payloads import decode_prefill_result, encode_prompt
 from wire.process.model import locate
-from wire.stream import StreamDecoder, encode
 from worker.engine.engine import Engine
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence as Request
@@ -104,26 +95,15 @@ def asked(options: Options) -> dict[str, Any]:
 
 def over_tcp(cluster: Cluster, prompt: Sequence[int], options: Options) -> list[int]:
     """The tokens that a raw TCP client gets."""
-    assert options.max_tokens is not None
-    frames = [
-        *encode(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, options)),
-        *encode(DecodeRequest(1, options.max_tokens - 1)),
-    ]
-    decoder, tokens = StreamDecoder(), list[int]()
-    with socket.create_connection(cluster.tcp, timeout=60) as client:
-        client.sendall(b"".join(frames))
-        while True:
-            decoder.receive(client.recv(65536))
-            while (message := decoder.next_message()) is not None:
-                match message.frame:
-                    case PrefillDone():
-                        tokens.append(decode_prefill_result(message.body()).token_id)
-                    case DecodeToken(token_id=token_id):
-                        tokens.append(token_id)
-                    case DecodeDone():
-                        return tokens
-                    case other:
-                        raise AssertionError(other)
+
+    async def ask() -> list[int]:
+        client = await TcpClient.connect(*cluster.tcp)
+        record = Record(list(prompt), options, options.max_tokens or 1, "tcp")
+        await client.ask(record)
+        await client.close()
+        return record.tokens
+
+    return asyncio.run(ask())
 
 
 # The same tokens everywhere.
@@ -153,24 +133,6 @@ def test_the_same_tokens_alone_in_a_crowd_and_on_any_workers(
         answers = list(pool.map(mate, range(16)))
     assert [answer for answer in answers if answer] == [expected] * 8
     pairs.until_idle()
-
-
-# Choices.
-
-
-def test_choices_have_keys_of_their_own(cluster: Cluster, executor: TorchExecutor) -> None:
-    prompt = prompt_of(cluster)
-    fields = asked(SAMPLED)
-    choices = cluster.choices(prompt, n=4, **fields)
-    texts = [choice["token_ids"] for choice in choices]
-    assert len({tuple(text) for text in texts}) == 4
-    for number, text in enumerate(texts):
-        options = Options(
-            temperature=1.0, seed=20, ignore_eos=True, max_tokens=NUM_TOKENS, choice=number
-        )
-        assert text == alone(executor, prompt, options)
-    again = cluster.choices(prompt, n=4, **fields)
-    assert [choice["token_ids"] for choice in again] == texts
 
 
 # Each option, end to end.

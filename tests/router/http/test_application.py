@@ -25,7 +25,7 @@ from tests.router.api.messages.stream import message_of, read_events
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, listening, write_model
 from wire.errors import ErrorCode
-from wire.frames import Cancel, PrefillRequest
+from wire.frames import Cancel
 from wire.process.api_keys import ApiKeys, digest, name_of
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -278,28 +278,6 @@ async def test_a_long_body_is_read_in_a_thread(
     assert readers[1] is threading.main_thread()
 
 
-@pytest.mark.parametrize("has_many", [False, True])
-async def test_an_answer_with_many_scores_is_written_in_a_thread(
-    site: Site, monkeypatch: pytest.MonkeyPatch, has_many: bool
-) -> None:
-    """128 choices with 20 scores for each token took the loop 14 s."""
-    writers = []
-
-    render = ChatAnswer.whole
-
-    def whole(self: ChatAnswer, pieces: Any) -> bytes:
-        writers.append(threading.current_thread())
-        return render(self, pieces)
-
-    monkeypatch.setattr(ChatAnswer, "whole", whole)
-    site.answer = lambda prompt: Answer("hey" * 10, logprobs=True)
-    body = await chat(site, logprobs=True, top_logprobs=5, n=16 if has_many else 1, max_tokens=40)
-    assert [len(each["logprobs"]["content"]) for each in body["choices"]] == [30] * (
-        16 if has_many else 1
-    )
-    assert (writers == [threading.main_thread()]) == (not has_many)
-
-
 async def test_one_line_a_request(site: Site) -> None:
     headers = {"x-request-id": "mine", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     with capture_logs() as logs:
@@ -329,22 +307,6 @@ def request_bytes(body: Any, path: str = "/v1/chat/completions", *headers: str) 
     raw = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
     return "\r\n".join([*lines, f"content-length: {len(raw)}", "", ""]).encode() + raw
-
-
-async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(site: Site) -> None:
-    """Requests that wait for the answer of the one before are never begun."""
-    site.answer = lambda prompt: Answer(
-        "hello", hangs_after=2 if len(site.frames(PrefillRequest)) == 2 else None
-    )
-    async with listening(site.application) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(request_bytes(CHAT | {"stream": True}) * 3)
-        await reader.readuntil(b"data: [DONE]")
-        await reader.readuntil(b'"content":"h"')
-        writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 30)
-        await site.idle()
-    assert len(site.frames(PrefillRequest)) == 2
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -25,7 +25,7 @@ from router.http.limits import (
 )
 from tests.held_up import again_if_held_up
 from tests.pause import stand_still
-from tests.router.http.asgi_wire import Wire, scope
+from tests.router.http.asgi_wire import scope
 from wire.aio.listener import LAST_LOOK_S
 from wire.errors import WireError
 
@@ -166,23 +166,6 @@ async def test_compressed_bytes_without_content_are_limited() -> None:
     assert caught.value.status == 413
 
 
-async def test_others_have_their_turn_while_a_bomb_is_inflated() -> None:
-    wire = Wire([dict(chunk(gzip.compress(bytes(STEP_BYTES * 50)), more=False))])
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    task = asyncio.create_task(other())
-    with pytest.raises(HttpError):
-        await limits.read_body(scope(GZIP), wire.receive, STEP_BYTES * 40)
-    task.cancel()
-    assert turns >= 39
-
-
 def of(asker: str, size: int) -> HttpExchange:
     """A body that comes in two pieces."""
 
@@ -290,22 +273,6 @@ async def test_large_bodies_wait_for_each_other_and_others_do_not_wait_for_them(
         await asyncio.gather(*asked)
     large = [name for name in gate.wanted if "large" in name]
     assert large == ["a large 0", "b large", "a large 1", "a large 2", "a large 3"]
-
-
-async def test_nothing_is_done_for_a_client_that_left_while_its_body_waited() -> None:
-    gate, (gone, has_left) = Gate(), leaving("a")
-    asked = [gate.run(f"a{number}", ORDINARY_BYTES) for number in range(NUM_ORDINARY - 1)]
-    asked.append(left := gate.run("a gone", ORDINARY_BYTES, gone))
-    asked.append(gate.run("a last", ORDINARY_BYTES))
-    try:
-        await gate.has_begun(NUM_ORDINARY - 1)
-        has_left.set()
-        with pytest.raises(Disconnected):
-            await left
-    finally:
-        gate.go_on.set()
-        await asyncio.gather(*asked, return_exceptions=True)
-    assert sorted(gate.wanted) == ["a last", "a0", "a1"]
 
 
 class Client:

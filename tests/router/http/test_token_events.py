@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import pytest
-
 from router.api.completions.events import PING
-from router.http.asgi import Disconnected
 from router.http.writer import PING_S
 from tests.router.http.client import Client, text_of
 from wire.payloads import Usage
@@ -123,14 +120,3 @@ async def test_tokens_of_one_iteration_are_one_write() -> None:
     assert [text_of(each + b"\n\n") for each in events] == [*"d" * 1000, "e"]
     assert client.tokens[2:] == [(0.0, 1001)]
     assert await finish(client, task) == "a"
-
-
-async def test_nothing_is_pushed_after_a_disconnect() -> None:
-    client, push, task = await in_the_middle()
-    client.say("d")
-    client.writer.disconnect()
-    with pytest.raises(Disconnected):
-        await task
-    client.say("e")
-    await asyncio.sleep(0)
-    assert push.texts == ["b", "c"]

@@ -120,21 +120,3 @@ async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
     client.may_write.set()
     with pytest.raises(Disconnected):
         await task
-
-
-async def test_an_answer_is_over_when_its_last_write_is() -> None:
-    client = Client()
-    task = client.stream()
-    client.say("a")
-    await client.bodies.get()
-    client.may_write.clear()
-    client.is_writing.clear()
-    client.sink.on_done(Usage(finish_reason="stop"))
-    await client.is_writing.wait()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not task.done()
-    client.may_write.set()
-    client.writer.disconnect()  # as who has all of it may
-    await task
-    assert client.sent[-1]["body"].endswith(DONE)

@@ -73,36 +73,6 @@ def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch
     assert pool.match_prefix(keys_of([C, B]))[0] == []
 
 
-def test_a_child_of_an_evicted_twin_is_not_found_under_the_new_one() -> None:
-    pool = BlockPool(3, 2)
-    twin = pool.allocate(1)
-    register(pool, [A], twin)
-    table = pool.allocate(2)  # computes A again, then B behind the registered A
-    register(pool, [A, B], table)
-    pool.free(twin)
-    pool.allocate(1)  # evicts the registered A; B stays, its block is in use
-    assert pool.match_prefix(keys_of([A, B]))[0] == []
-    register(pool, [A], table)
-    assert pool.match_prefix(keys_of([A, B]))[0] == table[:1]
-
-
-def test_a_prefix_is_told_gone_when_its_last_block_is() -> None:
-    pool = BlockPool(4, 2)
-    twin = pool.allocate(1)
-    register(pool, [A], twin)
-    table = pool.allocate(2)
-    register(pool, [A, B], table)  # B stands behind the twin
-    pool.free(twin)
-    pool.free(pool.allocate(2))  # evicts the twin: nobody finds that B any more
-    register(pool, [A, B], again := pool.allocate(2))
-    pool.journal.read()
-    pool.free(table)
-    evicting = pool.allocate(2)
-    assert pool.match_prefix(keys_of([A, B]))[0] == again
-    assert pool.journal.read() == ((), ()), "the one that is found is still there"
-    pool.free(evicting)
-
-
 def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
     pool = BlockPool(3, 2, enable_prefix_cache=False)
     table = pool.allocate(2)

@@ -74,17 +74,6 @@ def test_a_long_prompt_is_read_over_many_rounds_and_nobody_waits_for_it() -> Non
     model.check()
 
 
-def test_a_sequence_that_fits_no_batch_gets_drafts_later() -> None:
-    """More sequences than a batch has tokens: no batch gets larger for that."""
-    executor = SizingExecutor()
-    model = ModelDrafter(executor, 3, num_blocks=40, block_size=3, max_ubatch_tokens=2)
-    sequences = [Sequence(number, [3], GREEDY) for number in range(3)]
-    assert [len(drafted) for drafted in model.draft(sequences, [3] * 3)] == [3, 3, 0]
-    assert executor.sizes == [2, 2, 2]
-    assert [len(drafted) for drafted in model.draft(sequences[2:], [3])] == [3]
-    model.check()
-
-
 @pytest.mark.parametrize("place", ["forward", "sample"])
 def test_a_sequence_that_fails_the_draft_model_gets_no_drafts(place: str) -> None:
     model = ModelDrafter(PoisonedExecutor(place), 3, num_blocks=40, block_size=3)

@@ -95,17 +95,6 @@ def test_the_kv_of_a_reservation_is_shared_when_a_router_has_asked_for_it() -> N
     assert engine.load().used == 0
 
 
-@pytest.mark.parametrize("max_tokens", [1, 9], ids=["it was the last", "the transfer failed"])
-def test_a_transfer_that_is_cancelled_after_its_first_token_counts_once(max_tokens: int) -> None:
-    engine = engine_of()
-    engine.add(Sequence(1, range(9), Options(max_tokens=max_tokens), transfer=True))
-    engine.step()
-    engine.cancel(1)
-    counters = engine.counters
-    assert (counters.finished, counters.failed, counters.cancelled) == (1, 0, 0)
-    assert engine.load().used == 0
-
-
 def test_a_halted_sequence_keeps_its_blocks_until_the_cancel() -> None:
     engine = engine_of(max_ubatch_tokens=5)
     engine.add(Sequence(1, range(10, 22), GREEDY, 20, transfer=True))

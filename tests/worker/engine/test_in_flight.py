@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from tests.worker.workload import (
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Output, Token
+from worker.engine.outputs import Failed, Token
 from worker.engine.sequence import Sequence
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
@@ -148,28 +147,3 @@ def test_a_step_that_fails_behind_another_fails_one_sequence() -> None:
     assert [it.request_id for it in of_kind(outputs, Failed)] == [2]
     assert text_of(outputs, 1) == [*full_text((3, 4, 1), 9, GREEDY)]
     assert len(text_of(outputs, 2)) == 2, "the step before is committed"
-
-
-def with_one_that_stops(index: int) -> tuple[Engine, LateExecutor, list[Output]]:
-    """Two sequences, of which the one behind is about to end in flight, as nobody knows."""
-    engine, executor = late_engine()
-    prompt = next(
-        prompt
-        for prompt in product((3, 4), repeat=5)
-        if (text := full_text(prompt, 9, GREEDY))[index] not in text[:index]
-    )
-    stop = full_text(prompt, 9, GREEDY)[index]
-    engine.add(Sequence(2, [4, 5], GREEDY, 20))  # it has block 0, which pads block tables
-    engine.add(Sequence(1, prompt, structs.replace(GREEDY, stop_token_ids=(stop,)), 9))
-    outputs = [it for _ in range(index + 1) for it in engine.step()]
-    assert len(text_of(outputs, 1)) == index and engine.num_running == 2
-    return engine, executor, outputs
-
-
-def test_a_step_that_fails_for_who_has_ended_fails_nobody() -> None:
-    engine, executor, outputs = with_one_that_stops(2)
-    executor.fails_at = 1
-    outputs += run(engine)
-    assert not of_kind(outputs, Failed) and executor.num_failed == 1
-    assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
-    assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]

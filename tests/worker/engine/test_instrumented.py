@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -10,9 +9,8 @@ from scripts.examples import own_model
 from scripts.models.make_model import make_model
 from tests.oracle import oracle
 from tests.worker.executor.forward_pair import pair
-from tests.worker.late import LateDrawn, LateExecutor
+from tests.worker.late import LateExecutor
 from tests.worker.poisoned import POISON, PoisonedExecutor
-from wire.layout import KVLayout
 from wire.options import Options
 from worker.compute.contract import KVCache
 from worker.engine.engine import Engine
@@ -29,17 +27,10 @@ from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch
 from worker.executor.contract import Drawer, Executor, SampledToken, SequenceFailed
-from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
+from worker.executor.hash import HashExecutor, create
 from worker.executor.torch import TorchExecutor
 
 GREEDY = Options(ignore_eos=True)
-
-
-WINDOWED = KVLayout(groups=MIXED.groups[:2])
-
-
-def create_windowed() -> HashExecutor:
-    return HashExecutor(replace(create_mixed().info, layout=WINDOWED))
 
 
 class Clock:
@@ -154,24 +145,6 @@ def test_a_step_that_raises_is_an_error_state() -> None:
     assert around.status().state is State.ERROR
 
 
-@pytest.mark.parametrize(("owner", "method"), [(LateExecutor, "draw"), (LateDrawn, "tokens")])
-def test_a_step_in_flight_that_raises_is_an_error_state(
-    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    around = late(Clock())
-    engine = Engine(around, num_blocks=16, block_size=4)
-    engine.add(Sequence(1, [5, 6, 7], GREEDY, 5))
-    engine.step()
-    monkeypatch.setattr(owner, method, fail)
-    with pytest.raises(RuntimeError, match="out of memory") as raised:
-        engine.step(), engine.step()
-    assert raised.value.__notes__ == ["in draw of a decode step, batch size 1"]
-    assert around.status().state is State.ERROR
-
-
 def test_a_sequence_that_fails_leaves_it_ready_and_is_not_counted() -> None:
     executor = PoisonedExecutor()
     around = measured(executor)
@@ -224,18 +197,6 @@ def test_the_warmup_fits_any_cache_and_is_not_counted(num_blocks: int, block_siz
     assert executor.clock.now > 100.0
     assert executor.temperatures and all(it > 0 for it in executor.temperatures)
     assert around.metrics().num_steps == 0 and around.status().state is State.READY
-
-
-def test_memory_is_what_was_allocated() -> None:
-    around = measured(create())
-    assert around.status().memory.kv_cache_bytes == 0
-    around.allocate(8, 4)
-    memory = around.status().memory
-    assert (memory.parameter_bytes, memory.kv_cache_bytes) == (0, 8 * 4 * 64)
-    assert memory.peak_bytes > 1 << 20
-    around = measured(create_windowed())
-    around.allocate(8, 4, num_window_blocks=3)
-    assert around.status().memory.kv_cache_bytes == (8 + 3) * 4 * 32
 
 
 Make = Callable[[], Executor]

@@ -59,13 +59,6 @@ def test_a_reservation_does_not_wait_for_a_longer_prompt(token_ids: list[int]) -
     assert reservations.head() is second
 
 
-def test_a_reservation_does_not_wait_for_the_prefix_of_another_peer() -> None:
-    """One that sends half a transfer would else hold up whoever has a text that begins alike."""
-    reservations, _, _ = pair(PROMPT)
-    reservations.add(other := reservation(3, [*PROMPT, 3], "prefill-1-1"))
-    assert reservations.head() is other
-
-
 def held(reservations: Reservations, pool: BlockPool, peer: str, count: int) -> list[Sequence]:
     """KV of `count` texts arrives from a peer, 3 blocks each."""
     texts = ([hash(peer) % 1000, number, *PROMPT[1:]] for number in range(count))

@@ -338,16 +338,6 @@ def test_the_prompt_of_another_tenant_is_read_in_the_next_step() -> None:
     assert sizes(queue.step()) == ([], [(1, 4), (2, 1), (9, 3)])
 
 
-def test_tokens_that_a_tenant_does_not_use_are_read_for_others() -> None:
-    queue = Queue(max_ubatch_tokens=13)
-    queue.add(1, 8, tenant=2)
-    queue.step()  # now the prompt of request 4 is in the prefix cache, but for its last token
-    queue.add(2, 5, tenant=1)
-    queue.add(3, 12, tenant=3)
-    queue.add(4, 9, like=1, tenant=2)
-    assert sizes(queue.step()) == ([1], [(2, 5), (3, 6), (4, 1)])
-
-
 # Deadlines.
 
 
@@ -364,18 +354,6 @@ def test_an_overdue_sequence_leaves_in_any_state() -> None:
     assert plan.overdue == [running] and not plan.chunks
     assert running.status is waiting.status is Status.FINISHED
     assert queue.pool.num_used == 0 and queue.scheduler.deadlines.next_s is None
-
-
-def test_an_overdue_transfer_keeps_its_blocks() -> None:
-    queue = Queue(max_ubatch_tokens=4)
-    sequence = queue.add(1, 12, transfer=True, deadline_ms=1000)
-    queue.step()
-    queue.now = 1.0
-    plan = queue.step()
-    assert plan.overdue == [sequence] and not plan.chunks
-    assert sequence.status is Status.HANDING_OVER and queue.pool.num_used == 3
-    queue.scheduler.finish(sequence)
-    assert queue.pool.num_used == 0
 
 
 # Swap.
@@ -418,19 +396,7 @@ def test_prompts_do_not_wait_for_a_block_that_is_not_full_or_not_shared(num_toke
     assert sizes(queue.step()) == ([], [(1, num_tokens), (2, num_tokens)])
 
 
-def test_static_batches_do_not_wait_for_a_shared_prefix() -> None:
-    queue = Queue(max_ubatch_tokens=64, dynamic_batching=False)
-    queue.add(1, 9, like=0)
-    queue.add(2, 9, like=0)
-    assert sizes(queue.step()) == ([], [(1, 9), (2, 9)])
-
-
 SEQUENCE = Sequence(1, range(9))
-
-
-def test_drafts_count_as_tokens() -> None:
-    plan = Plan(decode=[Chunk(SEQUENCE, 1, (5, 6))], prefill=[Chunk(SEQUENCE, 4)])
-    assert plan.num_tokens == 7 and plan.chunks == plan.decode + plan.prefill
 
 
 @pytest.mark.parametrize(

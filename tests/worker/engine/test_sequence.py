@@ -131,16 +131,6 @@ def test_a_waiting_prompt_finds_the_blocks_that_a_step_filled(
     assert (waiting.missing(pool) != before) == (bool(before) and before == coming)
 
 
-def test_the_block_after_the_registered_ones_is_filled_next() -> None:
-    pool = BlockPool(16, 2)
-    reading = admitted([1, 2, 3, 4, 5], pool)
-    reading.num_computed_tokens = 3
-    reading.register(pool)
-    assert reading.num_registered_blocks == 1 and reading.filled(1, pool)
-    assert reading.filled(1, pool) == Sequence(2, [1, 2, 3, 4, 9]).missing(pool)
-    assert Sequence(2, [1, 2, 9]).missing(pool) == [], "the last token is computed anyway"
-
-
 def test_blocks_that_lack_less_are_shared_instead_and_others_stay() -> None:
     pool = BlockPool(9, 2, windows=windows_over(9, 2, [2]))
     one, two, three = (admitted([1, 2, 3, 4, 5, 6], pool) for _ in range(3))

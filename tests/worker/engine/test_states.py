@@ -10,7 +10,7 @@ from tests.worker.engine.hashed import of_kind, run, text
 from wire.options import Options
 from worker.compute.state_slots import StateSlots
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Reserved
+from worker.engine.outputs import Failed
 from worker.engine.sequence import Sequence
 from worker.engine.states import States
 from worker.executor.batch import Batch
@@ -89,19 +89,6 @@ def test_a_shared_prefix_continues_from_the_last_state_at_a_block_end() -> None:
     assert answer(engine, 5, [*prompt[:20], 5, 6]) == 20
     told = [*prompt, *expected(prompt, 9)]
     assert answer(engine, 6, [*told, 8, 9]) == 28, "the next turn of a conversation"
-
-
-def test_the_state_of_a_reservation_is_kept() -> None:
-    engine, prompt = engine_of(num_states=4), list(range(10, 18))
-    answer(engine, 1, prompt, 2)
-    engine.reserve(2, prompt)
-    (reserved,) = of_kind(run(engine), Reserved)
-    assert reserved.cached_tokens == 8, "all of it, and the state behind it"
-    for request_id in range(3, 9):
-        answer(engine, request_id, [request_id] * 9, 9)
-    told = expected(prompt, 9)
-    engine.begin_decode(2, [*prompt, told[0]], ENDLESS, 8)
-    assert text(run(engine), 2) == told[1:]
 
 
 class Unlucky(HashExecutor):

@@ -88,19 +88,6 @@ def timed_engine() -> tuple[Engine, TimedExecutor]:
     return Engine(executor, num_blocks=100, block_size=16, clock=lambda: executor.now), executor
 
 
-def test_prompts_that_the_prefix_cache_holds_say_nothing_of_reading() -> None:
-    engine, _ = timed_engine()
-    for request_id in range(21):
-        engine.add(Sequence(request_id, range(3, 404), Options(ignore_eos=True), 2))
-        while engine.has_work():
-            engine.step()
-        if request_id == 0:
-            first = engine.swap.costs.prefill_tokens_per_s
-            assert first == pytest.approx((5000 + 401) / (0.5 + 0.0501))
-    assert engine.stats().counters.cached_tokens == 20 * 400
-    assert engine.swap.costs.prefill_tokens_per_s == first
-
-
 def test_decode_steps_do_not_count_for_the_prefill_rate() -> None:
     engine, _ = timed_engine()
     for request_id in range(40):
