@@ -66,7 +66,7 @@ def test_a_mismatch_is_refused_and_says_what_to_fix(
     frame: Hello, about: HelloDetail, fix: str
 ) -> None:
     table = fleet()
-    hello(table, Role.PREFILL)
+    hello(table, Role.PREFILL, num_blocks=1)
     with pytest.raises(WireError, match=fix) as caught:
         table.hello(b"x", frame, about, 0.0)
     assert caught.value.code is ErrorCode.MISMATCH
