@@ -14,6 +14,7 @@ def test_the_forward_model_sees_all_earlier_tokens() -> None:
     sequence = (direct := Direct(executor, executor.allocate(8, 4))).prefill([1, 2, 3, 4, 5])
     direct.decode(sequence)
     assert model.seen == [(4, HEADS, DIM), (5, HEADS, DIM)]
+    assert executor.info.name == "pair", "as the settings say"
 
 
 def test_its_logits_are_sampled_with_the_request_s_options() -> None:

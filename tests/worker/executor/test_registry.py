@@ -1,6 +1,7 @@
 """Executors by name, plug-ins included; a wrong name says what there is."""
 
 import dataclasses
+import gc
 import subprocess
 import sys
 from types import ModuleType
@@ -41,6 +42,7 @@ def test_a_plug_in_is_called_with_the_same_keywords(monkeypatch: pytest.MonkeyPa
     seen = plug_in(monkeypatch)
     assert isinstance(registry.create("plug_in:make", model_name="m", dtype="auto"), HashExecutor)
     assert seen == {"model_name": "m", "dtype": "auto"}
+    assert gc.isenabled(), "it is off only while the module is imported"
 
 
 def test_a_dtype_or_device_it_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
