@@ -73,26 +73,6 @@ def test_template_variables_of_the_client(model: ServedModel) -> None:
     converse(model, chat_template_kwargs={"enable_thinking": False})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tool_choice", "required"),
-        ("functions", [{}]),
-        ("chat_template", 5),
-        ("modalities", ["audio"]),
-        ("audio", {"voice": "x"}),
-        ("top_logprobs", 3),
-        ("messages", []),
-    ],
-)
-def test_chat_refuses_what_it_cannot_do(field: str, value: object) -> None:
-    assert refusal(ChatBody, **{field: value}).param == field
-
-
-def test_neutral_values_of_unsupported_fields_pass() -> None:
-    chatting(tools=[], response_format={"type": "text"}, modalities=["text"])
-
-
 GET = {"type": "function", "function": {"name": "get"}}
 PUT = {"type": "function", "function": {"name": "put"}}
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from router.api.chat import ChatBody
 from router.api.completions.completion import Choice, Completion, CompletionRequest
 from router.api.completions.deltas import Delta
 from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
-from router.api.text import CompletionBody, TextAnswer
+from router.api.text import TextAnswer
 from router.text.tokenizer import Tokenizer
-from tests.router.api.asking import complete, completion, letters, refusal
+from tests.router.api.asking import complete, completion, letters
 from tests.router.api.scripted import Core, Writer
 from tests.router.site import LETTERS, ids
 from wire.options import Options
@@ -44,11 +43,6 @@ def test_a_text_prompt_gets_the_models_special_tokens(model: ServedModel) -> Non
     assert request.token_ids == (0, *ids("ab"))
     assert (request.max_new_tokens, request.options.max_tokens) == (15, 16)
     assert (request.options.seed, request.client, echo) == (77, "10.0.0.1", "")
-
-
-def test_or_none(model: ServedModel) -> None:
-    [(request, _)] = complete(model, prompt="ab", add_special_tokens=False).requests
-    assert request.token_ids == tuple(ids("ab"))
 
 
 def test_choices_of_several_prompts_are_in_order(model: ServedModel) -> None:
@@ -103,10 +97,6 @@ def test_too_many_choices_at_once(model: ServedModel) -> None:
     assert len(complete(model, prompt=["a"] * 64, n=2).requests) == 128
 
 
-def test_best_of_n_is_n() -> None:
-    assert completion(best_of=2, n=2).num_choices == 2
-
-
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
     def options(**fields: Any) -> Options:
         return completion(**fields).options(seed=0, max_tokens=5)
@@ -116,12 +106,6 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
     assert options(logprobs=3).prompt_logprobs is None
 
 
-def test_no_token_at_all_is_for_echo_only() -> None:
-    assert completion(echo=True, max_tokens=0).token_limit == 0
-    assert refusal(CompletionBody, max_tokens=0).param == "max_tokens"
-    assert refusal(ChatBody, max_tokens=0).param == "max_tokens"
-
-
 def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
     body = entry(choice(has_ids=True), Delta("ab", [A, B], (), "stop"))
     assert body["text"] == "<ab"
@@ -129,8 +113,3 @@ def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
     plain = entry(choice(), Delta("ab", [A, B], (), "stop"))
     assert "token_ids" not in plain
     assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None
-
-
-def test_stop_token_ids_are_those_of_the_request(model: ServedModel) -> None:
-    assert complete(model, prompt="a", stop_token_ids=[1, 2]).stop_token_ids == {1, 2}
-    assert not complete(model, prompt="a").stop_token_ids

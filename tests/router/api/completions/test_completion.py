@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,31 +53,19 @@ def texts(pieces: list[Delta]) -> list[tuple[str, str | None]]:
     return [(piece.text, piece.finish_reason) for piece in pieces]
 
 
-def test_one_piece_a_token() -> None:
-    subject = choice()
-    say(subject, "abc")
-    assert texts(subject.take()) == [("a", None), ("b", None), ("c", None)]
-    assert subject.num_tokens == 3
-    assert subject.take() == []
-
-
 @pytest.mark.parametrize("stops", [(), ("zzz",)])
-def test_the_end_goes_out_with_the_last_token_if_it_is_there(stops: tuple[str, ...]) -> None:
+def test_the_end_goes_out_with_the_last_token_or_alone(stops: tuple[str, ...]) -> None:
     subject = choice(*stops)
     say(subject, "ab")
     done(subject, "length")
     assert texts(subject.take()) == [("a", None), ("b", "length")]
     assert subject.is_over
-
-
-@pytest.mark.parametrize("stops", [(), ("zzz",)])
-def test_else_the_end_stands_alone(stops: tuple[str, ...]) -> None:
-    subject = choice(*stops)
-    say(subject, "a")
-    subject.take()
-    done(subject)
-    assert texts(subject.take()) == [("", "stop")]
-    assert subject.take() == []
+    taken = choice(*stops)
+    say(taken, "a")
+    assert texts(taken.take()) == [("a", None)]
+    done(taken)
+    assert texts(taken.take()) == [("", "stop")]
+    assert (taken.take(), taken.num_lendable) == ([], 0)
 
 
 @pytest.mark.parametrize("stops", [(), ("zzz",)])
@@ -113,30 +100,12 @@ def test_half_a_character_may_be_lent_without_the_other_half() -> None:
     subject = choice()
     subject.on_token(first, None)
     assert texts(subject.take()) == [("", None)]
+    assert choice(has_ids=True).num_lendable == choice(has_logprobs=True).num_lendable == 0
     json_of = subject.lend(lambda token_id, logprobs: None, lambda choice: None)
     assert [json_of(second), json_of(first)] == ['"é"'.encode(), b'""']
     subject.take_back(2)
     subject.on_token(second, None)
     assert texts(subject.take()) == [("é", None)]
-
-
-def test_tokens_that_were_taken_back_are_not_lent() -> None:
-    subject, lent = choice(), list[int]()
-    subject.lend(lambda token_id, logprobs: lent.append(token_id), lambda choice: None)
-    subject.take_back(0)
-    say(subject, "c")
-    assert (texts(subject.take()), lent) == ([("c", None)], [])
-
-
-@pytest.mark.parametrize("output", [{"has_ids": True}, {"has_logprobs": True}])
-def test_tokens_that_show_more_are_not_lent(output: dict[str, Any]) -> None:
-    assert choice(**output).num_lendable == 0
-
-
-def test_after_the_end_there_is_nothing_to_lend() -> None:
-    subject = choice()
-    done(subject)
-    assert subject.num_lendable == 0
 
 
 def test_half_a_character_at_the_end_is_shown_broken() -> None:
@@ -159,21 +128,6 @@ def test_a_stop_string_across_tokens_ends_it() -> None:
     assert subject.usage is not None
 
 
-def test_a_stop_string_alone_ends_with_an_empty_piece() -> None:
-    subject = choice("ab")
-    say(subject, "a")
-    assert texts(subject.take()) == [("", None)]
-    say(subject, "b")
-    assert texts(subject.take()) == [("", "stop")]
-
-
-def test_what_was_held_for_a_stop_string_comes_at_the_end() -> None:
-    subject = choice("</s>")
-    say(subject, "x</")
-    done(subject, "length")
-    assert texts(subject.take()) == [("x", None), ("", None), ("</", "length")]
-
-
 def test_stop_strings_wait_for_min_tokens() -> None:
     subject = choice("a", min_tokens=2)
     say(subject, "aaba")
@@ -187,21 +141,6 @@ def test_the_end_sign_as_first_token_is_no_text() -> None:
     done(subject)
     assert texts(subject.take()) == [("", "stop")]
     assert (subject.num_tokens, subject.cached_tokens) == (1, 2)
-
-
-def test_the_first_token_comes_from_prefill() -> None:
-    subject = choice()
-    subject.on_prefill(PrefillResult(token_id=ids("h")[0], finish_reason="length"), 0)
-    done(subject, "length")
-    assert texts(subject.take()) == [("h", "length")]
-
-
-def test_what_came_before_an_error_is_shown() -> None:
-    subject = choice()
-    say(subject, "ab")
-    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
-    assert texts(subject.take()) == [("a", None), ("b", None)]
-    assert subject.is_over
 
 
 @pytest.mark.parametrize("is_shown", [False, True])
@@ -257,18 +196,6 @@ def test_the_last_token_waits_for_the_end(stops: tuple[str, ...]) -> None:
     assert subject.num_tokens == 2
 
 
-def test_the_last_token_keeps_its_scores_while_it_waits() -> None:
-    subject = choice(has_logprobs=True)
-    subject.max_tokens = 2
-    for token_id, logprob in zip(ids("ab"), (-1.0, -2.0), strict=True):
-        subject.on_token(token_id, Logprobs(logprob=logprob))
-    pieces = subject.take()
-    done(subject, "length")
-    pieces += subject.take()
-    scores = [score.logprobs for piece in pieces for score in piece.scores]
-    assert scores == [Logprobs(logprob=-1.0), Logprobs(logprob=-2.0)]
-
-
 def test_the_last_token_is_not_lost_when_an_error_comes_for_the_end() -> None:
     subject = choice()
     subject.max_tokens = 2
@@ -310,13 +237,6 @@ def test_special_tokens_may_be_shown() -> None:
     assert texts(subject.take()) == [("", None)]
 
 
-def test_without_a_tokenizer_every_token_is_an_empty_piece() -> None:
-    subject = choice(tokenizer=Tokenizer(None), has_ids=True)
-    for token_id in (7, 8):
-        subject.on_token(token_id, None)
-    assert subject.take() == [Delta("", [7], []), Delta("", [8], [])]
-
-
 def test_scores_travel_with_their_token() -> None:
     subject = choice(has_logprobs=True)
     for token_id in ids("xé"):
@@ -324,13 +244,6 @@ def test_scores_travel_with_their_token() -> None:
     pieces = subject.take()
     assert [len(piece.scores) for piece in pieces] == [1, 1, 1]
     assert [score.text_offset for piece in pieces for score in piece.scores] == [0, 1, 1]
-
-
-def test_offsets_count_the_echoed_prompt() -> None:
-    output = CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, has_logprobs=True)
-    subject = Choice(0, (1,), output, lambda choice: None, prefix="abc")
-    subject.on_token(ids("x")[0], None)
-    assert subject.take()[0].scores[0].text_offset == 3
 
 
 def test_nobody_is_woken_for_what_nobody_reads() -> None:
@@ -364,11 +277,6 @@ def test_when_it_is_taken_never_changes_the_text(text: str, cuts: list[int]) -> 
             assert [piece.finish_reason is None for piece in shown].count(False) == 1
             results.add(("".join(piece.text for piece in shown), shown[-1].finish_reason))
     assert results == {(text.split("ba")[0], "stop" if "ba" in text else "length")}
-
-
-def test_the_model_directory_of_these_tests_is_complete(tmp_path: Path) -> None:
-    LETTERS.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).decode(ids("é!")) == "é!"
 
 
 # What belongs to the prompt, and ends that are known at the first token.
@@ -435,18 +343,14 @@ def test_an_echo_alone_has_no_token_of_its_own(reason: str) -> None:
     assert subject.num_tokens == 0
 
 
-@pytest.mark.parametrize("stop", [True, False])
-def test_the_first_token_may_be_a_stop_string(stop: bool) -> None:
-    subject = choice("d" if stop else "de")
+@pytest.mark.parametrize(("text", "min_tokens", "stop"), [("d", 0, 1), ("de", 0, 0), ("d", 1, 0)])
+def test_the_first_token_may_be_a_stop_string(text: str, min_tokens: int, stop: bool) -> None:
+    subject = choice(text, min_tokens=min_tokens)
     subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert subject.is_stopped_at_once is stop
+    assert subject.is_stopped_at_once == stop
+    if min_tokens:
+        return
     assert texts(subject.take()) == [("", "stop" if stop else None)]
-
-
-def test_unless_there_must_be_more() -> None:
-    subject = choice("d", min_tokens=1)
-    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert not subject.is_stopped_at_once
 
 
 @pytest.mark.parametrize(
@@ -472,18 +376,6 @@ def test_one_wake_for_what_comes_together() -> None:
     assert len(pieces) == subject.num_new_tokens == 3
     core.sinks[0].on_token(ids("d")[0], None)
     assert writer.wakes == 2
-
-
-def test_over_when_every_choice_is() -> None:
-    core = Core()
-    subject, _ = started(core)
-    for sink in core.sinks:
-        assert not subject.is_over
-        sink.on_done(Usage(finish_reason="stop"))
-        subject.take()
-    assert subject.is_over
-    subject.cancel()
-    assert core.cancelled == []
 
 
 def test_a_stop_string_ends_its_own_request_only_and_well() -> None:
@@ -563,27 +455,6 @@ def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
     assert (core.stopped, core.cancelled) == ([1], [])
 
 
-def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
-    """A client that reads again after a pause has thousands of tokens waiting, for each choice."""
-    subject, writer = started(core := Core())
-    tokens = ids("ab") * MAX_AT_ONCE
-    for sink in core.sinks:
-        for token_id in tokens:
-            sink.on_token(token_id, None)
-        sink.on_done(Usage(finish_reason="length"))
-    texts, parts = ["", ""], 0
-    while not subject.is_over:
-        wakes = writer.wakes
-        for choice, pieces in subject.take():
-            texts[choice.index] += "".join(piece.text for piece in pieces)
-        assert subject.num_new_tokens <= MAX_AT_ONCE
-        assert subject.is_over or writer.wakes > wakes
-        parts += 1
-    assert texts == ["ab" * MAX_AT_ONCE] * 2 and parts == 4
-    assert [choice.finish_reason for choice in subject.choices] == ["length"] * 2
-    assert subject.take() == []
-
-
 def test_what_came_before_an_error_is_shown_though_it_is_very_much() -> None:
     subject, writer = started(core := Core(), 1)
     for token_id in ids("ab") * MAX_AT_ONCE:
@@ -653,15 +524,6 @@ def test_no_token_is_left_though_only_the_first_wakes(
     assert subject.is_over and shown == said
 
 
-def test_a_stop_string_ends_a_choice_though_more_waits() -> None:
-    subject, _ = started(core := Core(), 1, stop="b")
-    for token_id in ids("ab") * MAX_AT_ONCE:
-        core.sinks[0].on_token(token_id, None)
-    [(_, pieces)] = subject.take()
-    assert pieces[-1].finish_reason == "stop" and subject.is_over
-    assert core.stopped == [1] and subject.take() == []
-
-
 def test_what_a_completion_came_to() -> None:
     core = Core()
     subject, _ = started(core, 1)
@@ -689,11 +551,3 @@ def test_what_a_completion_came_to() -> None:
         "kv_bytes": 64,
         "kv_skipped_tokens": 0,
     }
-
-
-def test_an_error_in_the_middle_is_the_outcome() -> None:
-    core = Core()
-    subject, _ = started(core, 1)
-    core.sinks[0].on_error(WireError(ErrorCode.TRANSFER_FAILED, "x"))
-    subject.take()
-    assert subject.outcome == "transfer_failed"

@@ -203,11 +203,6 @@ def test_why_it_ended() -> None:
     assert message["content"][0]["input"] == {"a": ["x"]}
 
 
-def test_a_message_without_content() -> None:
-    assert Said("").whole()["content"] == []
-    assert message_of(Said("").events())["content"] == []
-
-
 def test_a_stream_that_breaks_ends_with_an_error() -> None:
     said = Said("ab")
     error = HttpError(503, "worker lost", code="worker_lost")
@@ -258,26 +253,19 @@ def _spans(places: list[int], length: int) -> Iterator[tuple[int, int]]:
     return zip([0, *places], [*places, length], strict=True)
 
 
-@given(answers(), st.lists(st.integers(0, 5), max_size=8), st.sampled_from(["stop", "length"]))
-def test_a_stream_makes_the_whole_message(parts: list[Part], sizes: list[int], reason: str) -> None:
+@given(
+    answers(),
+    st.lists(st.integers(0, 5), max_size=8),
+    st.sampled_from(["stop", "length"]),
+    st.integers(0, 40),
+)
+def test_a_stream_makes_the_whole_message(
+    parts: list[Part], sizes: list[int], reason: str, length: int
+) -> None:
+    parts = parts[:length]
     text = "x" * max(len(parts) - 1, 0)  # the last part comes with the end
     streamed = message_of(Said(text, parts).events(sizes, reason))
     assert without_ids(streamed) == without_ids(Said(text, parts).whole(reason))
-
-
-@given(answers(), st.data())
-def test_an_answer_cut_short_is_the_same_streamed_and_whole(
-    parts: list[Part], data: st.DataObject
-) -> None:
-    short = parts[: data.draw(st.integers(0, len(parts)))]
-    text = "x" * len(short)
-    streamed = message_of(Said(text, short).events([2, 2], "length"))
-    assert without_ids(streamed) == without_ids(Said(text, short).whole("length"))
-
-
-@given(st.dictionaries(st.text(), JSON, max_size=5))
-def test_arguments_that_are_complete_are_read_as_they_are(value: dict[str, Any]) -> None:
-    assert read_arguments(json.dumps(value)) == value
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5), st.data(), st.sampled_from([None, 1]))
@@ -294,11 +282,6 @@ def test_arguments_cut_short_are_read_as_the_official_client_reads_them(
 )
 def test_arguments_that_are_no_object_say_nothing(text: str) -> None:
     assert read_arguments(text) == {}
-
-
-@pytest.mark.parametrize(("cut", "read"), [("12", {"a": 12}), ("12.", {}), ("tru", {}), ('"x', {})])
-def test_a_number_at_the_end_counts_as_whole(cut: str, read: dict[str, Any]) -> None:
-    assert read_arguments('{"a":' + cut) == read
 
 
 def test_arguments_too_deep_to_read_say_nothing() -> None:

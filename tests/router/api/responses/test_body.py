@@ -132,15 +132,6 @@ def test_the_conversation(tmp_path: Path) -> None:
     assert conversation.variables == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("include_reasoning", [None, True, False])
-def test_reasoning_is_shown_unless_it_is_declined(
-    tmp_path: Path, include_reasoning: bool | None
-) -> None:
-    body = asked(include_reasoning=include_reasoning)
-    conversation = body.go_on(body.items, served(tmp_path))
-    assert conversation.shows_reasoning == (include_reasoning is not False)
-
-
 def test_effort_is_for_templates_that_know_it(tmp_path: Path) -> None:
     body, model = asked(reasoning={"effort": "low"}), served(tmp_path, "{{ reasoning_effort }}")
     assert body.go_on(body.items, model).variables == {"reasoning_effort": "low"}
@@ -170,13 +161,6 @@ def test_what_the_text_is_to_be() -> None:
     both = asked(text={"format": SCHEMA}, structured_outputs={"regex": "a"})
     with pytest.raises(HttpError, match="one structure"):
         assert both.wanted
-
-
-def test_limits_and_scores() -> None:
-    body = asked(max_output_tokens=7, include=[LOGPROBS], top_logprobs=3)
-    assert (body.token_limit, body.num_logprobs) == (7, 3)
-    assert asked(include=[LOGPROBS]).num_logprobs == 0
-    assert asked().num_logprobs is None
 
 
 def test_the_echo_says_what_was_asked() -> None:

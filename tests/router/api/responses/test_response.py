@@ -21,7 +21,6 @@ from router.text.tokenizer import Tokenizer
 from router.text.tools import hermes
 from tests.clients.openai_schema import validate_event, validator
 from tests.router.api.responses.asking import (
-    CLOCK,
     asked,
     assembled,
     events_of,
@@ -120,16 +119,6 @@ def test_what_has_come_is_sent_at_once() -> None:
         subject.say(ids(text))
         events = events_of(subject.answer.take())
         assert "".join([event.get("delta", "") for event in events]) == text
-
-
-def test_calls_are_items() -> None:
-    body = Answering(is_streamed=False, tools=[CLOCK]).whole(CALLS)
-    RESPONSE.validate(body)
-    message, first, second = body["output"]
-    assert message["content"][0]["text"] == "So:"
-    assert (first["name"], json.loads(first["arguments"])) == ("a", {"x": "é}"})
-    assert (second["name"], second["arguments"]) == ("b", "{}")
-    assert body["status"] == "completed"
 
 
 def test_reasoning_is_an_item_and_its_tokens_are_counted() -> None:
