@@ -90,11 +90,7 @@ class ServedModel:
         return self._syntax.has_reasoning
 
     def check_name(self, name: str | None) -> None:
-        """Refuse any model but ours; no name at all means ours.
-
-        Raises:
-            HttpError: 404 model_not_found.
-        """
+        """Refuse any model but ours; no name at all means ours."""
         if name is not None and name != self.name:
             raise HttpError(
                 404,
@@ -104,11 +100,7 @@ class ServedModel:
             )
 
     def render(self, conversation: Conversation) -> str:
-        """Return a conversation as the text that the model goes on from.
-
-        Raises:
-            HttpError, WireError: There is no template, or it refuses these messages.
-        """
+        """Return a conversation as the text that the model goes on from."""
         if taken := _RESERVED & conversation.variables.keys():
             raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
         template, tools = self._template, conversation.told_tools
@@ -147,11 +139,7 @@ class ServedModel:
         return dict.fromkeys(known, False) if known or is_nothing else None
 
     def variables_of_effort(self, param: str, word: str | None) -> dict[str, Any]:
-        """Return the same for a field of a body, which may leave it to the model.
-
-        Raises:
-            HttpError: 400; the chat template cannot.
-        """
+        """Return the same for a field of a body, which may leave it to the model."""
         variables = {} if word is None else self.effort(word)
         if variables is None:
             raise invalid(param, f"this model's chat template has no way to say {word}")
@@ -163,11 +151,7 @@ class ServedModel:
     def converse(
         self, conversation: Conversation, body: Sampled, asker: Asker, answer: NewAnswer
     ) -> CompletionRequest:
-        """Return the core requests of a body that continues a conversation.
-
-        Raises:
-            HttpError, WireError: It cannot be rendered, is too long, or asks for what is not here.
-        """
+        """Return the core requests of a body that continues a conversation."""
         text = self.render(conversation)
         special = conversation.add_special_tokens
         token_ids = self.prompt(text, body, asker, add_special_tokens=special)
@@ -188,14 +172,18 @@ class ServedModel:
             asked = structs.replace(asked, reader=reader, shown=shown)
         return asked
 
+    def encode(self, param: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of the text of field `param`, which need not fit the context."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        try:
+            return encode(text, max_tokens=MAX_NUMBERS)
+        except TooManyTokens as count:
+            raise invalid(param, f"has {count} tokens, over {MAX_NUMBERS}") from None
+
     def prompt(
         self, prompt: Prompt, body: Sampled, asker: Asker, *, add_special_tokens: bool
     ) -> Sequence[int]:
-        """Return the ids of a prompt, cut to as many as the body says.
-
-        Raises:
-            HttpError, WireError: It is too long, or has ids that the model does not know.
-        """
+        """Return the ids of a prompt, cut to as many as the body says."""
         wanted = 1 if body.token_limit is None else body.token_limit
         # A prompt that is only echoed may fill the context: the token after it is never read.
         most, num_kept = asker.max_model_len - min(wanted, 1), body.truncate_prompt_tokens
@@ -246,9 +234,6 @@ class ServedModel:
         """Return what a body asks of the core, for prompts as ids, each with the text to echo.
 
         The answers are not held to what is `wanted` of them yet: see `CompletionRequest.held_to`.
-
-        Raises:
-            HttpError: It names what this model does not have.
         """
         if body.stops and not self.tokenizer.has_text:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")

@@ -1,13 +1,9 @@
 """Chat templates: messages to the prompt text the model was trained on.
 
-The template is the model's own (chat_template.jinja, or chat_template in tokenizer_config.json as a
-string or a list of named ones), rendered as transformers does it: the same globals, the same
-whitespace rules, sandboxed, since a template is code that came with a download.
-
-The sandbox keeps a template from files and from other objects, not from time or memory: a few words
-(`{{ 9 ** 9 ** 9 }}`, a loop in a loop) compute for ever, some while they are being compiled, and
-hold the GIL meanwhile.  So a template that comes with a request is taken (`replaced`) only where
-the operator trusts those who send it.
+Rendered as transformers does it: the same globals, the same whitespace rules, sandboxed, since a
+template is code that came with a download.  The sandbox keeps a template from files and from other
+objects, not from time or memory: `{{ 9 ** 9 ** 9 }}` computes for ever and holds the GIL.  So a
+template that comes with a request is taken (`replaced`) only where the operator trusts the clients.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """A completion: the core requests of one HTTP request, and the choices that answer it.
 
 A `Choice` is the sink of one request to the core.  Its `on_…` methods only take note and wake the
-writer once for however many tokens arrive together; `take` then does the work: text, stop strings,
-end.  Every token has a piece, for who measures a stream counts them.  Where text is held back (half
-a character, the beginning of a stop string) the piece is empty and a later one has it.
+writer once for however many tokens arrive together; `take` then does the work.  Every token has a
+delta, because load generators count them: where text is held back (half a character, the beginning
+of a stop string) the delta is empty and a later one has it.
 
-A `Completion` holds the choices of one HTTP request.  It is all or nothing: when one of them is
-refused or fails, the others are cancelled.
-
-Pure: no clock, no loop.  What a piece looks like on the network is the `Answer`'s affair: each
-endpoint has its own.
+When one choice of a `Completion` is refused or fails, the others are cancelled.  Pure: no clock, no
+loop.
 """
 
 from __future__ import annotations
@@ -138,8 +135,6 @@ class Choice:
     error: WireError | None = None
     usage: Usage | None = None
     end: RequestEnd | None = None
-    # A stop string is in the first token: it can be ended before a decode worker gets it.
-    is_stopped_at_once: bool = False
 
     _pending: list[int] = field(default_factory=list)
     # The last token, until the end comes that it goes out with.
@@ -165,7 +160,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         self.on_token = self._note
-        self._decoder = self._detokenizer()
+        self._decoder = self.request.tokenizer.detokenizer(self.prompt, self.request.shown)
         self._stops = StopMatcher(self.request.stops) if self.request.stops else None
         self._reader = self.request.reader() if self.request.reader else None
         request, self._is_eager = self.request, self.request.is_eager
@@ -190,17 +185,15 @@ class Choice:
 
     @property
     def _awaits_end(self) -> bool:
-        return self.usage is None and self.error is None and not self.is_stopped_at_once
+        return self.usage is None and self.error is None
 
     # The sink.
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.cached_tokens = result.cached_tokens
         self._prompt_logprobs = result.prompt_logprobs
-        if self.request.is_echo_only:
-            return
-        if result.finish_reason != "stop":  # else the token is EOS, which has no text
-            self.is_stopped_at_once = self._stops_at(result.token_id)
+        # The token of "stop" is EOS, which has no text.
+        if not self.request.is_echo_only and result.finish_reason != "stop":
             self.on_token(result.token_id, result.logprobs)
 
     def _note(self, token_id: int, logprobs: Logprobs | None) -> None:
@@ -256,7 +249,8 @@ class Choice:
 
     def lend(self, on_token: OnToken, on_other: Callable[[Choice], None]) -> Callable[[int], bytes]:
         """Have `on_token` take the next `num_lendable` tokens, and `on_other` called when anything
-        else comes.  Return what says the text of each, as a string in JSON."""
+        else comes.  Return what says the text of each, as a string in JSON.
+        """
         self._own_wake = self.wake
         self.on_token, self.wake = on_token, on_other
         return self._decoder.feed_json
@@ -314,14 +308,6 @@ class Choice:
             is_own = stop_token in request.stop_token_ids
             self._finish(pieces, piece, STOP, stop_token if is_own else None)
 
-    def _stops_at(self, token_id: int) -> bool:
-        """Whether the first token alone contains a stop string."""
-        if self.request.stops is None or self.request.min_tokens:
-            return False
-        matcher = StopMatcher(self.request.stops)
-        matcher.feed(self._detokenizer().feed(token_id))
-        return matcher.is_stopped
-
     def _text_of(self, token_id: int) -> str:
         self.num_tokens += 1
         text = self._decoder.feed(token_id)
@@ -352,9 +338,6 @@ class Choice:
         if not self.request.shows_reasoning:
             return [part for part in parts if not isinstance(part, Reasoning)]
         return parts
-
-    def _detokenizer(self) -> Detokenizer:
-        return self.request.tokenizer.detokenizer(self.prompt, self.request.shown)
 
     def _finish(
         self, pieces: list[Delta], last: Delta, reason: str, stop_reason: str | int | None = None
@@ -480,19 +463,18 @@ class Completion:
 
     def _cancel(self, choice: Choice) -> None:
         if choice.handle is not None and choice.usage is None and choice.error is None:
-            if choice.finish_reason is not None or choice.is_stopped_at_once:
+            if choice.finish_reason is not None:
                 self._core.stop(choice.handle)  # a stop string ended it
             else:
                 self._core.cancel(choice.handle)
         choice.handle = None
 
     def _on_wake(self, choice: Choice) -> None:
-        if choice.is_stopped_at_once:
-            self._cancel(choice)
         if choice in self._dirty:
             if choice.lag > MAX_PENDING_TOKENS:
                 self._writer.overrun()
         elif choice.finish_reason is None:  # else these tokens come after a stop string
             self._dirty[choice] = None
-            # The first token goes out before the core asks a decode worker for the next.
+            # The first token goes out before the core asks a decode worker for the next, and asks
+            # none if that token ends the choice.
             (self._writer.write if choice.is_begun else self._writer.wake)()

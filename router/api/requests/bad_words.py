@@ -1,8 +1,7 @@
 """`bad_words`: words kept out of an answer, as sequences of token ids.
 
-A model writes a word with the tokens that the tokenizer has for it, so without these the word does
-not come.  Where an answer is held to a structure it may have to: if nothing but the word is left,
-the mask of the structure lets other tokens spell it.  So a request that asks for both is refused.
+Where an answer is held to a structure, other tokens may spell the word if nothing else is left: a
+request that asks for both is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ def bad_sequences(
     not found; vLLM, from which clients know `bad_words`, does not find them either.
 
     `structure` is the field that the answer is held to, if there is one.
-
-    Raises:
-        HttpError: 400; a word has no tokens, or too many, or there is no tokenizer, or a structure.
     """
     if words and structure:
         raise invalid(

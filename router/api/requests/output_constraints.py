@@ -29,9 +29,6 @@ def held(
     """Return what the answer is held to; `wanted` is the format that the body asks for.
 
     Calls that must be made come before any format: such an answer has no content.
-
-    Raises:
-        HttpError, WireError: The model cannot be held to such calls.
     """
     choice, is_several = conversation.tool_choice, conversation.has_parallel_calls
     tools = conversation.callable_tools

@@ -57,23 +57,6 @@ class Stream:
         return events((self.writer.take() + DONE).decode())
 
 
-def test_a_chat_stream() -> None:
-    stream = Stream()
-    chunks = stream.say("ab") + stream.done()
-    head = {"id": "chatcmpl-1", "created": 7, "model": "m"}
-    assert all(chunk | head == chunk for chunk in chunks)
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert [choice["delta"] for choice in choices] == [
-        {"role": "assistant", "content": "a"},
-        {"content": "b"},
-        {},
-    ]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
-    assert "usage" not in chunks[0]
-    assert stream.writer.end() == DONE
-
-
 def test_a_text_stream_with_echo() -> None:
     stream = Stream(prefix="P:", is_chat=False)
     chunks = stream.say("ab") + stream.done()
@@ -85,15 +68,6 @@ def test_an_answer_without_text_is_one_chunk() -> None:
     [chunk] = Stream().done()
     assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunk["choices"][0]["finish_reason"] == "stop"
-
-
-def test_usage_is_null_until_the_last_chunk() -> None:
-    stream = Stream(has_usage=True)
-    chunks = stream.say("ab") + stream.done()
-    assert [chunk["usage"] for chunk in chunks] == [None, None, None]
-    [last] = events(stream.writer.end().decode())
-    assert last["choices"] == []
-    assert last["usage"]["total_tokens"] == 5, "two of the prompt, two, and EOS"
 
 
 def test_running_usage_needs_usage() -> None:
@@ -112,20 +86,6 @@ def test_token_ids_and_the_prompt_with_the_first() -> None:
     first, second = Stream(has_ids=True, is_chat=False).say("ab")
     assert first["choices"][0]["prompt_token_ids"] == [8, 9]
     assert "prompt_token_ids" not in second["choices"][0]
-
-
-def test_logprobs_on_every_chunk() -> None:
-    for chunk in Stream(has_logprobs=True).say("ab"):
-        assert len(chunk["choices"][0]["logprobs"]["content"]) == 1
-    text = Stream(has_logprobs=True, is_chat=False).say("ab")
-    assert text[1]["choices"][0]["logprobs"]["text_offset"] == [1]
-
-
-def test_choices_keep_their_index() -> None:
-    stream = Stream(3)
-    chunks = stream.say("ab", 2) + stream.say("c", 0)
-    assert [chunk["choices"][0]["index"] for chunk in chunks] == [2, 2, 0]
-    assert all("role" in chunks[i]["choices"][0]["delta"] for i in (0, 2))
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=8))

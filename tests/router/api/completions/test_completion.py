@@ -206,20 +206,6 @@ def test_the_last_token_is_not_lost_when_an_error_comes_for_the_end() -> None:
     assert texts(subject.take()) == [("b", None)]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_but_not_for_one_that_does_not_come(is_first: bool) -> None:
-    subject = choice("a")
-    subject.max_tokens = 1 if is_first else 2
-    if not is_first:
-        say(subject, "b")
-    subject.on_prefill(PrefillResult(token_id=ids("a")[0]), 0)
-    if is_first:
-        assert texts(subject.take()) == [("", "stop")]
-        return
-    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
-    assert texts(subject.take()) == [("b", None), ("", "stop")]
-
-
 def test_the_prompts_scores_may_stand_alone() -> None:
     subject = choice(has_prompt_logprobs=True)
     subject.on_prefill(PrefillResult(token_id=ids("d")[0], prompt_logprobs=scored(-1, -2)), 0)
@@ -343,16 +329,6 @@ def test_an_echo_alone_has_no_token_of_its_own(reason: str) -> None:
     assert subject.num_tokens == 0
 
 
-@pytest.mark.parametrize(("text", "min_tokens", "stop"), [("d", 0, 1), ("de", 0, 0), ("d", 1, 0)])
-def test_the_first_token_may_be_a_stop_string(text: str, min_tokens: int, stop: bool) -> None:
-    subject = choice(text, min_tokens=min_tokens)
-    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert subject.is_stopped_at_once == stop
-    if min_tokens:
-        return
-    assert texts(subject.take()) == [("", "stop" if stop else None)]
-
-
 @pytest.mark.parametrize(
     "refusal",
     [WireError(ErrorCode.OVERLOADED, "full"), ValueError("full"), KeyboardInterrupt("full")],
@@ -444,15 +420,16 @@ def test_usage_counts_a_prompt_once() -> None:
     assert [choice.num_tokens for choice in subject.choices] == [2] * 4, "EOS counts"
 
 
-def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
-    core = Core()
-    subject, _ = started(core, 2, stop="d")
-    core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert core.stopped == [1], "the decode worker is not even asked"
+def test_a_stop_in_the_first_token_ends_it_before_a_decode_worker_is_asked() -> None:
+    core, taken = Core(), list[Any]()
+    subject, writer = started(core, 2, stop="d")
+    vars(writer)["write"] = lambda: taken.extend(subject.take())
     core.sinks[1].on_prefill(PrefillResult(token_id=ids("e")[0]), 0)
-    [(stopped, pieces), _] = subject.take()
-    assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
+    assert core.stopped == []
+    core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
     assert (core.stopped, core.cancelled) == ([1], [])
+    [_, (stopped, pieces)] = taken
+    assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
 
 
 def test_what_came_before_an_error_is_shown_though_it_is_very_much() -> None:
