@@ -31,6 +31,14 @@ def test_turns_that_are_kept_are_turns_that_are_sent(
     sent = respond(client, cluster, input=[*items, {"role": "user", "content": "And then?"}])
     assert kept.output_text == sent.output_text
     assert kept.usage.input_tokens == sent.usage.input_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    unkept = respond(client, cluster, store=False)
+    for name in (first.id, unkept.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(name)
+        with pytest.raises(openai.NotFoundError):
+            respond(client, cluster, previous_response_id=name)
 
 
 def test_a_call_is_answered_by_its_output_alone(client: openai.OpenAI, cluster: Cluster) -> None:
@@ -62,11 +70,3 @@ def test_one_that_is_cut_is_incomplete(client: openai.OpenAI, cluster: Cluster) 
         assert response.usage.output_tokens == 2
     again = respond(client, cluster, input="Go on.", previous_response_id=whole.id)
     assert again.output_text
-
-
-def test_a_kept_response_cannot_be_cancelled(client: openai.OpenAI, cluster: Cluster) -> None:
-    name = respond(client, cluster, max_output_tokens=1).id
-    with pytest.raises(openai.BadRequestError, match="background"):
-        client.responses.cancel(name)
-    with pytest.raises(openai.NotFoundError, match="Response with id"):
-        client.responses.input_items.list("resp_none")

@@ -7,35 +7,18 @@ from typing import Any
 
 import pytest
 
-from router.api.completions.completion import Choice, Completion, CompletionRequest
-from router.api.completions.deltas import Delta
-from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
 from router.api.text import TextAnswer
-from router.text.tokenizer import Tokenizer
 from tests.router.api.asking import complete, completion, letters
-from tests.router.api.scripted import Core, Writer
-from tests.router.site import LETTERS, ids
+from tests.router.api.scripted import Scene
+from tests.router.site import ids
 from wire.options import Options
-
-TOKENIZER = Tokenizer(LETTERS)
-[A], [B] = ids("a"), ids("b")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> ServedModel:
     return letters(tmp_path)
-
-
-def choice(**asked: Any) -> Choice:
-    request = CompletionRequest(tokenizer=TOKENIZER, answer=TextAnswer, **asked)
-    return Choice(1, (5, 6), request, lambda choice: None, prefix="<")
-
-
-def entry(subject: Choice, piece: Delta) -> dict[str, Any]:
-    completion = Completion(Core(), subject.request, Writer())
-    return TextAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
 
 
 def test_a_text_prompt_gets_the_models_special_tokens(model: ServedModel) -> None:
@@ -107,9 +90,11 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
 
 
 def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
-    body = entry(choice(has_ids=True), Delta("ab", [A, B], (), "stop"))
-    assert body["text"] == "<ab"
-    assert (body["token_ids"], body["prompt_token_ids"]) == ([A, B], [5, 6])
-    plain = entry(choice(), Delta("ab", [A, B], (), "stop"))
-    assert "token_ids" not in plain
-    assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None
+    for has_ids in (True, False):
+        scene = Scene(TextAnswer, prefix="<", has_ids=has_ids, is_streamed=False)
+        scene.say("ab")
+        scene.end("length")
+        [said] = scene.body()["choices"]
+        assert (said["text"], said.get("token_ids")) == ("<ab", ids("ab") if has_ids else None)
+        assert said["prompt_token_ids"] == ([8, 9] if has_ids else None)
+        assert said["prompt_logprobs"] is None

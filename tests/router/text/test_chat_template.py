@@ -40,24 +40,11 @@ def test_rendered_as_transformers_does() -> None:
     assert "<Hi> & é" in ours
 
 
-def test_json_in_a_template_is_not_html() -> None:
-    template = ChatTemplate("{{ messages[0] | tojson }}")
-    assert template.render([{"role": "user", "content": "<é>"}]) == (
-        '{"role": "user", "content": "<é>"}'
-    )
-
-
 def test_from_tokenizer_config(tmp_path: Path) -> None:
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}!", "bos_token": "<s>", "other": 1}
     config["eos_token"] = {"content": "</s>", "lstrip": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate.load(tmp_path).render([]) == "<s></s>!"
-
-
-def test_the_default_of_several_templates(tmp_path: Path) -> None:
-    templates = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert ChatTemplate.load(tmp_path).render([]) == "D"
 
 
 def test_the_file_of_its_own_comes_first(tmp_path: Path) -> None:
@@ -120,7 +107,7 @@ CALLING: list[dict[str, Any]] = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"function": {"name": "get", "arguments": {"é": [1]}}}],
+        "tool_calls": [{"function": {"name": "get", "arguments": {"é": ["<"]}}}],
     },
     {"role": "tool", "content": "here"},
 ]
@@ -218,7 +205,7 @@ def test_the_demo_model_renders_tools_as_hermes() -> None:
     assert json.dumps(TOOLS[0]) in system.splitlines()
     assert user == "<|user|>Where?"
     assert call == (
-        '<|assistant|><tool_call>\n{"name": "get", "arguments": {"é": [1]}}\n</tool_call>'
+        '<|assistant|><tool_call>\n{"name": "get", "arguments": {"é": ["<"]}}\n</tool_call>'
     )
     assert result == "<|user|><tool_response>\nhere\n</tool_response>"
     assert last == "<|assistant|>"
