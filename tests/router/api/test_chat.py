@@ -18,7 +18,7 @@ from router.api.requests.conversation import ToolChoice
 from router.text.output_parts import CallArguments, CallStart, Part
 from tests.router.api.asking import chatting, converse, letters, refusal
 from tests.router.api.scripted import Core, Scene, Writer
-from tests.router.site import TEMPLATE
+from tests.router.site import TEMPLATE, events
 
 
 @pytest.fixture
@@ -138,3 +138,23 @@ def test_a_whole_chat() -> None:
     assert (said["index"], said["finish_reason"]) == (0, "length")
     assert len(said["logprobs"]["content"]) == 2
     assert body["prompt_logprobs"] is None
+
+
+def test_the_chunks_of_a_chat() -> None:
+    scene = Scene(ChatAnswer, prefix="<")
+    scene.say("ab")
+    taken = scene.answer.take()
+    scene.end()
+    chunks = events((taken + scene.answer.take() + scene.answer.end()).decode())
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": "<a"},
+        {"content": "b"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
+
+
+def test_how_many_log_probabilities_a_chat_has() -> None:
+    for fields, number in (({}, 0), ({"top_logprobs": 3}, 3), ({"logprobs": False}, None)):
+        assert chatting(**{"logprobs": True} | fields).num_logprobs == number
