@@ -18,8 +18,7 @@ from typing import Final
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta, joined
-from router.api.completions.events import HEADERS
-from router.api.completions.response import Answer
+from router.api.completions.response import HEADERS, Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Send, resume
 from router.http.token_events import TokenEvents

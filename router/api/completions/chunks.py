@@ -14,9 +14,8 @@ import msgspec
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta
-from router.api.completions.events import DONE, PING, event
 from router.api.completions.logprobs import Render
-from router.api.completions.response import Head
+from router.api.completions.response import DONE, PING, Head, event
 from router.api.completions.usage import UsageBody, running_usage, usage_body
 from router.api.errors import HttpError
 

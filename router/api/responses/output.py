@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from router.api.completions.events import event
+from router.api.completions.response import event
 from router.api.requests.conversation import new_call_id
 from router.api.responses.items import item_name, said
 from router.text.output_parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning

@@ -9,9 +9,8 @@ import msgspec
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta
-from router.api.completions.events import PING
 from router.api.completions.logprobs import chat_logprobs, encoded
-from router.api.completions.response import Head
+from router.api.completions.response import PING, Head
 from router.api.completions.usage import usage_body
 from router.api.errors import HttpError
 from router.api.responses.output import Output, content_of

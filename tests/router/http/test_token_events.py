@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from router.api.completions.events import PING
+from router.api.completions.response import PING
 from router.http.asgi import Disconnected
 from router.http.writer import PING_S
 from tests.router.http.client import Client, text_of

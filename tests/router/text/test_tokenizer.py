@@ -185,11 +185,6 @@ def test_a_special_token_after_half_a_character() -> None:
     assert [detokenizer.feed(half[0]), detokenizer.feed(1)] == ["", "\ufffd</s>"]
 
 
-def test_encode_adds_the_special_tokens_of_the_model_when_asked() -> None:
-    assert BYTE_LEVEL.encode("a")[0] == 0
-    assert BYTE_LEVEL.encode("a", add_special_tokens=False)[0] != 0
-
-
 def test_a_token_as_people_read_it() -> None:
     (token_id,) = BYTE_LEVEL.encode("t", add_special_tokens=False)
     assert BYTE_LEVEL.token_text(token_id) == "t"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.api.chat import ChatAnswer
-from router.api.completions.events import DONE
+from router.api.completions.response import DONE
 from router.api.errors import HttpError
 from router.api.text import TextAnswer
 from router.text.output_parts import PlainReader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.api.chat import ChatAnswer
 from router.api.completions.completion import Choice, CompletionRequest
-from router.api.completions.usage import KvTransfer, usage_body
+from router.api.completions.usage import KvTransfer, running_usage, usage_body
 from router.text.tokenizer import Tokenizer
 from tests.router.site import LETTERS
 from wire.payloads import Usage
@@ -19,6 +19,8 @@ def transfer(subject: Choice) -> KvTransfer | None:
 def test_kv_transfer_is_null_until_something_was_handed_over() -> None:
     asked = CompletionRequest(tokenizer=Tokenizer(LETTERS), answer=ChatAnswer)
     subject = Choice(0, (5, 6), asked, lambda choice: None)
+    running = running_usage(subject, 5)
+    assert (running.prompt_tokens, running.completion_tokens, running.total_tokens) == (2, 5, 7)
     assert transfer(subject) is None
     subject.usage = Usage(finish_reason="stop")
     assert transfer(subject) is None
