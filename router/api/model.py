@@ -44,8 +44,8 @@ _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_
 class Asker(NamedTuple):
     """The client of a request, and the limits that apply to it.
 
-    `client` takes turns with the others that wait, `seed` is for who names none, `max_model_len` is
-    the longest sequence that the workers take.
+    `client` is the key of fair scheduling, `seed` is used if the request names none, and
+    `max_model_len` is the longest sequence that the workers take.
     """
 
     client: str
@@ -103,7 +103,7 @@ class ServedModel:
         """Return a conversation as the text that the model goes on from."""
         if taken := _RESERVED & conversation.variables.keys():
             raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
-        template, tools = self._template, conversation.told_tools
+        template, tools = self._template, conversation.visible_tools
         if conversation.template is not None:
             if not self._trusts_templates:
                 raise invalid(
@@ -157,7 +157,7 @@ class ServedModel:
         token_ids = self.prompt(text, body, asker, add_special_tokens=special)
         is_reasoning = self._syntax.has_open_reasoning(text, conversation.continued)
         wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
-        has_tools = bool(conversation.told_tools)
+        has_tools = bool(conversation.visible_tools)
         echo = conversation.continued if conversation.is_echoed else ""
         asked = self.request(body, [(token_ids, echo)], asker, answer, wanted)
         asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
@@ -247,8 +247,8 @@ class ServedModel:
             max_tokens = max(self._most_tokens(body, asker.max_model_len - len(token_ids)), 1)
             options = body.options(seed=asker.seed, max_tokens=max_tokens, defaults=self._defaults)
             for choice in range(body.num_choices):
-                told = structs.replace(options, choice=choice, bad_sequences=bad)
-                request = Request(tuple(token_ids), told, max_tokens - 1, asker.client)
+                of_choice = structs.replace(options, choice=choice, bad_sequences=bad)
+                request = Request(tuple(token_ids), of_choice, max_tokens - 1, asker.client)
                 requests.append((request, echo))
         return CompletionRequest(
             requests=requests,

@@ -142,7 +142,7 @@ class ResponseWriter:
         if self._streamed is None or self._push is None or self._last_tokens is None:
             return
         completion, answer = self._streamed
-        if answer.usual is not None and completion.choices[0].num_lendable > 0:
+        if answer.usual is not None and completion.choices[0].num_divertible > 0:
             self._fast_path = TokenEvents(
                 self,
                 self._turns,

@@ -54,7 +54,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     answer: NewAnswer
     requests: Sequence[tuple[Request, str]] = ()
     num_choices: int = 1
-    # What the answers call themselves; empty: as the HTTP request is called.
+    # The id of the responses; empty: that of the HTTP request.
     request_id: str = ""
     # Names the model and its files.
     fingerprint: str = ""
@@ -63,13 +63,13 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     # Tokens that end an answer besides the model's own EOS.
     stop_token_ids: frozenset[int] = frozenset()
-    # Whether a stop string or token that ends the text is part of it.
+    # Whether the text includes the stop string or token that ends it.
     has_stop_text: bool = False
     # Special tokens that have a text.
     shown: frozenset[int] = frozenset()
     # Reads tool calls and reasoning in an answer; None where all of it is content.
     reader: Callable[[], Reader] | None = None
-    # Whether what it reasons is among its parts.
+    # Whether the response includes reasoning.
     shows_reasoning: bool = True
     is_streamed: bool = True
     # Whether only the prompt is wanted, and not the token that is drawn after it.
@@ -82,10 +82,10 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     has_ids_as_names: bool = False
     # Whether pieces name their tokens.
     has_ids: bool = False
-    # Whether a stream ends with what it has cost, and whether every event says what it has so far.
+    # Whether a stream ends with its usage, and whether every event has the usage so far.
     has_usage: bool = False
     has_running_usage: bool = False
-    # Whether it says too what only Baton knows.
+    # Whether usage includes the cost of the KV transfer.
     has_baton_usage: bool = False
     # The structure of its answers, before it is checked: see `held_to`.
     wanted: Wanted | None = None
@@ -105,7 +105,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def is_eager(self) -> bool:
-        """Whether somebody looks at the tokens before the end, and is to be woken by them."""
+        """Whether tokens wake the writer before the end: for a stream, or to find stop strings."""
         return self.is_streamed or self.stops is not None
 
 
@@ -113,7 +113,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 class Choice:
     """The sink of one request.  `wake` is called when `take` has something to do.
 
-    Its tokens may be lent to somebody with a shorter way for them: `lend`.
+    A faster path may take its tokens: `divert`.
     """
 
     index: int
@@ -150,12 +150,12 @@ class Choice:
     _num_parts: Counter[type[Part]] = field(default_factory=Counter)
     # The text that came last is reasoning.
     _is_reasoning: bool = False
-    # Its tokens show nothing but their text, and nobody looks for anything in that.
+    # Its tokens show nothing but their text, in which nothing is looked for.
     is_plain: bool = field(init=False)
     _is_eager: bool = field(init=False)
-    # `_note`, or who the tokens are lent to.
+    # `_note`, or the faster path.
     on_token: OnToken = field(init=False)
-    # `wake`, as it was before they were lent.
+    # `wake`, as it was before the tokens were diverted.
     _own_wake: Callable[[Choice], None] | None = None
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class Choice:
         return len(self._pending)
 
     @property
-    def is_begun(self) -> bool:
+    def awaits_second_token(self) -> bool:
         """Whether only the first token has arrived and more will follow."""
         return not self.num_tokens and self.lag == 1 and self._awaits_end
 
@@ -242,21 +242,24 @@ class Choice:
         return pieces
 
     @property
-    def num_lendable(self) -> int:
-        """How many tokens, from the next on, show nothing but their text; the last is none."""
+    def num_divertible(self) -> int:
+        """How many of the next tokens show nothing but their text; the last one shows the end."""
         is_idle = self.is_plain and self._awaits_end and not self._pending
         return self.max_tokens - self.num_tokens - 1 if is_idle else 0
 
-    def lend(self, on_token: OnToken, on_other: Callable[[Choice], None]) -> Callable[[int], bytes]:
-        """Have `on_token` take the next `num_lendable` tokens, and `on_other` called when anything
-        else comes.  Return what says the text of each, as a string in JSON.
+    def divert(
+        self, on_token: OnToken, on_other: Callable[[Choice], None]
+    ) -> Callable[[int], bytes]:
+        """Give the next `num_divertible` tokens to `on_token`; call `on_other` for anything else.
+
+        Return the function that makes a JSON string of each token.
         """
         self._own_wake = self.wake
         self.on_token, self.wake = on_token, on_other
         return self._decoder.feed_json
 
-    def take_back(self, num_taken: int) -> None:
-        """Go on by oneself, after so many tokens."""
+    def end_diversion(self, num_taken: int) -> None:
+        """Take tokens again, after so many that were diverted."""
         assert self._own_wake is not None
         self.num_tokens += num_taken
         self.on_token, self.wake = self._note, self._own_wake
@@ -477,4 +480,4 @@ class Completion:
             self._dirty[choice] = None
             # The first token goes out before the core asks a decode worker for the next, and asks
             # none if that token ends the choice.
-            (self._writer.write if choice.is_begun else self._writer.wake)()
+            (self._writer.write if choice.awaits_second_token else self._writer.wake)()

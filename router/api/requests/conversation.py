@@ -108,15 +108,15 @@ class Conversation:
         return "" if self.add_generation_prompt else self.messages[-1].get("content") or ""
 
     @property
-    def told_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of: with the tool choice none, none at all."""
+    def visible_tools(self) -> tuple[Tool, ...]:
+        """The tools in the prompt: with the tool choice none, none at all."""
         return () if self.tool_choice.mode == "none" else tuple(self.tools)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those of them that it may call."""
+        """The tools in the prompt that the model may call."""
         names = self.tool_choice.names
-        return tuple([tool for tool in self.told_tools if not names or tool.name in names])
+        return tuple([tool for tool in self.visible_tools if not names or tool.name in names])
 
 
 def has_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:

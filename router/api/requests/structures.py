@@ -22,7 +22,7 @@ from wire.process.structured_output import problem_of
 
 ANY_OBJECT: Final = '{"type": "object"}'
 FORMATS: Final = ("text", "json_object", "json_schema")
-# How a grammar in Lark's syntax is told from one in the EBNF of llama.cpp.
+# Distinguishes a grammar in Lark's syntax from one in the EBNF of llama.cpp.
 _LARK: Final = re.compile(r"\s*(start\s*:|%llguidance)")
 
 
@@ -63,7 +63,7 @@ class StructuredOutputs(Struct):
 
 
 class Wanted(NamedTuple):
-    """A structure that a request asks for, not looked at yet; `param` is the field that has it."""
+    """A requested structure, not checked yet; `param` is the field that has it."""
 
     param: str
     kind: Literal["json_schema", "regex", "lark", "ebnf"]

@@ -74,7 +74,7 @@ def test_the_end_goes_out_with_the_last_token_or_alone(stops: tuple[str, ...]) -
     assert texts(taken.take()) == [("a", None)]
     done(taken)
     assert texts(taken.take()) == [("", "stop")]
-    assert (taken.take(), taken.num_lendable) == ([], 0)
+    assert (taken.take(), taken.num_divertible) == ([], 0)
 
 
 @BOTH_PATHS
@@ -82,7 +82,7 @@ def test_the_last_token_waits_for_the_end_or_for_an_error(stops: tuple[str, ...]
     for end, reason in ((partial(done, reason="length"), "length"), (fail, None)):
         subject = choice(*stops, max_tokens=2)
         say(subject, "ab")
-        assert subject.num_lendable == 0
+        assert subject.num_divertible == 0
         assert texts(subject.take()) == [("a", None)] and subject.lag == 0
         end(subject)
         assert texts(subject.take()) == [("b", reason)]
@@ -102,31 +102,31 @@ def test_half_a_character_waits_for_the_other_half(stops: tuple[str, ...]) -> No
     assert subject.take() == [Delta("é", [OTHER_HALF], [])]
 
 
-def test_tokens_that_show_nothing_but_text_can_be_lent() -> None:
-    lent, woken = list[int](), list[Choice]()
+def test_tokens_that_show_nothing_but_text_can_be_diverted() -> None:
+    diverted, woken = list[int](), list[Choice]()
     subject = choice(max_tokens=5)
     say(subject, "a")
-    assert subject.num_lendable == 0, "one is to be taken first"
+    assert subject.num_divertible == 0, "one is to be taken first"
     subject.take()
-    assert subject.num_lendable == 3, "the last one goes with the end"
-    json_of = subject.lend(lambda token_id, logprobs: lent.append(token_id), woken.append)
+    assert subject.num_divertible == 3, "the last one goes with the end"
+    json_of = subject.divert(lambda token_id, logprobs: diverted.append(token_id), woken.append)
     say(subject, "bé")
-    assert b"".join(json_of(token_id) for token_id in lent) == '"b""""é"'.encode()
+    assert b"".join(json_of(token_id) for token_id in diverted) == '"b""""é"'.encode()
     assert (subject.lag, woken) == (0, [])
     done(subject)
     assert woken == [subject], "an end is no token"
-    subject.take_back(3)
+    subject.end_diversion(3)
     assert (texts(subject.take()), subject.num_tokens) == ([("", "stop")], 5)
 
 
-def test_half_a_character_may_be_lent_without_the_other_half() -> None:
+def test_half_a_character_may_be_diverted_without_the_other_half() -> None:
     subject = choice()
     subject.on_token(HALF, None)
     assert texts(subject.take()) == [("", None)]
-    assert choice(has_ids=True).num_lendable == choice(has_logprobs=True).num_lendable == 0
-    json_of = subject.lend(lambda token_id, logprobs: None, lambda choice: None)
+    assert choice(has_ids=True).num_divertible == choice(has_logprobs=True).num_divertible == 0
+    json_of = subject.divert(lambda token_id, logprobs: None, lambda choice: None)
     assert [json_of(OTHER_HALF), json_of(HALF)] == ['"é"'.encode(), b'""']
-    subject.take_back(2)
+    subject.end_diversion(2)
     subject.on_token(OTHER_HALF, None)
     assert texts(subject.take()) == [("é", None)]
 

@@ -111,7 +111,7 @@ def test_the_conversation(tmp_path: Path) -> None:
 def test_allowed_tools_are_the_only_ones_to_be_called(tmp_path: Path) -> None:
     body = asked(tools=[WEATHER, CLOCK], tool_choice=ALLOWED)
     conversation = body.go_on(body.items, letters(tmp_path))
-    assert [tool.name for tool in conversation.told_tools] == ["weather", "clock"]
+    assert [tool.name for tool in conversation.visible_tools] == ["weather", "clock"]
     assert [tool.name for tool in conversation.callable_tools] == ["clock"]
     assert conversation.tool_choice == ToolChoice("required", ("clock",))
 
