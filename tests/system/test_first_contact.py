@@ -51,7 +51,7 @@ OF_ROUTERS: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
 OF_WORKERS: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
     ("config.json", lambda c: c.replace(b'"llama"', b'"gpt2"'), "model_type is 'gpt2', not one of"),
     ("model.safetensors", lambda _: None, r"neither model\.safetensors nor"),
-    ("model.safetensors", half, "its header says"),
+    ("model.safetensors", half, "is the file whole"),
 ]
 
 
