@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from router.api.completions.events import PING
+from router.api.completions.response import PING
 from router.http.writer import PING_S
 from tests.router.http.client import Client, text_of
 from wire.payloads import Usage

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.api.completions.events import DONE, PING
+from router.api.completions.response import DONE, PING
 from router.api.errors import HttpError
 from router.http import writer as module
 from router.http.asgi import Disconnected
