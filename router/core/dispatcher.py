@@ -414,18 +414,17 @@ class Dispatcher:
             self._fail(state, error)
 
     def _place(self, state: RequestState) -> bool:
-        attempt = self._placement.place(state, self._clock())
+        now = self._clock()
+        attempt = self._placement.place(state, now)
         if attempt is None:
             return False
-        reader, now = attempt.reader, self._clock()
-        assert reader is not None
         self._attempts[attempt.request_id] = state.attempt = attempt
         state.num_attempts += 1
         state.phase, state.due = Phase.PREFILL, state.deadline
         state.placed_at = state.placed_at or now
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
         self._send(
-            reader.identity,
+            attempt.reader.identity,
             PrefillRequest(attempt.request_id, attempt.seq_len, rank),
             encode_prompt(state.token_ids, attempt.options(now)),
         )
@@ -491,7 +490,7 @@ class Dispatcher:
 
     def missing_roles(self) -> list[Role]:
         """Return the roles without a ready worker that requests need."""
-        needed = [Role.DECODE] if self._limits.local_prefill else [Role.PREFILL, Role.DECODE]
+        needed = (Role.DECODE,) if self._limits.local_prefill else (Role.PREFILL, Role.DECODE)
         return [role for role in needed if not self._fleet.ready(role)]
 
     def _missing_worker(self, state: RequestState) -> WireError | None:

@@ -184,7 +184,6 @@ class Placement:
 
     def _count_reading(self, attempt: Attempt, prompt: Prompt) -> None:
         worker = attempt.reader
-        assert worker is not None
         if worker is attempt.prefill:
             worker.attempts.add(attempt.request_id)
             worker.num_active += 1
@@ -276,7 +275,6 @@ class Placement:
     def on_read(self, attempt: Attempt, cached_tokens: int, now: float) -> None:
         """Learn from PREFILL_DONE: the worker held `cached_tokens` and has read the others."""
         if attempt.is_reading:
-            assert attempt.reader is not None
             attempt.reader.reading_since = now
             self._cached.add(cached_tokens)
             self._read.add(attempt.seq_len - cached_tokens)
@@ -287,7 +285,6 @@ class Placement:
         """Stop counting the attempt's prompt as unread; idempotent."""
         if attempt.is_reading:
             reader = attempt.reader
-            assert reader is not None
             attempt.is_reading = False
             reader.num_active -= reader is attempt.prefill
             reader.num_reading -= 1

@@ -255,8 +255,9 @@ def _sender(
     attempt: Attempt, peer: bytes, frame: PrefillDone | DecodeDone | Error
 ) -> Worker | None:
     """Return the attempt's worker with this identity if its role sends such frames."""
-    prefill = None if isinstance(frame, DecodeDone) else attempt.reader
-    decode = None if isinstance(frame, PrefillDone) else attempt.decode
+    prefill = None if isinstance(frame, DecodeDone) else attempt.prefill
+    is_of_other = isinstance(frame, PrefillDone) and not attempt.is_local
+    decode = None if is_of_other else attempt.decode
     for worker in (prefill, decode):
         if worker is not None and worker.identity == peer:
             return worker

@@ -105,9 +105,11 @@ class Attempt:
         self.generated, self.sink = self.state.generated, self.state.sink
 
     @property
-    def reader(self) -> Worker | None:
-        """The worker that reads the prompt."""
-        return self.decode if self.is_local else self.prefill
+    def reader(self) -> Worker:
+        """The worker that reads the prompt, until it is released."""
+        reader = self.decode if self.is_local else self.prefill
+        assert reader is not None
+        return reader
 
     @property
     def seq_len(self) -> int:

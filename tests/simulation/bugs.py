@@ -27,6 +27,7 @@ from worker import link
 from worker.engine.blocks import BlockPool
 from worker.engine.engine import Engine
 from worker.roles.decode import DecodeRole
+from worker.roles.local import LocalRequests
 from worker.roles.prefill import PrefillRole
 from worker.transfer.budget import TransferBudget
 from worker.transfer.incoming import IncomingTransfer
@@ -166,6 +167,22 @@ def _keep_promise(sound: Callable[..., Any]) -> Callable[..., Any]:
         if worker is not None and blocks is not None:
             worker.promise(attempt.request_id, blocks)  # for ever
         return worker
+
+    return release_decode
+
+
+def _keep_local(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_token(self: LocalRequests, request: Any, *args: Any) -> Any:
+        sound(self, request, *args)
+        self._requests[request.request_id] = request  # it ended, and still counts
+
+    return on_token
+
+
+def _leave_unread(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def release_decode(self: Placement, attempt: Any) -> Any:
+        attempt.is_reading = False  # so its prompt counts as unread for ever
+        return sound(self, attempt)
 
     return release_decode
 
@@ -330,6 +347,8 @@ BUGS: dict[str, Bug] = {
     "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens, 0),
     "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt, 0),
     "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake, 0),
+    "keep-local": Bug(LocalRequests, "_on_token", _keep_local, 1),
+    "leave-unread": Bug(Placement, "release_decode", _leave_unread, 16),
     "blame-others": Bug(Fleet, "overdue", _blame_others, 7),
     # Found here, and put back to see that it would be found again.
     "cancelled-by-nobody": Bug(
