@@ -133,6 +133,7 @@ class Placement:
             len(state.generated),
             is_local=prefill is None,
         )
+        state.num_local += attempt.is_local
         if decode is not None:
             state.arithmetic = state.arithmetic or decode.detail.arithmetic
             self._count_decode(attempt, decode, prompt)

@@ -155,6 +155,7 @@ class RequestState(Struct, eq=False):
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
     num_attempts: int = 0
+    num_local: int = 0
     avoided: frozenset[bytes] = frozenset()
     arithmetic: str = ""
     trouble: WireError | None = None
@@ -238,6 +239,7 @@ class RequestState(Struct, eq=False):
             decode_s=None if first_at is None else now - first_at,
             total_s=now - self.submitted_at,
             num_attempts=self.num_attempts,
+            num_local=self.num_local,
         )
 
 
