@@ -1,4 +1,4 @@
-"""The settings of a worker: one declaration is flags, environment, validation and help."""
+"""A worker's settings: each field declares a flag, an environment variable, checks and help."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WILDCARD_HOSTS: Final = ("*", "0.0.0.0", "[::]")
 
 
 class Config(SharedSettings):
-    """A worker: reads prompts (prefill) or generates from them (decode), as a router asks."""
+    """A worker: prefills prompts or decodes, as its --role says, when routers request it."""
 
     role: Literal["prefill", "decode"] = setting("decode", "what this worker is asked for")
     rank: int = setting(0, "its number among workers of its role", ge=0, lt=0xFFFFFFFE)
@@ -170,7 +170,7 @@ class Config(SharedSettings):
     @field_validator("kv_advertise")
     @classmethod
     def _check_kv_advertise(cls, endpoint: str) -> str:
-        try:  # What HELLO may say, so that the router does not refuse it.
+        try:  # validated as in HELLO, so that the router does not refuse it
             return msgspec.convert(endpoint, EndpointOrNone)
         except msgspec.ValidationError:
             raise ValueError(
@@ -183,7 +183,7 @@ class Config(SharedSettings):
     def _check_speculate(cls, setting: str) -> str:
         found = fullmatch(r"ngram:([0-9]+)|draft:([0-9]+):.+", check_printable(setting))
         if found is not None:
-            # Here: a router looks at this declaration too, and should not load an engine for it.
+            # A router imports this module too, and must not import the engine with it.
             from worker.engine.speculation import checked
 
             checked(int(found[1] or found[2]))
@@ -273,16 +273,16 @@ class Config(SharedSettings):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in one step at most; more where no generating request waits for it."""
+        """Maximum number of tokens in one step; larger for prefill, where no decode must wait."""
         return self.max_ubatch_tokens or (1024 if self.role == "prefill" else 512)
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model named by `speculate`, if this worker loads one."""
+        """The draft model in `speculate`, or None if this worker does not load one."""
         kind, _, rest = self.speculate.partition(":")
         return rest.partition(":")[2] if kind == "draft" and self.role == "decode" else None
 
     @property
     def num_drafts(self) -> int:
-        """K of `speculate`, 0 if it is off."""
+        """The number of draft tokens per step: K in `speculate`, or 0 if it is off."""
         return int(self.speculate.split(":")[1]) if self.speculate else 0
