@@ -46,8 +46,7 @@ log = structlog.get_logger("worker")
 TICK_S: Final = 0.1
 # Interval between heartbeats while the changes of the prefix cache do not fit in one of them.
 REST_S: Final = 0.1
-# How long to wait, after the drain, for the engine's step to end: another process of the model may
-# be stuck.
+# How long the last engine step may take after the drain: another process may be stuck.
 STOP_S: Final = 10.0
 # How long everything after the drain may take: copying KV, ending other processes and sockets.
 CLOSE_S: Final = 20.0
@@ -137,10 +136,7 @@ class Worker:
         )
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until `stop` is set, all routers refuse this worker, or it crashes.
-
-        Returns the exit status.
-        """
+        """Serve until `stop` is set, all routers refuse, or it crashes; return the exit status."""
         chores = [
             asyncio.create_task(self._watched(chore))
             for chore in (self._send_heartbeats(), self._tick(), keep_watchdog(self._pulse.is_felt))
@@ -177,10 +173,7 @@ class Worker:
             stopping.cancel()
 
     async def _drain(self) -> int:
-        """Finish all requests, without new ones, and wait until every router acknowledges the end.
-
-        Returns the exit status.
-        """
+        """Refuse new requests, finish the others, and wait until every router confirms the end."""
         notify("STOPPING=1")
         log.info("draining", unfinished=self.role.num_unfinished, drain_s=self._config.drain_s)
         for router in self.routers:
@@ -192,7 +185,7 @@ class Worker:
                         return self._crash_status
                     await self._wait_for_change()
         except TimeoutError:
-            if self.role.num_unfinished:  # otherwise only a router's acknowledgement is missing
+            if self.role.num_unfinished:  # otherwise only a router's confirmation is missing
                 log.warning("not drained in time", unfinished=self.role.num_unfinished)
         return 0
 

@@ -19,10 +19,7 @@ log = structlog.get_logger("worker")
 
 
 def check_speculation(config: Config, executor: Executor) -> None:
-    """Raise ValueError if --speculate is set but the executor cannot verify draft tokens.
-
-    Without this check the engine would silently not speculate.
-    """
+    """Raise ValueError if --speculate is set but the executor cannot verify draft tokens."""
     if config.role == "decode" and config.speculate and not executor.capabilities.speculative:
         raise ValueError(
             f"--speculate {config.speculate}: the executor {config.executor!r} samples one token "

@@ -95,18 +95,14 @@ class Port(Protocol):
 
 # Connects to a router, with the arguments of `wire.aio.zmq.Link`.
 Connect = Callable[..., Connection]
-# Arguments and results as in `wire.aio.unix`: `DescriptorPort(descriptor, greeting)` offers a file
-# descriptor, `fetch_descriptor(name, greeting)` returns the descriptor and its description.
+# Arguments and results are those of `DescriptorPort` and `fetch_descriptor` in `wire.aio.unix`.
 MakePort = Callable[[int, bytes], Port]
 Fetch = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Factories for everything that the simulation replaces.
-
-    `clock` returns monotonic seconds.  `epoch` returns a number that is larger in later processes.
-    """
+    """Factories, a monotonic `clock` in seconds, and `epoch`, which grows from start to start."""
 
     clock: Callable[[], float] = time.monotonic
     epoch: Callable[[], int] = time.time_ns
@@ -122,7 +118,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a prefill or decode role needs from its worker."""
+    """The parts of a worker that its prefill or decode role uses."""
 
     config: Config
     identity: Identity

@@ -76,8 +76,7 @@ HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 class Requests(Protocol):
     """Handles a router's frames: the prefill or decode role.
 
-    `on_request` raises WireError to refuse a request.  `on_router_lost` ends all requests of a
-    router.
+    `on_request` raises WireError to refuse one; `on_router_lost` ends all requests of the router.
     """
 
     def on_registered(self, router: RouterLink) -> None: ...
@@ -163,10 +162,7 @@ class RouterLink:
             self._send_hello()
 
     def send(self, frames: Frame | list[Frame], *payload: Buffer) -> None:
-        """Send frames to the router, or drop them if the connection is down or the queue is full.
-
-        The router's requests end then, so the lost frames are not missed.
-        """
+        """Send frames; drop them if the router is lost or too slow, as its requests end anyway."""
         if self._is_stuck:
             return  # a frame was dropped, so no later frame may be sent
         assert self._link is not None, "open comes first"
@@ -188,10 +184,7 @@ class RouterLink:
         self.send(Error(request_id, code), encode_map(detail))
 
     def drain(self, deadline_s: float) -> None:
-        """Send DRAIN: the router sends no new requests and confirms when all have ended.
-
-        The confirmation sets `is_drained`.
-        """
+        """Send DRAIN; `is_drained` is set when the router confirms that all requests have ended."""
         self.drain_s = deadline_s
         self.is_drained = self.state is not LinkState.READY
         if not self.is_drained:
@@ -316,10 +309,9 @@ class RouterLink:
             log.warning("error from router", router=self.endpoint, message=detail.message)
 
     def _may_retry(self, detail: ErrorDetail) -> bool:
-        """Schedule another HELLO; return whether there is time left to wait for this rank.
+        """Schedule another HELLO; return whether the other worker with this rank may be dead.
 
-        The other worker with this rank may be dead.  The router's `retry_after_s` is the time that
-        it needs to notice this: after a lost machine only missing heartbeats tell.
+        The router's `retry_after_s` is how long it needs to notice a dead machine.
         """
         if self._fenced_s is None:
             self._fenced_s = detail.retry_after_s or 0.0

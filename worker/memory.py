@@ -9,8 +9,7 @@ from worker.config import Config
 from worker.executor.contract import MemoryRequirements
 
 HOST_KV_CACHE_BYTES = 256 << 20
-# Reserve on each GPU for everything but tensors: CUDA context, libraries, kernels, CUDA graphs and
-# copy buffers.  The value is a guess, not measured.
+# For the CUDA context, libraries, kernels, CUDA graphs and copy buffers: a guess, not measured.
 GPU_OVERHEAD_BYTES = 1 << 30
 
 

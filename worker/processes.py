@@ -41,8 +41,7 @@ _SHARED: Final = {
     *(*SharedSettings.model_fields, *_DTYPES, "threads"),
     *("tensor_parallel", "pipeline_parallel"),
 }
-# How long to wait for other processes to join, or for their part of a step.  If one dies, that is
-# noticed at once.
+# How long to wait for other processes to join, or for their part of a step.
 STEP_TIMEOUT_S: Final = 600.0
 # Linux's ioctl that returns the address of a network interface.
 _SIOCGIFADDR: Final = 0x8915
@@ -135,9 +134,7 @@ def set_environment(config: Config, process: ProcessInfo) -> None:
 def set_threads(num_threads: int, num_processes: int = 1) -> None:
     """Set environment variables for torch's thread pools; call it before torch is imported.
 
-    Args:
-        num_threads: Threads of this process; 0 keeps OMP_NUM_THREADS or chooses a number.
-        num_processes: How many processes share this machine's cores.
+    If `num_threads` is 0, keep OMP_NUM_THREADS, or divide the cores among `num_processes`.
     """
     if num_threads:  # torch uses the smaller of the two values, so set both
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
@@ -166,14 +163,13 @@ def interface_to(host: str) -> str | None:
 
 
 def join_processes(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
-    """Connect to the other processes of this worker, and start them first if necessary.
+    """Connect to this worker's other processes, after starting them if necessary.
+
+    Returns None if there are no others.
 
     Args:
         on_lost: Called on a separate thread if another process dies, with its exit status, which
             is negative for a signal.
-
-    Returns:
-        The connections to the other processes; None if this is the worker's only process.
 
     Raises:
         ValueError: The processes cannot compute the model together.
@@ -265,10 +261,7 @@ def follow(executor: Executor) -> int:
 
 
 class Followers:
-    """Starts the other processes of a worker on this machine.
-
-    `on_lost` is called as in `join_processes`.
-    """
+    """Starts a worker's other processes on this machine; `on_lost` is as in `join_processes`."""
 
     def __init__(
         self, config: Config, on_lost: Callable[[int], None], environ: Mapping[str, str]

@@ -19,9 +19,9 @@ from worker.engine.windows import table_of, unpack
 def find(
     cache: KVCache, block_table: Sequence[int], rectangle: Rectangle, request_id: int
 ) -> tuple[tuple[int, ...], int] | None:
-    """Return the offsets in memory of a rectangle's blocks, and the blocks' digest.
+    """Return the offsets and the digest of a rectangle that is whole blocks in `cache.memory`.
 
-    Returns None if the rectangle is not whole blocks in shared memory: send its bytes then.
+    Return None for any other rectangle: its bytes must be sent.
     """
     offsets = _offsets(cache, block_table, rectangle)
     if cache.memory is None or not offsets:

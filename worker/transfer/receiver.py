@@ -341,10 +341,7 @@ class IncomingTransfers:
         self.budget.wait(transfer)
 
     def _check_limits(self, peer: bytes, num_tokens: int) -> None:
-        """Limit the number and the tokens of a peer's offers; a single offer may be of any length.
-
-        Raises WireError (OVERLOADED) if a new offer of `num_tokens` would exceed a limit.
-        """
+        """Raise WireError if a peer has too many offers, or too many tokens in several offers."""
         offers = [each.receiver for each in self._transfers.values() if each.peer == peer]
         if len(offers) >= MAX_OFFERS:
             raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")

@@ -24,10 +24,7 @@ MAX_MAPPED: Final = 256
 
 
 def lend(cache: KVCache, identity: bytes, make_port: MakePort, *, is_on: bool) -> Port | None:
-    """Offer the cache's memory at a port for other processes to map.
-
-    If `is_on` is false or the memory cannot be shared, log the reason and return None.
-    """
+    """Offer the cache's memory for others to map; if that fails, log why and return None."""
     try:
         if not is_on:
             raise OSError("--kv-shared-memory is off")

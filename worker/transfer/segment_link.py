@@ -34,9 +34,8 @@ SILENCE_S: Final = 30.0
 class SegmentLink:
     """The segment connection to the decode worker whose KV socket is at `kv_endpoint`.
 
-    Offers carry `token`, and a connection must present it.  Each connection needs a new token.
-    `connecting` is the running attempt to connect.  `on_down` is called when a connection that was
-    up has ended.
+    An offer carries `token`, and the connection sends it first; each connection needs a new one.
+    `connecting` is the running attempt.  `on_down` is called when an open connection has ended.
     """
 
     def __init__(self, kv_endpoint: str, traffic: Traffic, on_down: Callable[[], None]) -> None:
@@ -61,10 +60,7 @@ class SegmentLink:
     async def run(
         self, send: Callable[[socket.socket, *Args], R], *args: *Args, num_bytes: int
     ) -> R:
-        """Call `send(socket, *args)` on the connection's thread and return the result.
-
-        Raises PeerLost if there is no connection, or it ends.
-        """
+        """Call `send(socket, *args)` on the connection's thread.  Raises PeerLost if it ends."""
         connection = self._connection
         if connection is None:
             raise PeerLost(self._host)
@@ -170,10 +166,7 @@ def send_all(connected: socket.socket, parts: Sequence[Buffer]) -> None:
 async def _open_socket(
     loop: asyncio.AbstractEventLoop, host: str, port: int, token: bytes
 ) -> socket.socket:
-    """Connect, send the token and wait for the greeting; return a blocking socket.
-
-    Raises OSError.
-    """
+    """Connect and send the token; return a blocking socket after the reply.  Raises OSError."""
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
     connected = socket.socket(family, kind, protocol)
