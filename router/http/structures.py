@@ -41,7 +41,7 @@ class Structures:
             Disconnected: The client left before.
         """
         key = wanted.param, wanted.kind, wanted.text
-        checked = self._verdicts.ask(exchange.asker, key, partial(_check, wanted))
+        checked = self._verdicts.get(exchange.asker, key, partial(_check, wanted))
         if not checked.done():
             await self._wait(exchange, checked)
         verdict = checked.result()

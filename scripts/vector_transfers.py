@@ -1,4 +1,4 @@
-"""Whole transfers of KV, every message of both sides."""
+"""Whole transfers of KV for wire/vectors.json, with every message of both sides."""
 
 from __future__ import annotations
 
@@ -6,24 +6,46 @@ from typing import Any
 
 import msgspec
 
-from scripts.vector_cases.given import (
-    EVERY_KIND,
-    KEY,
-    LAYOUT,
-    MEMORY,
-    REQUEST,
-    SEGMENT_PORT,
-    STATES,
-    TOKEN,
-    WINDOWS,
-    kv_of,
-)
 from wire import parts, stream
 from wire.errors import TransferFailed
 from wire.frames import Error, Frame, KvCache
-from wire.layout import KVLayout
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.payloads import Offer
 from wire.transfer import KVReceiver, KVSender, Rectangle, Segment, segment_digest, unasked_segments
+
+# Router epoch 1 in the high half, the first attempt in the low half.
+REQUEST = 1 << 32 | 1
+MEMORY = "baton-8d0c5f2e"
+# A key that everybody knows protects nothing: this one is for the vectors only.
+KEY, TOKEN, SEGMENT_PORT = bytes(range(32)), bytes(range(32, 64)), 5601
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
+FULL = KVGroup(num_layers=1, num_kv_heads=2, key_dim=4, value_dim=2, dtype="uint8")
+WINDOWED = msgspec.structs.replace(FULL, num_layers=2, window=3)
+STATE = StateGroup(num_layers=2, num_heads=4, head_bytes=3)
+WINDOWS = KVLayout(groups=(FULL, WINDOWED))
+STATES = KVLayout(groups=(STATE, FULL))
+EVERY_KIND = KVLayout(groups=(FULL, WINDOWED, STATE))
+
+
+def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
+    """KV that differs from place to place, in the order of the wire."""
+    number, layers, heads, tokens = rectangle
+    group = layout.groups[number]
+    if isinstance(group, StateGroup):
+        return bytes(
+            (128 + 64 * layer + 8 * head + d) % 256
+            for layer in layers
+            for head in heads
+            for d in range(group.head_bytes)
+        )
+    return bytes(
+        (64 * layer + 32 * side + 16 * head + 4 * token + d + 7 * number) % 256
+        for layer in layers
+        for side, dim in enumerate((group.key_dim, group.value_dim))
+        for head in heads
+        for token in tokens
+        for d in range(dim)
+    )
 
 
 def transfer(
@@ -186,41 +208,38 @@ def _memory_of(layout: KVLayout, num_tokens: int, block_size: int) -> bytes:
 
 
 def transfers() -> list[dict[str, Any]]:
-    return [
-        transfer("one segment", 3, 0, 1 << 20, 1 << 20),
-        transfer("three segments, credit for one", 5, 0, 32, 32),
-        transfer("a prefix is held already", 6, 4, 32, 1 << 20),
-        transfer("everything is held already", 4, 4, 32, 1 << 20),
-        transfer("a row is larger than a segment: layer by layer", 2, 0, 8, 1 << 20),
-        transfer("the credit is smaller than a segment", 4, 0, 1 << 20, 20),
-        transfer("the second segment arrives broken", 4, 0, 32, 1 << 20, spoil=2),
-        transfer("layers with a window", 7, 0, 36, 1 << 20, layout=WINDOWS),
-        transfer("a prefix into the window is held already", 7, 6, 36, 1 << 20, layout=WINDOWS),
-        transfer("a prompt shorter than the window", 2, 0, 36, 1 << 20, layout=WINDOWS),
-        transfer("a state", 5, 0, 36, 1 << 20, layout=STATES),
-        transfer("a state, whatever is held", 5, 4, 12, 1 << 20, layout=STATES),
-        transfer("a state is held already", 4, 4, 36, 1 << 20, layout=STATES),
-        transfer("from two shards", 5, 0, 36, 36, layout=EVERY_KIND, num_shards=2),
-        transfer("from more shards than heads", 3, 1, 36, 50, layout=EVERY_KIND, num_shards=3),
-        transfer("in memory, but for what fills no block", 5, 0, 32, 1 << 20, block_size=2),
-        transfer("a prefix into a block is held already", 6, 1, 32, 1 << 20, block_size=2),
-        transfer("memory is not what was said", 6, 0, 32, 1 << 20, spoil=2, block_size=2),
-        transfer("all with the offer", 3, 0, 1 << 20, 1 << 20, unasked_bytes=48),
-        transfer(
-            *("groups with the offer", 5, 0, 36, 1 << 20),
-            layout=EVERY_KIND,
-            num_shards=2,
-            unasked_bytes=4096,
+    most, port = 1 << 20, {"segment_port": SEGMENT_PORT}
+    # The name; tokens, those held by the receiver, bytes of a segment and of the credit; the rest.
+    cases: list[tuple[str, tuple[int, int, int, int], dict[str, Any]]] = [
+        ("one segment", (3, 0, most, most), {}),
+        ("three segments, credit for one", (5, 0, 32, 32), {}),
+        ("a prefix is held already", (6, 4, 32, most), {}),
+        ("everything is held already", (4, 4, 32, most), {}),
+        ("a row is larger than a segment: layer by layer", (2, 0, 8, most), {}),
+        ("the credit is smaller than a segment", (4, 0, most, 20), {}),
+        ("the second segment arrives broken", (4, 0, 32, most), {"spoil": 2}),
+        ("layers with a window", (7, 0, 36, most), {"layout": WINDOWS}),
+        ("a prefix into the window is held already", (7, 6, 36, most), {"layout": WINDOWS}),
+        ("a prompt shorter than the window", (2, 0, 36, most), {"layout": WINDOWS}),
+        ("a state", (5, 0, 36, most), {"layout": STATES}),
+        ("a state, whatever is held", (5, 4, 12, most), {"layout": STATES}),
+        ("a state is held already", (4, 4, 36, most), {"layout": STATES}),
+        ("from two shards", (5, 0, 36, 36), {"layout": EVERY_KIND, "num_shards": 2}),
+        ("from more shards than heads", (3, 1, 36, 50), {"layout": EVERY_KIND, "num_shards": 3}),
+        ("in memory, but for what fills no block", (5, 0, 32, most), {"block_size": 2}),
+        ("a prefix into a block is held already", (6, 1, 32, most), {"block_size": 2}),
+        ("memory is not what was said", (6, 0, 32, most), {"spoil": 2, "block_size": 2}),
+        ("all with the offer", (3, 0, most, most), {"unasked_bytes": 48}),
+        (
+            *("groups with the offer", (5, 0, 36, most)),
+            {"layout": EVERY_KIND, "num_shards": 2, "unasked_bytes": 4096},
         ),
-        transfer("with the offer, but a prefix is held", 6, 4, 32, 1 << 20, unasked_bytes=96),
-        transfer("with the offer, but all is held", 4, 4, 32, 1 << 20, unasked_bytes=96),
-        transfer("more than goes with an offer", 4, 0, 32, 1 << 20, unasked_bytes=63),
-        transfer("with the offer, and broken", 4, 0, 32, 1 << 20, spoil=2, unasked_bytes=64),
-        transfer("beside the KV socket", 5, 1, 32, 40, segment_port=SEGMENT_PORT),
-        transfer("sealed", 5, 1, 32, 40, segment_port=SEGMENT_PORT, is_sealed=True),
-        transfer(
-            *("the second seal is broken", 4, 0, 32, 64, 2),
-            segment_port=SEGMENT_PORT,
-            is_sealed=True,
-        ),
+        ("with the offer, but a prefix is held", (6, 4, 32, most), {"unasked_bytes": 96}),
+        ("with the offer, but all is held", (4, 4, 32, most), {"unasked_bytes": 96}),
+        ("more than goes with an offer", (4, 0, 32, most), {"unasked_bytes": 63}),
+        ("with the offer, and broken", (4, 0, 32, most), {"spoil": 2, "unasked_bytes": 64}),
+        ("beside the KV socket", (5, 1, 32, 40), port),
+        ("sealed", (5, 1, 32, 40), port | {"is_sealed": True}),
+        ("the second seal is broken", (4, 0, 32, 64), port | {"spoil": 2, "is_sealed": True}),
     ]
+    return [transfer(name, *sizes, **rest) for name, sizes, rest in cases]
