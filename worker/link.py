@@ -62,10 +62,10 @@ BETWEEN_WORKERS: Final = frozenset(
 # short heartbeats while it parses a huge prompt.  A closed connection is noticed at once.
 MIN_SILENCE_S: Final = 3.0
 # If no WELCOME arrives, HELLO is sent again after HELLO_AGAIN_S, and after REOPEN_S on a new
-# connection.  The router ignores a new connection until it has noticed the end of the old one with
-# the same identity.  A router that was only suspended notices it before the third connection.  One
-# that was cut off from the network needs 25 to 30 s.  The times increase because a handshake with
-# keys costs the router 1 ms, and all workers may reconnect at once.
+# connection.  The router never reads a connection that it accepted before it noticed the end of an
+# older one with the same identity.  A router that was only suspended reads the third connection.
+# One that was cut off from the network notices the end after 25 to 30 s.  The times increase
+# because a handshake with keys costs the router 1 ms, and all workers may reconnect at once.
 HELLO_AGAIN_S: Final = 3.0
 REOPEN_S: Final = (3.0, 6.0, 10.0)
 # Interval between warnings about an unreachable router.
