@@ -1,6 +1,6 @@
-"""The settings of a router: a field is a flag and the variable ``BATON_<NAME>``.
+"""The router's settings: each can be set by a flag or by the variable ``BATON_<NAME>``.
 
-A port may be 0: the bound endpoints are in the log and in `ready_file`.
+Port 0 binds any free port; the bound endpoints are written to the log and to `ready_file`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NumWorkers = Annotated[int, Field(ge=0, le=64)]
 class Config(SharedSettings):
     """Take requests over HTTP and raw TCP and place them on prefill and decode workers."""
 
-    # What is served.
+    # The model.
     served_model_name: str = Field(
         default="", description="the name clients use; empty: taken from --model"
     )
@@ -64,7 +64,7 @@ class Config(SharedSettings):
         "all who ask are trusted",
     )
 
-    # Where.
+    # Endpoints.
     http: str = Field(default="127.0.0.1:8000", description="HOST:PORT of the OpenAI API")
     tcp: str = Field(default="127.0.0.1:8001", description="HOST:PORT of raw TCP clients")
     bus: str = Field(
@@ -74,7 +74,7 @@ class Config(SharedSettings):
         default=None, description="write the bound endpoints there as one JSON line once listening"
     )
 
-    # Who may connect.
+    # Access control.
     api_keys: Path | None = Field(
         default=None,
         description="file with the API keys of clients, one a line; none: the systemd credential "
@@ -130,7 +130,7 @@ class Config(SharedSettings):
         default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"
     )
 
-    # Times.
+    # Timeouts and intervals.
     heartbeat_ms: int = Field(
         default=1000, ge=10, le=60_000, description="between heartbeats, both ways"
     )
@@ -168,7 +168,7 @@ class Config(SharedSettings):
         description="silence of a client with no request; keep it longer than clients do (5 s)",
     )
 
-    # Processes of our own, and workers.
+    # Router processes and local workers.
     processes: int = Field(
         default=1,
         ge=1,
@@ -265,7 +265,7 @@ class Config(SharedSettings):
         return self
 
     def bus_of(self, index: int) -> str:
-        """Return the bus endpoint of one process: the next port, or the path with a suffix."""
+        """Return the bus endpoint of a process: the port plus `index`, or a path with a suffix."""
         start, colon, port = self.bus.rpartition(":")
         if index and self.bus.startswith("ipc://"):
             return f"{self.bus}-{index}"
@@ -273,7 +273,7 @@ class Config(SharedSettings):
         return f"{start}{colon}{int(port) + index}" if is_counted else self.bus
 
     def for_process(self, num_processes: int, **endpoints: str) -> Self:
-        """Return the settings of one of so many processes, with its part of limits, rounded up."""
+        """Return the settings of one of several processes, with its share of limits, rounded up."""
         divided = (
             "max_waiting",
             "max_running_per_worker",
@@ -281,30 +281,30 @@ class Config(SharedSettings):
             "max_kept_responses",
             "max_kept_bytes",
         )
-        parts = {name: -(-getattr(self, name) // num_processes) for name in divided}
+        shares = {name: -(-getattr(self, name) // num_processes) for name in divided}
         of_parent = {"local": (0, 0), "ready_file": None}
-        return self.model_copy(update={**parts, **of_parent, **endpoints})
+        return self.model_copy(update={**shares, **of_parent, **endpoints})
 
     @property
     def origins(self) -> list[str]:
-        """`allowed_origins`, one by one."""
+        """The list in `allowed_origins`."""
         return [origin for each in self.allowed_origins.split(",") if (origin := each.strip())]
 
     @property
     def hosts(self) -> list[str]:
-        """`allowed_hosts` one by one, this machine's name, and the host that HTTP is bound to."""
+        """The list in `allowed_hosts`, this machine's name, and the host that HTTP is bound to."""
         named = [host for each in self.allowed_hosts.split(",") if (host := each.strip())]
         bound, _ = split_endpoint(self.http)
         return [*named, socket.gethostname(), *([] if bound == "*" else [bound])]
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients: `served_model_name`, or the last part of `model`."""
+        """The name of the model for clients: `served_model_name`, or the last part of `model`."""
         return self.served_model_name or super().model_name
 
 
 def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``, for a bus also ``ipc://``.
+    """Split ``HOST:PORT`` or ``tcp://HOST:PORT``, for a bus also ``ipc://``, into host and port.
 
     Raises:
         ValueError: The endpoint is malformed; the message names the flag.
@@ -324,4 +324,4 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # A name or "*": it may resolve to anything.
+        return False  # A host name, which may resolve to any address, or "*".
