@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write wire/vectors.json, the protocol's test vectors; with --check, compare instead.
+"""Write wire/vectors.json, the test vectors of the protocol, or compare it with --check.
 
-Every byte comes from `wire`; the tests read the file as data, so a change of the code that changes
-a byte on the wire shows up as a difference in this file, never silently.  What the vectors are of
-stands in `vector_cases`.
+`wire` encodes every vector, and the tests read the file as data.  So a change of the code that
+changes a byte on the wire also changes this file, and does not go unnoticed.  The cases are defined
+in `vector_cases`.
 
 usage: .venv/bin/python scripts/vectors.py [--check]
 """
@@ -42,7 +42,7 @@ def vectors() -> dict[str, Any]:
 
 
 def render() -> str:
-    """The file's text: one vector a line, so that a difference shows which one changed."""
+    """Return the text of the file, with one vector per line, so that a diff shows what changed."""
     sections = []
     for name, content in vectors().items():
         if isinstance(content, list):
