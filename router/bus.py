@@ -144,6 +144,7 @@ class Bus:
         self.send(peer, Error(0, code), encode_map(detail))
 
     def _dispatch(self, worker: Worker, message: Message) -> None:
+        """Handle a message of a registered worker."""
         frame, worker.last_heard = message.frame, self._clock()
         if _ANSWERED_BY.get(frame.tag, worker.role) is not worker.role:
             raise RemoteProtocolError(f"{worker.name} is not one that sends {frame.tag.name}")
@@ -166,6 +167,7 @@ class Bus:
             self.dispatcher.on_message(worker.identity, message)
 
     def _on_hello(self, peer: bytes, hello: Hello, body: Buffer) -> None:
+        """Register a worker and send WELCOME and PEERS, or refuse it with an error."""
         try:
             check_version(hello)
             detail = decode_map(HelloDetail, body)

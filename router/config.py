@@ -207,6 +207,7 @@ class Config(SharedSettings):
     @field_validator("worker_args")
     @classmethod
     def _check_worker_args(cls, flags: str, info: ValidationInfo) -> str:
+        """Refuse flags that must differ between local workers."""
         words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
         prefills, decodes = info.data.get("local", (0, 0))
         both = prefills + decodes
@@ -224,6 +225,7 @@ class Config(SharedSettings):
 
     @model_validator(mode="after")
     def _refuse_open_ports(self) -> Self:
+        """Refuse endpoints that other machines can reach without keys, unless `insecure`."""
         has_keys = self.keys is not None or credential("router.key") is not None
         has_api_keys = self.api_keys is not None or credential("api_keys") is not None
         make_keys = "make keys with scripts/keys and say --keys DIR"

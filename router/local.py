@@ -95,6 +95,7 @@ class LocalWorkers:
             )
 
     async def _keep_running(self, role: str, rank: int) -> None:
+        """Run a worker and restart it until `stop`, or until its settings are wrong."""
         name = f"{role}-{rank}"
         run = partial(self._run, role, rank)
         async for status in lives(run, log.bind(worker=name), self._min_pause_s):

@@ -174,6 +174,7 @@ class Client:
         request.handle = self._dispatcher.submit(core_request, request)
 
     def _on_decode_request(self, frame: DecodeRequest) -> None:
+        """Start decoding; ignore a request that has ended, reject an unknown one."""
         # SPEC 4.5: the prompt and options are from PREFILL_REQUEST; a payload here is ignored.
         request = self._open.get(frame.request_id)
         if request is not None:

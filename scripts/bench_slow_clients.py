@@ -162,6 +162,7 @@ class Books:
 
 
 async def run(face: str, servers: list[Server], given: argparse.Namespace) -> bool:
+    """Run all rounds over HTTP or raw TCP; return whether the bounds hold."""
     connect = http_client if face == "http" else tcp_client
     clients = [[await connect(server) for server in servers] for _ in range(given.clients)]
     workers = [process.pid for server in servers for process in server.family[1:]]

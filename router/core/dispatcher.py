@@ -3,6 +3,8 @@
     WAITING -> PREFILL -> (HELD ->) DECODE
     any of them -> done | error | cancelled
 
+A HELD request is prefilled and waits for DECODE_REQUEST from a raw TCP client.
+
 HTTP and raw TCP submit and cancel requests, the bus passes in frames from workers
 (`router.core.replies`), and each request's sink receives the results.  Every request ends in
 `_end`: the first call removes the request from the table, and later calls do nothing.  A failed
@@ -411,6 +413,7 @@ class Dispatcher:
             self._fail(state, error)
 
     def _place(self, state: RequestState) -> bool:
+        """Start an attempt on two workers; return False if none has capacity."""
         attempt = self._placement.place(state)
         if attempt is None:
             return False
@@ -439,6 +442,7 @@ class Dispatcher:
         return heaviest_first(parked, is_late)
 
     def _make_room(self, state: RequestState) -> None:
+        """If the queue is full, drop a request of a heavier client, or raise WireError."""
         if len(self._waiting) < self._limits.max_waiting:
             return
         message = f"{len(self._waiting)} requests are waiting for a worker already; try later"
@@ -476,6 +480,7 @@ class Dispatcher:
                 self._requeue(state)
 
     def _abandon(self, attempt: Attempt, code: ErrorCode, spare: Worker | None) -> None:
+        """Remove an attempt and send CANCEL to its workers except `spare`."""
         del self._attempts[attempt.request_id]
         attempt.state.attempt = None
         for worker, release in (

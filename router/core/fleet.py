@@ -358,6 +358,7 @@ class Fleet:
         )
 
     def _mismatch(self, hello: Hello, detail: HelloDetail) -> str:
+        """Return why a worker does not fit this cluster, or ""."""
         if hello.role not in (Role.PREFILL, Role.DECODE):
             return f"role {hello.role}: only prefill and decode workers join the bus"
         if hello.rank >= NO_RANK:

@@ -248,6 +248,7 @@ class Placement:
         return 0 if layout is None or state.num_left == 1 else layout.transfer_bytes(state.seq_len)
 
     def _check_role(self, role: Role, seq_len: int, now: float) -> None:
+        """Check that a worker of this role has enough KV blocks in total."""
         workers = self._fleet.expected(role, now)
         if not workers:
             raise no_worker(role)

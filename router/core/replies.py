@@ -135,6 +135,7 @@ class Replies:
         frame: PrefillDone | DecodeDone | Error,
         message: Message,
     ) -> None:
+        """Validate and apply a PREFILL_DONE, DECODE_DONE or ERROR."""
         state = attempt.state
         if isinstance(frame, PrefillDone):
             if not attempt.is_reading:

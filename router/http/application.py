@@ -166,6 +166,7 @@ class Application:
         await self._serve(HttpExchange(scope, receive, send, request_id, time.monotonic()))
 
     async def _serve(self, exchange: HttpExchange) -> None:
+        """Run a request, converting exceptions to an error response."""
         try:
             await self._route(exchange)
         except Disconnected:
@@ -209,6 +210,7 @@ class Application:
         )
 
     async def _route(self, exchange: HttpExchange) -> None:
+        """Check origin and API key, and call the handler for the path and method."""
         path, method = exchange.scope["path"], exchange.scope["method"]
         route, exchange.named = self.routes.find(path) or (None, "")
         if route is not None:
@@ -233,6 +235,7 @@ class Application:
     async def _complete(
         self, read: Read, exchange: HttpExchange, *, previous_of: PreviousOf | None = None
     ) -> None:
+        """Serve a completion of any endpoint, whose `read` parses the body."""
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
         # It is known even after all workers have left: a prompt that is too long gets 400, not 503.
@@ -263,6 +266,7 @@ class Application:
     async def _deliver(
         self, exchange: HttpExchange, completion: Completion, writer: ResponseWriter
     ) -> None:
+        """Send the results of a submitted completion, streamed or whole."""
         head = Head(exchange.request_id, int(time.time()), self._model.name)
         answer = completion.request.answer(completion, head)
         exchange.failure = answer.failure

@@ -71,6 +71,7 @@ class Admission:
             self._waiting.remove(exchange.client_id, turn)
 
     def _start_next(self) -> None:
+        """Let the next client's request start; called once per iteration of the event loop."""
         first = self._waiting.first()
         if first is None:
             self._has_started = False

@@ -254,6 +254,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """Continue with the pending error or the next request, or close the connection."""
         self._num_pending -= 1
         super().on_response_complete()
         if self._num_pending or self.transport.is_closing():

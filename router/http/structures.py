@@ -50,6 +50,7 @@ class Structures:
         return result
 
     async def _wait(self, exchange: HttpExchange, checked: Future[Result]) -> None:
+        """Wait for a validation; cancel it when no request waits for it any more."""
         self._num_waiting[checked] += 1
         try:
             await exchange.while_connected(asyncio.shield(asyncio.wrap_future(checked)))

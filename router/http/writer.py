@@ -81,13 +81,16 @@ class ResponseWriter:
     # Called by others while `stream` or `collect` waits.
 
     def wake(self) -> None:
+        """Schedule a write of the pending tokens in this iteration of the event loop."""
         self._fair_writes.take(self)
 
     def write(self) -> None:
+        """Write the pending tokens now."""
         if body := self.prepare(self._clock()):
             self.transmit(body)
 
     def overrun(self) -> None:
+        """Disconnect a slow reader: too many tokens are pending."""
         if self._rest is not None and not self.is_disconnected:
             self._cut_off()
             self.disconnect()
@@ -183,6 +186,7 @@ class ResponseWriter:
         return [joined(each) for each in deltas.values()]
 
     async def _until_over(self, completion: Completion, advance: Callable[[float], bytes]) -> None:
+        """Let `advance` produce the bytes of each write until the completion has ended."""
         self._advance = advance
         self.wake()  # some tokens may be pending already
         try:
@@ -206,6 +210,7 @@ class ResponseWriter:
         self._advance = self._streamed = self._fast_path = self._error = self._rest = None
 
     def _write_events(self, now: float) -> bytes:
+        """Return the new events of a stream, which include the last one at its end."""
         assert self._streamed is not None
         completion, answer = self._streamed
         body, num_new_tokens = b"", 0
@@ -237,6 +242,7 @@ class ResponseWriter:
     def _collect(
         self, completion: Completion, deltas: dict[Choice, list[Delta]], now: float
     ) -> bytes:
+        """Store new deltas; return no bytes, since the response is sent whole."""
         for choice, taken in completion.take():
             deltas[choice] += taken
         if completion.error is not None:

@@ -116,6 +116,7 @@ class Channel:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Read messages until the other end closes, and dispatch them."""
         decoder = msgspec.msgpack.Decoder(_Call | _Reply)
         try:
             while True:

@@ -176,6 +176,7 @@ class Processes:
             await asyncio.sleep(REPORT_S)
 
     async def _stop(self, drain_s: float) -> None:
+        """Drain all processes, then stop the local workers, then let the processes end."""
         self._is_stopping = True
         for process in self._all:
             process.signal(signal.SIGTERM if process.is_listening else signal.SIGKILL)
@@ -212,6 +213,7 @@ class Processes:
         raise AssertionError("there is always a next life")
 
     async def _run(self, process: Process) -> int:
+        """Run a process until it ends and return its exit status."""
         if self._is_stopping:  # `_stop` was called during the backoff before this start
             return 0
         ours, theirs = socket.socketpair()
@@ -257,6 +259,7 @@ class Processes:
                 process.is_aborted = True
 
     async def _answer(self, process: Process, question: object) -> object:
+        """Compute the reply to a request of a process."""
         match question:
             case AskAssignment():
                 if process.index:

@@ -64,6 +64,7 @@ class Bus:
         self._send(Role.PREFILL, encode(frame, encode_prompt(body["prompt"], options)))
 
     def read(self) -> None:
+        """Forward all messages that the workers have sent."""
         while True:
             try:
                 worker, tag, header, *payload = self._socket.recv_multipart(zmq.NOBLOCK)

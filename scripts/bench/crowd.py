@@ -62,6 +62,7 @@ class Crowd:
         self._is_first_closed = False
 
     async def run(self) -> bool:
+        """Open all connections and wait until they are closed; return whether any failed."""
         given, begin = self._given, time.monotonic()
         num = given.idle + given.dribbling
         for index in range(num):

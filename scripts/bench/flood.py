@@ -138,6 +138,7 @@ class Flood:
         return {"seconds": passed, "answers": self._answers, "error": self._error}
 
     async def _repeat(self, connection: HttpConnection) -> None:
+        """Send one request after another on a connection, reopening it when it is closed."""
         while True:
             done = connection.post(*self._load.request(next(self._numbers)))
             try:

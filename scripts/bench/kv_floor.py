@@ -121,6 +121,7 @@ def _memcpy(num_bytes: int) -> float:
 
 
 def _receive(pipe: Any, way: str, layout: KVLayout, num_tokens: int, block_size: int) -> None:
+    """Receive all segments several times, and send how long each time took."""
     pool = Pool(layout, num_tokens, block_size)
     receive = _receiver(way.rstrip("+"), block_size * layout.token_bytes, pipe.send)
     for _ in range(REPEATS):
@@ -161,6 +162,7 @@ def _sender(kind: str, port: int) -> Callable[[memoryview], object]:
 
 
 def _receiver(kind: str, size: int, send_port: Callable[[int], None]) -> Callable[[], Buffer]:
+    """Listen on a new port, and return a function that receives one segment."""
     if kind == "raw":
         listener = socket.create_server(("127.0.0.1", 0))
         send_port(listener.getsockname()[1])

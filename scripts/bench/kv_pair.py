@@ -121,6 +121,7 @@ class Still:
     def shutdown(self) -> None: ...
 
     def _compare(self, batch: Batch, row: int) -> int:
+        """Return RIGHT if the KV of a sequence is what its mark implies, else WRONG."""
         mark, length = int(batch.token_ids[batch.sample_rows[row]]), int(batch.context_lens[row])
         if not mark:
             return RIGHT
@@ -147,6 +148,7 @@ class Watched(KVPlane):
     def link(
         self, identity: bytes, endpoint: str, on_message: Any, *rest: Any, **more: Any
     ) -> Link:
+        """Return a link that reports when offers are sent and last ACKs received."""
         watch = partial(self._watch, on_message)
         link = super().link(identity, endpoint, watch, *rest, **more)
         send = link.send

@@ -131,6 +131,7 @@ class Clients:
         return connection.post(PATHS[given.face], body)
 
     async def stream(self) -> dict[str, Any]:
+        """Run all streams at once; measure from when all have their first token."""
         given = self._given
         flow = Flow(given.pace_us, given.streams)
         keys = list(range(10, 10 + given.streams))
@@ -149,6 +150,7 @@ class Clients:
         return measured
 
     async def hold(self) -> dict[str, Any]:
+        """Open streams that stop after the first token, until a line on stdin."""
         flow = Flow(0, 2**30)
         questions = [Question(10 + i % 100, 9, flow) for i in range(len(self._connections))]
         done = [self._send(*pair) for pair in zip(self._connections, questions, strict=True)]
@@ -161,6 +163,7 @@ class Clients:
         return {}
 
     async def requests(self) -> dict[str, Any]:
+        """Run one-token requests repeatedly on each connection."""
         indices = iter(range(self._given.requests))
         cpu, start = self._cpu(), time.monotonic()
 
@@ -174,6 +177,7 @@ class Clients:
         return self._measured(cpu, start, self._given.requests)
 
     async def arrivals(self) -> dict[str, Any]:
+        """Start streams at a fixed rate."""
         given, start = self._given, time.monotonic()
         flow, tasks = Flow(given.pace_us), list[asyncio.Task[None]]()
         for index in range(given.requests):
