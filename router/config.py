@@ -38,46 +38,46 @@ class Config(SharedSettings):
 
     # The model.
     served_model_name: str = Field(
-        default="", description="the name clients use; empty: taken from --model"
+        default="", description="the model name for clients; empty: taken from --model"
     )
 
     generation_config: str = Field(
         default="auto",
-        description="what requests are sampled with that do not say: auto is what the model's "
-        "generation_config.json recommends, none is temperature 1 and no filter, else a directory "
-        "with such a file",
+        description="the default sampling settings of requests: auto uses the model's "
+        "generation_config.json, none means temperature 1 without filters, else a directory with "
+        "such a file",
     )
 
     tool_call_parser: Literal[TOOL_CALL_PARSERS] = Field(  # type: ignore[valid-type]
         default=AUTO,
-        description="how the model writes calls of tools; auto: as its chat template shows",
+        description="the format in which the model writes tool calls; auto: from its chat template",
     )
     reasoning_parser: Literal[REASONING_PARSERS] = Field(  # type: ignore[valid-type]
         default=AUTO,
-        description="how the model marks what it thinks before it answers; auto: as its chat "
-        "template shows",
+        description="the format in which the model marks its reasoning; auto: from its chat "
+        "template",
     )
 
     trust_request_chat_template: bool = Field(
         default=False,
-        description="let requests bring a chat template: one can compute for ever, so only where "
-        "all who ask are trusted",
+        description="accept chat templates in requests; a template may run forever, so only if all "
+        "clients are trusted",
     )
 
     # Endpoints.
-    http: str = Field(default="127.0.0.1:8000", description="HOST:PORT of the OpenAI API")
-    tcp: str = Field(default="127.0.0.1:8001", description="HOST:PORT of raw TCP clients")
+    http: str = Field(default="127.0.0.1:8000", description="HOST:PORT for the OpenAI API")
+    tcp: str = Field(default="127.0.0.1:8001", description="HOST:PORT for raw TCP clients")
     bus: str = Field(
         default="tcp://127.0.0.1:5570", description="ZeroMQ endpoint that workers connect to"
     )
     ready_file: Path | None = Field(
-        default=None, description="write the bound endpoints there as one JSON line once listening"
+        default=None, description="file for the bound endpoints, as one JSON line once listening"
     )
 
     # Access control.
     api_keys: Path | None = Field(
         default=None,
-        description="file with the API keys of clients, one a line; none: the systemd credential "
+        description="file with the API keys of clients, one per line; none: the systemd credential "
         "api_keys, if there is one",
     )
     tls_cert: Path | None = Field(
@@ -86,86 +86,87 @@ class Config(SharedSettings):
     tls_key: Path | None = Field(default=None, description="its private key (PEM)")
     allowed_origins: str = Field(
         default="",
-        description="web pages that may ask, with commas between: https://chat.example.org; *: any",
+        description="web pages that may send requests, separated by commas: "
+        "https://chat.example.org; *: any",
     )
     allowed_hosts: str = Field(
         default="",
-        description="host names that clients may use for this router, with commas between, beside "
-        "localhost, this machine's name and addresses; *: any. No other is answered without API "
-        "keys",
+        description="host names that clients may use for this router, separated by commas, besides "
+        "localhost, this machine's name and addresses; *: any. Without API keys, others are "
+        "refused",
     )
     insecure: bool = Field(
-        default=False, description="allow listening beyond this machine without keys"
+        default=False, description="allow endpoints that other machines can reach without keys"
     )
 
     # Limits.
     max_waiting: int = Field(default=1024, ge=0, description="requests that may wait for a worker")
     max_running_per_worker: int = Field(
-        default=256, ge=1, description="requests placed on one worker at a time; the rest wait here"
+        default=256, ge=1, description="requests on one worker at a time; others are queued"
     )
     max_connections: int = Field(
-        default=4096, ge=1, description="connections of HTTP clients, and of raw TCP clients"
+        default=4096, ge=1, description="limit for HTTP connections, and for raw TCP connections"
     )
     max_requests_per_connection: int = Field(
-        default=256, ge=1, description="open requests of one raw TCP connection"
+        default=256, ge=1, description="open requests on one raw TCP connection"
     )
 
     max_body_bytes: int = Field(
         default=MAX_BODY_BYTES,
         ge=1024,
         le=64 * 1024 * 1024,
-        description="largest body of an HTTP request; beyond the default one may delay the others",
+        description="largest HTTP request body; one over the default may delay other clients",
     )
     max_kept_responses: int = Field(
         default=MAX_RESPONSES,
         ge=0,
-        description="responses that later ones can go on from (previous_response_id)",
+        description="stored responses that requests can continue (previous_response_id)",
     )
     max_kept_bytes: int = Field(
         default=MAX_BYTES,
         ge=0,
-        description="of all responses that are kept; who keeps most makes room",
+        description="size of all stored responses; beyond it, the client with the most loses some",
     )
     max_attempts: int = Field(
-        default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"
+        default=4, ge=1, le=16, description="attempts per request when workers fail; 1: no failover"
     )
 
     # Timeouts and intervals.
     heartbeat_ms: int = Field(
-        default=1000, ge=10, le=60_000, description="between heartbeats, both ways"
+        default=1000, ge=10, le=60_000, description="interval of heartbeats in both directions"
     )
     lease_ms: int = Field(
         default=30_000,
         ge=100,
         le=3_600_000,
-        description="how long an idle transfer or hold is kept",
+        description="how long an idle transfer, or a request without DECODE_REQUEST, is kept",
     )
     stall_ms: int = Field(
         default=60_000,
         ge=100,
         le=3_600_000,
-        description="a worker whose step takes longer is stuck: its requests go elsewhere",
+        description="a worker with a longer step is stalled: its requests move to other workers",
     )
     queue_timeout_ms: int = Field(
-        default=30_000, ge=1, le=3_600_000, description="longest wait for a worker with room"
+        default=30_000, ge=1, le=3_600_000, description="longest wait for a worker with capacity"
     )
     deadline_ms: int = Field(
         default=600_000,
         ge=1,
         le=2**31 - 1,
-        description="of a request that sets no deadline_ms itself",
+        description="default deadline of requests, unless they set deadline_ms",
     )
     grace_s: float = Field(
         default=5.0,
         gt=0.0,
         le=600.0,
-        description="for the headers of a request, and the first frame of a raw TCP client",
+        description="timeout for the headers of a request and the first frame of a raw TCP client",
     )
     idle_s: float = Field(
         default=120.0,
         gt=0.0,
         le=86_400.0,
-        description="silence of a client with no request; keep it longer than clients do (5 s)",
+        description="timeout of idle connections; keep it longer than that of clients (5 s)",
     )
 
     # Router processes and local workers.
@@ -173,21 +174,21 @@ class Config(SharedSettings):
         default=1,
         ge=1,
         le=64,
-        description="router processes that share --http and --tcp (Linux). Each has a bus of its "
-        "own, on the ports from that of --bus on, and its part of the limits on connections, "
-        "waiting and running requests, and kept responses",
+        description="router processes that share --http and --tcp (Linux). Each has its own bus, "
+        "on consecutive ports from that of --bus on, and its share of the limits on connections, "
+        "waiting and running requests, and stored responses",
     )
     local: tuple[NumWorkers, NumWorkers] = Field(
         default=(0, 0), description="P,D: also run P prefill and D decode workers on this machine"
     )
     local_cores: Sharing = Field(
         default="auto",
-        description="cores of the local workers: auto is one node for each, and there some of its "
-        "own if there are enough; split is some of its own, however few; shared is all for all",
+        description="CPU cores of the local workers: auto gives each worker a NUMA node and, if "
+        "it has enough, cores of its own; split always gives own cores; shared never does",
     )
     worker_args: str = Field(
         default="",
-        description="more flags of the local workers, quoted as for a shell: '--num-blocks 64'",
+        description="more flags for the local workers, quoted as in a shell: '--num-blocks 64'",
     )
 
     @field_validator("local", mode="wrap")
