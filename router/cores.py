@@ -19,7 +19,7 @@ Sharing = Literal["auto", "split", "shared"]
 # One NUMA node: for each physical core, the ids of its hardware threads.
 Node = Sequence[frozenset[int]]
 
-# The number of physical cores from which a worker gets cores of its own.
+# The fewest physical cores per worker with which workers get separate cores.
 ENOUGH: Final = 4
 
 

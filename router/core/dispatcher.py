@@ -148,7 +148,7 @@ class Dispatcher:
         return state.handle
 
     def decode(self, handle: int, max_new_tokens: int) -> None:
-        """Set the number of tokens that a raw TCP client requests.  Later calls do nothing."""
+        """Start decoding up to `max_new_tokens` for a raw TCP client.  Later calls do nothing."""
         state = self._open.get(handle)
         if state is None or state.is_decode_asked:
             return

@@ -34,7 +34,7 @@ PAUSE_S: Final = 0.1
 
 
 class RetryBudget:
-    """The number of retries the router may still make, at most `burst`; see PER_REQUEST, PER_S."""
+    """A token bucket for retries: at most `burst`, refilled by accepted requests and over time."""
 
     def __init__(self, burst: int, now: float) -> None:
         self._burst = float(burst)
@@ -42,7 +42,7 @@ class RetryBudget:
         self._earned_at = now
 
     def earn(self) -> None:
-        """Add the share of a retry that an accepted request earns."""
+        """Add `PER_REQUEST` retries for an accepted request."""
         self._left = min(self._burst, self._left + PER_REQUEST)
 
     def spend(self, now: float) -> bool:

@@ -24,7 +24,7 @@ from wire.payloads import HelloDetail, Load, PeerDetail
 
 # A worker is lost after this many heartbeat intervals of silence.
 MISSED_BEATS: Final = 3
-# After this many it is suspect, and gets no more requests until its next heartbeat.
+# After this many intervals it is suspect, and gets no more requests until its next heartbeat.
 SUSPECT_BEATS: Final = 2
 # While a worker was lost less than this long ago, requests wait for it to be restarted.
 REJOIN_S: Final = 10.0

@@ -42,7 +42,7 @@ class Level:
 
 
 class Queue:
-    """The waiting requests.  All methods except `displaced_by` take constant time."""
+    """The waiting requests.  Only the cost of `displaced_by` grows with their number."""
 
     def __init__(self, timeout_s: float) -> None:
         """Create an empty queue whose requests wait at most `timeout_s`."""
@@ -106,7 +106,7 @@ class Queue:
         return self._next is not None and self._next.order <= order
 
     def displaced_by(self, state: RequestState, held: Mapping[str, int]) -> RequestState | None:
-        """Return the request to drop from the full queue for a new one; None to refuse the new.
+        """Return the request to drop for a new one if the queue is full, or None to refuse it.
 
         It is the last request, of the lowest priority, of the client with the most requests, if the
         new request's client has fewer.  So no client can block others.  `held` is the number of
@@ -137,7 +137,7 @@ class Queue:
         self._next = min(self._levels.values(), key=lambda level: level.order, default=None)
 
     def _head_start_s(self, priority: int) -> float:
-        """The head start over priority 0, in seconds: it grows with the root of the priority."""
+        """The head start over priority 0, in seconds: it grows with the square root."""
         share = copysign(sqrt(abs(priority) / MAX_PRIORITY), priority)
         return share * HEAD_START * self._timeout_s
 

@@ -78,7 +78,7 @@ class Origins:
         return ()
 
     def _is_safe_host(self, name: str) -> bool:
-        """Whether no foreign web page can have this host name."""
+        """Whether a foreign web page cannot have this host name."""
         return name == "localhost" or name in self._hosts or _is_address(name)
 
 

@@ -230,10 +230,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail_parsing(400, f"over {MAX_PIPELINED} requests wait on this connection")
         if self.parser.get_http_version() == "1.0":
-            self.expect_100_continue = False  # the client would take it for the response
+            self.expect_100_continue = False  # 1.0 clients take it for the response
             self.app = unchunked(self.config.loaded_app)
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":  # the response to HEAD has no body
+        if self.scope["method"] != "HEAD":  # a response to HEAD is only a head
             self.cycle.transport = cast(asyncio.Transport, HeadBuffer(self.cycle))
         self._num_pending += 1
         self._is_in_headers, self._has_started, self._is_in_body = False, False, True

@@ -210,7 +210,7 @@ class ResponseWriter:
         self._advance = self._streamed = self._fast_path = self._error = self._rest = None
 
     def _write_events(self, now: float) -> bytes:
-        """Return the new events of a stream, which include the last one at its end."""
+        """Return the new events of a stream, including the closing ones at its end."""
         assert self._streamed is not None
         completion, answer = self._streamed
         body, num_new_tokens = b"", 0

@@ -33,37 +33,37 @@ class Assignment(Struct):
 
 
 class AskAssignment(Struct, frozen=True, tag="assignment"):
-    """To the parent: ask for permission to start.  The reply is the process's `Assignment`."""
+    """A request to the parent for permission to start.  The reply is an `Assignment`."""
 
 
 class Listening(Struct, frozen=True, tag="listening"):
-    """To the parent: this process now serves clients.  `try_this` is an example shell command."""
+    """A notice to the parent: this process serves clients.  `try_this` is an example command."""
 
     endpoints: dict[str, str]
     try_this: str
 
 
 class Drained(Struct, frozen=True, tag="drained"):
-    """To the parent: all clients are served.  The reply comes once the local workers have ended."""
+    """A notice to the parent: no client is left.  The reply comes when local workers have ended."""
 
 
 class AskState(Struct, frozen=True, tag="state"):
-    """Get the state of a process.  The reply is a `router.core.cluster.ProcessState`."""
+    """A request for the state of a process.  The reply is a `router.core.cluster.ProcessState`."""
 
 
 class AskMetrics(Struct, frozen=True, tag="metrics"):
-    """Get the metrics of a process.  The reply is `router.processes.merged_metrics.Families`."""
+    """A request for the metrics of a process.  The reply is `merged_metrics.Families`."""
 
 
 class FindResponse(Struct, frozen=True, tag="find"):
-    """Get a stored response.  The reply is the response, or None if it is not stored here."""
+    """A request for a stored response.  The reply is the response, or None if not stored here."""
 
     asker: str
     name: str
 
 
 class DeleteResponse(Struct, frozen=True, tag="delete"):
-    """Delete a stored response.  The reply is False if it was not stored here."""
+    """A request to delete a stored response.  The reply is False if it was not stored here."""
 
     asker: str
     name: str
@@ -73,7 +73,7 @@ Question = AskState | AskMetrics | FindResponse | DeleteResponse
 
 
 class AskAll(Struct, frozen=True, tag="all"):
-    """To the parent: send a request to every process.  The reply is `Answers`."""
+    """A request to the parent to forward a request to every process.  The reply is `Answers`."""
 
     question: Question
 

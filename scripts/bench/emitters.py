@@ -55,7 +55,7 @@ NUM_BLOCKS: Final = 1 << 22
 BEAT_S: Final = 0.5
 # The interval for polling whether the send queue of a connection is empty.
 FULL_S: Final = 0.0005
-# The delay before requests start together, so that clients receive their first tokens before.
+# The delay before requests decode together, so that clients receive the first tokens before.
 TOGETHER_S: Final = 0.05
 
 

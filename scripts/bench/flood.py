@@ -53,7 +53,7 @@ class Load:
 
 
 def schema(number: int) -> tuple[str, dict[str, Any]]:
-    """Return a completion with a new JSON schema of 50 KB, which takes 0.15 s to validate."""
+    """Return a request with a new JSON schema of 50 KB, which takes 0.15 s to validate."""
     addresses = {"type": "array", "items": {"type": "string", "format": "ipv6"}}
     properties = {f"address_{number:06}_{index:03}": addresses for index in range(480)}
     nested = {
@@ -82,19 +82,19 @@ def opening(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def choices(number: int) -> tuple[str, dict[str, Any]]:
-    """Return a completion with the maximum number of choices."""
+    """Return a completion request with the maximum number of choices."""
     body = {"prompt": f"Once {number}", "n": 128, "max_tokens": 64, "ignore_eos": True}
     return COMPLETIONS, body
 
 
 def scored(number: int) -> tuple[str, dict[str, Any]]:
-    """Return a completion with the top 20 logprobs of 1500 prompt tokens."""
+    """Return a completion request with the top 20 logprobs of 1500 prompt tokens."""
     prompt = [3 + (number * 7919 + index * 31) % 1000 for index in range(1500)]
     return COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20}
 
 
 def ambiguous(number: int) -> tuple[str, dict[str, Any]]:
-    """Return a completion with 128 choices, constrained to an expensive grammar."""
+    """Return a completion request with 128 choices, constrained to an expensive grammar."""
     body = {"prompt": f"Once {number}", "n": 128, "max_tokens": 24, "temperature": 1.0}
     return COMPLETIONS, body | {"structured_outputs": {"grammar": AMBIGUOUS}}
 
