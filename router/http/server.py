@@ -31,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import HeadBuffer, error_response, framing_problem, unchunked
-from wire.aio.listener import LAST_LOOK_S, bind, is_told, listen
+from wire.aio.listener import LAST_LOOK_S, bind, gets_refusal, listen
 from wire.aio.slow_readers import STALL_S, SlowReader, has_left
 from wire.errors import ErrorCode
 from wire.parts import Buffer
@@ -111,7 +111,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self)))
         self._start_timer()
         num, most = len(self.connections), self.limits.max_connections
-        if num > most and is_told(num, most):
+        if num > most and gets_refusal(num, most):
             self._refuse(503, "too many connections", ErrorCode.OVERLOADED.label)
         elif num > most:
             transport.abort()

@@ -41,7 +41,7 @@ class Structures:
             Disconnected: The client disconnected before the result.
         """
         key = wanted.param, wanted.kind, wanted.text
-        checked = self._results.ask(exchange.client_id, key, partial(_check, wanted))
+        checked = self._results.get(exchange.client_id, key, partial(_check, wanted))
         if not checked.done():
             await self._wait(exchange, checked)
         result = checked.result()

@@ -29,8 +29,8 @@ class TokenEvents:
         "_choice",
         "_fair_writes",
         "_json_of",
+        "_num_diverted",
         "_num_left",
-        "_num_lent",
         "_on_tokens",
         "_push",
         "_texts",
@@ -54,8 +54,8 @@ class TokenEvents:
         self._push, self._on_tokens = push, on_tokens
         self._texts: list[bytes] | None = None  # not written yet
         self.last, self.is_over = last, False
-        self._num_left = self._num_lent = choice.num_lendable
-        self._json_of = choice.lend(self.on_token, self._on_other)
+        self._num_left = self._num_diverted = choice.num_divertible
+        self._json_of = choice.divert(self.on_token, self._on_other)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Convert a token to an event, in place of `Choice.on_token`."""
@@ -96,7 +96,7 @@ class TokenEvents:
         """Return control of the stream to the choice and the writer.  Idempotent."""
         if not self.is_over:
             self.is_over = True
-            self._choice.take_back(self._num_lent - self._num_left)
+            self._choice.end_diversion(self._num_diverted - self._num_left)
 
     def _on_other(self, choice: Choice) -> None:
         self.end()

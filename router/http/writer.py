@@ -18,8 +18,7 @@ from typing import Final
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta, joined
-from router.api.completions.events import HEADERS
-from router.api.completions.response import Answer
+from router.api.completions.response import HEADERS, Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Send, resume
 from router.http.token_events import TokenEvents
@@ -146,7 +145,7 @@ class ResponseWriter:
         if self._streamed is None or self._push is None or self._last_tokens is None:
             return
         completion, answer = self._streamed
-        if answer.usual is not None and completion.choices[0].num_lendable > 0:
+        if answer.usual is not None and completion.choices[0].num_divertible > 0:
             self._fast_path = TokenEvents(
                 self,
                 self._fair_writes,
