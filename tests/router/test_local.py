@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from router import local
 from router.config import Config
 from router.core.cluster import ProcessState
-from router.local import LocalWorkers, command, environment, places
+from router.local import LocalWorkers, command, cores_of_workers, environment
 from tests.router.children import is_gone, until
 from wire.process.cores import format_cores
 from wire.process.settings import ConfigError, parse
@@ -92,7 +92,7 @@ def test_only_those_that_may_not_use_every_core_are_told_cores(
     monkeypatch.setattr(local, "physical_cores", lambda node: [frozenset({it}) for it in node])
     monkeypatch.setattr(local, "nodes", lambda cores: [cores])
     monkeypatch.setattr(local, "quota", lambda: quota)
-    found = places(Config(local=(1, 1), local_cores=sharing))
+    found = cores_of_workers(Config(local=(1, 1), local_cores=sharing))
     assert planned == {role: format_cores(place) for (role, _), place in found.items()}
 
 

@@ -77,6 +77,6 @@ async def test_every_response_echoes_the_request_id() -> None:
 
 def test_the_asker_is_the_key_or_the_address() -> None:
     subject = exchange(Wire(), client=("10.0.0.1", 5))
-    assert subject.asker == "10.0.0.1"
+    assert subject.client_id == "10.0.0.1"
     subject.key_name = "key-0123456789ab"
-    assert subject.asker == "key-0123456789ab"
+    assert subject.client_id == "key-0123456789ab"

@@ -35,7 +35,7 @@ SLOW = Bodies(grace_s=0.1)
 async def whole(exchange: HttpExchange, bodies: Bodies | None = None) -> bytes:
     bodies = bodies or Bodies()
     raw = await bodies.read(exchange)
-    bodies.let_go(exchange, raw)
+    bodies.release(exchange, raw)
     return raw
 
 
@@ -144,7 +144,7 @@ async def test_a_compressed_body_is_inflated_within_the_limits() -> None:
     assert raw == bytes(STEP_BYTES * 2) and bodies.total_bytes == len(raw)
     with pytest.raises(WireError, match="too many large bodies"):
         await whole(exchange(events(exact), None, GZIP), bodies)
-    bodies.let_go(first, raw)
+    bodies.release(first, raw)
     with pytest.raises(HttpError, match=f"over the limit of {STEP_BYTES * 2} bytes"):
         await whole(exchange(events(over), None, GZIP), bodies)
     with pytest.raises(HttpError, match="ends before the end of its gzip stream"):
@@ -183,7 +183,7 @@ async def test_all_bodies_together_have_a_limit() -> None:
     with pytest.raises(WireError, match="more than the 49 bytes that are left for others"):
         await whole(of("anna", 21), bodies)
     await whole(of("anna", 20), bodies)
-    bodies.let_go(first, raw)
+    bodies.release(first, raw)
     await whole(of("anna", 50), bodies)
     with pytest.raises(WireError, match="too many large bodies"):
         await whole(of("anna", 51), bodies)

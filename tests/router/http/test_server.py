@@ -244,7 +244,7 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
                 await told.wait()
                 while kept := cast(set[GuardedProtocol], server.server_state.connections):
                     for connection in tuple(kept):
-                        connection.look()  # more often than we hang up: it puts that off no more
+                        connection.poll_disconnect()  # polling often must not delay the close
                     await asyncio.sleep(0.01)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:

@@ -45,7 +45,7 @@ class Asking:
 
         exchange = HttpExchange({"headers": []}, receive, send, "id", 0.0, key_name=asker)
         wanted = Wanted(param, kind, text)
-        return asyncio.create_task(self.structures.settle(exchange, wanted))
+        return asyncio.create_task(self.structures.validate(exchange, wanted))
 
 
 @pytest.fixture
