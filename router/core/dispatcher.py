@@ -38,10 +38,9 @@ from router.core.state import (
     RequestState,
     Send,
     new_tokens,
-    no_worker,
 )
 from wire.errors import ErrorCode, PeerLost, WireError
-from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
+from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest
 from wire.parts import Message
 from wire.payloads import Usage, encode_continuation, encode_prompt
 from wire.process.log_limit import RepeatedLine
@@ -81,6 +80,7 @@ class Dispatcher:
         self._send = send
         self._clock = clock
         self._placement = Placement(fleet, index, limits=limits, request_ids=request_ids)
+        self.missing_roles = self._placement.missing_roles
         self._budget = RetryBudget(limits.retry_burst, clock())
         self._replies = Replies(self, self._placement, limits=limits, clock=clock)
         self._followed = RepeatedLine(log.warning, "attempt failed, another follows", clock)
@@ -249,7 +249,7 @@ class Dispatcher:
         if attempt is not None and attempt.is_local:
             self.release_decode(attempt)
         elif attempt is not None and attempt.decode is None:
-            self.release_prefill(attempt)  # no KV is handed over: the worker is done
+            self.release_prefill(attempt)  # no KV transfer: the worker is done
         self.finish(state, structs.replace(usage, kv_bytes=state.kv_bytes))
 
     def finish(self, state: RequestState, usage: Usage) -> None:
@@ -413,10 +413,11 @@ class Dispatcher:
         for state in [state for state in self._open.values() if state.due <= now]:
             error = state.overdue(now)
             if state.phase is Phase.WAITING and error.code is ErrorCode.OVERLOADED:
-                error = self._missing_worker(state) or error
+                error = self._placement.missing_worker(state) or error
             self._fail(state, error)
 
     def _place(self, state: RequestState) -> bool:
+        """Start an attempt; return False if no worker has capacity."""
         now = self._clock()
         attempt = self._placement.place(state, now)
         if attempt is None:
@@ -452,8 +453,8 @@ class Dispatcher:
         held = Counter(each.request.client for each in self._parked())
         displaced = self._waiting.displaced_by(state, held)
         if displaced is None:
-            raise self._missing_worker(state) or overloaded
-        self._fail(displaced, self._missing_worker(displaced) or overloaded)
+            raise self._placement.missing_worker(state) or overloaded
+        self._fail(displaced, self._placement.missing_worker(displaced) or overloaded)
 
     def _no_retry(self, state: RequestState, error: WireError, now: float) -> str | None:
         """Return why a failed request is not retried, or None if it is retried.
@@ -493,14 +494,3 @@ class Dispatcher:
                 if worker is not spare:
                     self._send(worker.identity, Cancel(attempt.request_id, code))
                 release(attempt)
-
-    def missing_roles(self) -> list[Role]:
-        """Return the roles without a ready worker that requests need."""
-        needed = (Role.DECODE,) if self._limits.local_prefill else (Role.PREFILL, Role.DECODE)
-        return [role for role in needed if not self._fleet.ready(role)]
-
-    def _missing_worker(self, state: RequestState) -> WireError | None:
-        missing = self.missing_roles()
-        if state.num_left == 1 and Role.PREFILL not in missing:
-            return None
-        return no_worker(missing[0]) if missing else None

@@ -75,29 +75,29 @@ class Worker:
     # The part of `running` and `waiting` that other routers placed.
     num_others: int = 0
 
-    # What its steps take, in seconds, and a byte of KV on its way there: `Fleet.compare` fills in
-    # what it has not measured.
+    # Measured costs in seconds: of a step, of each prompt token and each sequence in it, and of a
+    # byte of KV sent to the worker.  `Fleet.compare` fills in what is not measured yet.
     step_s: float = 0.0
     token_s: float = 0.0
     sequence_s: float = 0.0
     byte_s: float = 0.0
 
-    # Of this router: the ids of its attempts there, the number of those that keep it busy, of those
-    # whose prompt it reads, and the prompt tokens still to be read.
+    # For this router only: the ids of its attempts on the worker, how many of them are being
+    # computed, how many of those are in prefill, and the number of prompt tokens not yet prefilled.
     attempts: set[int] = field(default_factory=set)
     num_active: int = 0
     num_reading: int = 0
     unread_tokens: int = 0
-    # The time since which it reads the prompt that it reads now.
+    # When the current prefill started.
     reading_since: float = 0.0
-    # Blocks reserved by attempts, and their sum, until a heartbeat counts them as used.
+    # Blocks reserved for each attempt, and their sum, until a heartbeat counts them as used.
     promised: dict[int, int] = field(default_factory=dict)
     promised_blocks: int = 0
     # Blocks of attempts that were ended to free them, until a heartbeat counts them as free.
     returning_blocks: int = 0
     # Attempts whose blocks the worker allocated since its last heartbeat.
     _settling: set[int] = field(default_factory=set)
-    # Seconds for a byte of KV, of the transfers to it.
+    # Seconds per byte of KV, measured from transfers to the worker.
     kv_byte_s: Mean = field(default_factory=Mean)
 
     @property
@@ -117,11 +117,11 @@ class Worker:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens for which there is room beside what is cached."""
+        """How many tokens fit into free blocks, without evicting cached ones."""
         return 0 if self.load is None else self.load.free * self.detail.block_size
 
     def wait_s(self, now: float) -> float:
-        """Return how long a new prompt waits here until its reading begins."""
+        """Return how many seconds a new prompt waits until its prefill starts."""
         if not self.num_reading:
             return 0.0
         unread_s = self.unread_tokens * self.token_s
@@ -333,7 +333,8 @@ class Fleet:
         return worker
 
     def compare(self) -> None:
-        """Take what each worker has measured, and for what it has not the mean of those that have.
+        """Update the costs of all workers; a cost that a worker has not measured yet is the mean of
+        those that have.
 
         Call it about once per heartbeat.
         """

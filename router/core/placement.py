@@ -140,6 +140,18 @@ class Placement:
         self._count_reading(attempt, prompt)
         return attempt
 
+    def missing_roles(self) -> list[Role]:
+        """Return the roles that requests need and that have no ready worker."""
+        needed = (Role.DECODE,) if self._local_prefill else (Role.PREFILL, Role.DECODE)
+        return [role for role in needed if not self._fleet.ready(role)]
+
+    def missing_worker(self, state: RequestState) -> WireError | None:
+        """Return the error of a request for which no worker of a role is ready, if so."""
+        missing = self.missing_roles()
+        if state.num_left == 1 and Role.PREFILL not in missing:
+            return None
+        return no_worker(missing[0]) if missing else None
+
     def _choose(self, state: RequestState, prompt: Prompt) -> Choice | None:
         prefills = self._candidates(Role.PREFILL, state)
         decodes = self._candidates(Role.DECODE, state)

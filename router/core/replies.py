@@ -161,7 +161,7 @@ class Replies:
     def _on_read(
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
     ) -> None:
-        """Handle the token of a prefill: the first, or the next one after a failover."""
+        """Handle the token of a prefill: the first token, or the next one after a failover."""
         now = self._clock()
         self._placement.on_read(attempt, result.cached_tokens, now)
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
