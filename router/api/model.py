@@ -16,6 +16,7 @@ from msgspec import structs
 
 from router.api.completions.completion import CompletionRequest, NewAnswer
 from router.api.errors import HttpError, invalid
+from router.api.requests.bad_words import bad_sequences
 from router.api.requests.body import Prompt, Sampled
 from router.api.requests.conversation import Conversation
 from router.api.requests.defaults import NEUTRAL, Defaults
@@ -29,7 +30,6 @@ from router.text.reasoning import detect
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer, TooManyTokens
 from wire.errors import ErrorCode, WireError, shown
-from wire.options import MAX_BAD_SEQUENCE_LENGTH
 from wire.process.model import fingerprint, vocab_size
 
 # Variables of a chat template by which reasoning is switched off, and how much there is of it.
@@ -285,35 +285,3 @@ class ServedModel:
         largest = max(token_ids, default=0)
         if self._vocab_size is not None and largest >= self._vocab_size:
             raise invalid(param, f"token ids must be below {self._vocab_size}, not {largest}")
-
-
-def bad_sequences(
-    tokenizer: Tokenizer, words: Sequence[str], structure: str = ""
-) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each of `bad_words`: as it begins a text, and as it follows a space.
-
-    The latter only where the space is a part of a token of the word.  Spellings of other tokens are
-    not found, as in vLLM.  Where the answer is held to the field `structure`, other tokens may have
-    to spell the word: a request that asks for both is refused.
-    """
-    if words and structure:
-        raise invalid(
-            "bad_words",
-            f"the answer is held to {structure}, which can be met with other tokens that spell the "
-            "same words; leave them out there, and send no bad_words",
-        )
-    if words and not tokenizer.has_text:
-        raise invalid("bad_words", "needs a tokenizer, and this model has none")
-    found = []
-    for index, word in enumerate(words):
-        bare, spaced = (
-            tuple(tokenizer.encode(text, add_special_tokens=False))
-            for text in (word.lstrip(), " " + word.lstrip())
-        )
-        if not 1 <= len(bare) <= MAX_BAD_SEQUENCE_LENGTH:
-            expected = f"not 1 to {MAX_BAD_SEQUENCE_LENGTH}"
-            raise invalid(f"bad_words[{index}]", f"has {len(bare)} tokens, {expected}")
-        found.append(bare)
-        if spaced[-len(bare) :] != bare:
-            found.append(spaced)
-    return tuple(found)
