@@ -11,7 +11,7 @@ from router.api.completions.completion import Choice, CompletionRequest
 from router.api.completions.deltas import Delta
 from router.api.completions.logprobs import chat_logprobs, encoded, prompt_logprobs
 from router.api.errors import invalid
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.body import Positive, Sampled, parse
 from router.api.requests.conversation import (
     MAX_TOOLS,
@@ -131,7 +131,7 @@ class ChatBody(Sampled, kw_only=True):
         return has_generation_prompt(self.add_generation_prompt, self.continue_final_message)
 
 
-def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
+def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionRequest:
     """Understand a body."""
     body = parse(ChatBody, raw, CHAT)
     model.check_name(body.model)
@@ -154,7 +154,7 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     )
     is_forced = conversation.tool_choice.mode in ("required", "named")
     answer = ForcedAnswer if is_forced else ChatAnswer
-    return model.converse(conversation, body, asker, answer)
+    return model.converse(conversation, body, context, answer)
 
 
 class ChatAnswer(CompletionAnswer):

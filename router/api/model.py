@@ -41,7 +41,7 @@ _NO_IDS: Final = frozenset[int]()
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-class Asker(NamedTuple):
+class RequestContext(NamedTuple):
     """The client of a request, and the limits that apply to it.
 
     `client` is the key of fair scheduling, `seed` is used if the request names none, and
@@ -149,17 +149,17 @@ class ServedModel:
         return re.search(rf"\b{variable}\b", self._template.source) is not None
 
     def converse(
-        self, conversation: Conversation, body: Sampled, asker: Asker, answer: NewAnswer
+        self, conversation: Conversation, body: Sampled, context: RequestContext, answer: NewAnswer
     ) -> CompletionRequest:
         """Return the core requests of a body that continues a conversation."""
         text = self.render(conversation)
         special = conversation.add_special_tokens
-        token_ids = self.prompt(text, body, asker, add_special_tokens=special)
+        token_ids = self.prompt(text, body, context, add_special_tokens=special)
         is_reasoning = self._syntax.has_open_reasoning(text, conversation.continued)
         wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
         has_tools = bool(conversation.visible_tools)
         echo = conversation.continued if conversation.is_echoed else ""
-        asked = self.request(body, [(token_ids, echo)], asker, answer, wanted)
+        asked = self.request(body, [(token_ids, echo)], context, answer, wanted)
         asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
@@ -181,12 +181,12 @@ class ServedModel:
             raise invalid(param, f"has {count} tokens, over {MAX_NUMBERS}") from None
 
     def prompt(
-        self, prompt: Prompt, body: Sampled, asker: Asker, *, add_special_tokens: bool
+        self, prompt: Prompt, body: Sampled, context: RequestContext, *, add_special_tokens: bool
     ) -> Sequence[int]:
         """Return the ids of a prompt, cut to as many as the body says."""
         wanted = 1 if body.token_limit is None else body.token_limit
         # A prompt that is only echoed may fill the context: the token after it is never read.
-        most, num_kept = asker.max_model_len - min(wanted, 1), body.truncate_prompt_tokens
+        most, num_kept = context.max_model_len - min(wanted, 1), body.truncate_prompt_tokens
         if num_kept is not None and num_kept > most:
             raise invalid("truncate_prompt_tokens", f"the context has room for {most} tokens")
         max_tokens = most if num_kept is None else MAX_NUMBERS
@@ -201,13 +201,13 @@ class ServedModel:
             more = ", and at least one more is to be generated" if wanted else ""
             raise WireError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the model's context length is {asker.max_model_len} tokens; the prompt has "
+                f"the model's context length is {context.max_model_len} tokens; the prompt has "
                 f"{count}{more}",
             ) from None
         if num_kept is None:
             return found
         if num_kept == -1:
-            num_kept = max(asker.max_model_len - wanted, 1)
+            num_kept = max(context.max_model_len - wanted, 1)
         return found[-num_kept:] if body.truncation_side == "left" else found[:num_kept]
 
     def _token_ids(
@@ -227,13 +227,13 @@ class ServedModel:
         self,
         body: Sampled,
         prompts: Sequence[tuple[Sequence[int], str]],
-        asker: Asker,
+        context: RequestContext,
         answer: NewAnswer,
         wanted: Wanted | None,
     ) -> CompletionRequest:
         """Return what a body asks of the core, for prompts as ids, each with the text to echo.
 
-        The answers are not held to what is `wanted` of them yet: see `CompletionRequest.held_to`.
+        `wanted` is only stored: `CompletionRequest.constrained_to` applies it later.
         """
         if body.stops and not self.tokenizer.has_text:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
@@ -244,11 +244,13 @@ class ServedModel:
         requests = []
         for token_ids, echo in prompts:
             # Workers always generate a token; where none is asked for, it is not shown.
-            max_tokens = max(self._most_tokens(body, asker.max_model_len - len(token_ids)), 1)
-            options = body.options(seed=asker.seed, max_tokens=max_tokens, defaults=self._defaults)
+            max_tokens = max(self._most_tokens(body, context.max_model_len - len(token_ids)), 1)
+            options = body.options(
+                seed=context.seed, max_tokens=max_tokens, defaults=self._defaults
+            )
             for choice in range(body.num_choices):
                 of_choice = structs.replace(options, choice=choice, bad_sequences=bad)
-                request = Request(tuple(token_ids), of_choice, max_tokens - 1, asker.client)
+                request = Request(tuple(token_ids), of_choice, max_tokens - 1, context.client)
                 requests.append((request, echo))
         return CompletionRequest(
             requests=requests,

@@ -12,7 +12,7 @@ from router.api.completions.completion import Choice, CompletionRequest
 from router.api.completions.deltas import Delta
 from router.api.completions.logprobs import completion_logprobs, encoded, prompt_logprobs
 from router.api.errors import invalid
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.body import MAX_CHOICES, Prompt, Sampled, parse
 from router.api.requests.unsupported_fields import COMPLETIONS
 from wire.options import NumTop, TokenId
@@ -73,7 +73,7 @@ class CompletionBody(Sampled, kw_only=True):
             raise invalid("max_tokens", "must be at least 1 without echo")
 
 
-def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
+def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionRequest:
     """Understand a body."""
     body = parse(CompletionBody, raw, COMPLETIONS)
     model.check_name(body.model)
@@ -82,9 +82,9 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     if len(asked) * body.num_choices > MAX_CHOICES:
         raise invalid("prompt", f"times n is over {MAX_CHOICES} choices")
     for prompt in asked:
-        token_ids = model.prompt(prompt, body, asker, add_special_tokens=special)
+        token_ids = model.prompt(prompt, body, context, add_special_tokens=special)
         prompts.append((token_ids, _echo(model, body, prompt, token_ids)))
-    return model.request(body, prompts, asker, TextAnswer, body.wanted)
+    return model.request(body, prompts, context, TextAnswer, body.wanted)
 
 
 def _echo(

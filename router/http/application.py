@@ -25,7 +25,7 @@ from router.api.errors import HttpError, http_error
 from router.api.messages.body import count_tokens
 from router.api.messages.body import read as read_message
 from router.api.messages.errors import check_version, message_error
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.responses import endpoint as responses
 from router.api.responses.store import KeptResponse, KeptResponses
 from router.api.tokenize import detokenize, tokenize
@@ -236,11 +236,11 @@ class Application:
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        asker = Asker(exchange.asker, secrets.randbits(63), max_model_len)
-        understand = lambda raw, **found: read(self._model, raw, asker, **found)  # noqa: E731
+        context = RequestContext(exchange.asker, secrets.randbits(63), max_model_len)
+        understand = lambda raw, **found: read(self._model, raw, context, **found)  # noqa: E731
         asked = await self._read(exchange, understand, previous_of)
         if asked.wanted is not None:
-            asked = asked.held_to(await self._structures.settle(exchange, asked.wanted))
+            asked = asked.constrained_to(await self._structures.settle(exchange, asked.wanted))
         writer = self._writer(exchange)
         completion = Completion(self._dispatcher, asked, writer)
         completion.submit()

@@ -87,10 +87,10 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     has_running_usage: bool = False
     # Whether usage includes the cost of the KV transfer.
     has_baton_usage: bool = False
-    # The structure of its answers, before it is checked: see `held_to`.
+    # The structure of its answers, before it is checked: see `constrained_to`.
     wanted: Wanted | None = None
 
-    def held_to(self, structure: Structure) -> CompletionRequest:
+    def constrained_to(self, structure: Structure) -> CompletionRequest:
         """Return this request with answers that are held to a structure."""
         requests = list[tuple[Request, str]]()
         for request, echo in self.requests:

@@ -17,7 +17,7 @@ from router.api.completions.completion import CompletionRequest
 from router.api.errors import invalid
 from router.api.messages.blocks import Chat, Kinds, Message, Nothing, Strict, read_typed, text_of
 from router.api.messages.response import MessageAnswer
-from router.api.model import SWITCHES, Asker, ServedModel
+from router.api.model import SWITCHES, RequestContext, ServedModel
 from router.api.requests.body import MAX_STOPS, Body, Sampled, StopString, parse
 from router.api.requests.conversation import (
     MAX_TOOLS,
@@ -211,14 +211,14 @@ class MessagesBody(PromptBody, kw_only=True):
         )
 
 
-def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
+def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionRequest:
     """Understand a body."""
     body = parse(MessagesBody, raw)
     model.check_name(body.model)
     conversation = body.conversation(model)
     eager = [tool["name"] for tool in body.tools or () if tool.get("eager_input_streaming")]
     answer = partial(MessageAnswer, max_tokens=body.max_tokens, eager=frozenset(eager))
-    return model.converse(conversation, body.sampled, asker, answer)
+    return model.converse(conversation, body.sampled, context, answer)
 
 
 def count_tokens(model: ServedModel, raw: bytes) -> bytes:

@@ -10,7 +10,7 @@ import msgspec
 
 from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.body import parse
 from router.api.requests.unsupported_fields import RESPONSES
 from router.api.requests.value_count import check_values
@@ -31,7 +31,7 @@ def read(
     kept: KeptResponses,
     model: ServedModel,
     raw: bytes,
-    asker: Asker,
+    context: RequestContext,
     previous: KeptResponse | None = None,
 ) -> CompletionRequest:
     """Understand a body that goes on from `previous`, if that was found."""
@@ -47,10 +47,10 @@ def read(
 
     def keep(response: bytes) -> None:
         if body.is_kept:
-            kept.keep(response_id(key), KeptResponse(asker.client, response, before))
+            kept.keep(response_id(key), KeptResponse(context.client, response, before))
 
     answer = partial(ResponseAnswer, fixed=FixedFields(key, body.echo(), keep))
-    return model.converse(body.go_on(items, model), body, asker, answer)
+    return model.converse(body.go_on(items, model), body, context, answer)
 
 
 def _items_of(previous: KeptResponse, num_more: int) -> list[Item]:

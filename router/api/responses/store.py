@@ -27,7 +27,7 @@ MAX_ITEMS: Final = 100
 class KeptResponse(NamedTuple):
     """`answer` is the response and `input` the list of items before it, both in JSON."""
 
-    asker: str
+    client: str
     answer: bytes
     input: bytes
 
@@ -50,9 +50,9 @@ class KeptResponses:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lock = Lock()
-        # By asker, the least recently used at the beginning.
+        # By client, the least recently used at the beginning.
         self._kept: dict[str, OrderedDict[str, KeptResponse]] = {}
-        self._bytes_of_asker: Counter[str] = Counter()
+        self._bytes_of_client: Counter[str] = Counter()
         self._num_kept = self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -63,42 +63,42 @@ class KeptResponses:
         if kept.size > self._max_bytes:
             return
         with self._lock:
-            self._kept.setdefault(kept.asker, OrderedDict())[name] = kept
-            self._count(kept.asker, 1, kept.size)
+            self._kept.setdefault(kept.client, OrderedDict())[name] = kept
+            self._count(kept.client, 1, kept.size)
             while self._num_kept > self._max_responses or self.num_bytes > self._max_bytes:
                 most = max(self._kept, key=self._part_of)
                 _, oldest = self._kept[most].popitem(last=False)
                 self._count(most, -1, -oldest.size)
 
-    def get(self, asker: str, name: str) -> KeptResponse | None:
-        """Return a response of this asker, which has been used now; None if there is none."""
+    def get(self, client: str, name: str) -> KeptResponse | None:
+        """Return a response of this client, which has been used now; None if there is none."""
         with self._lock:
-            theirs = self._kept.get(asker)
+            theirs = self._kept.get(client)
             if theirs is None or name not in theirs:
                 return None
             theirs.move_to_end(name)
             return theirs[name]
 
-    def pop(self, asker: str, name: str) -> bool:
-        """Forget a response of this asker; False if there is none."""
+    def pop(self, client: str, name: str) -> bool:
+        """Forget a response of this client; False if there is none."""
         with self._lock:
-            theirs = self._kept.get(asker)
+            theirs = self._kept.get(client)
             if theirs is None or name not in theirs:
                 return False
-            self._count(asker, -1, -theirs.pop(name).size)
+            self._count(client, -1, -theirs.pop(name).size)
             return True
 
-    def _count(self, asker: str, num: int, num_bytes: int) -> None:
+    def _count(self, client: str, num: int, num_bytes: int) -> None:
         self._num_kept += num
         self.num_bytes += num_bytes
-        self._bytes_of_asker[asker] += num_bytes
-        if not self._kept[asker]:
-            del self._kept[asker], self._bytes_of_asker[asker]
+        self._bytes_of_client[client] += num_bytes
+        if not self._kept[client]:
+            del self._kept[client], self._bytes_of_client[client]
 
-    def _part_of(self, asker: str) -> float:
-        """How much of what may be kept an asker has, of their number or of their bytes."""
-        num = len(self._kept[asker]) / max(self._max_responses, 1)
-        return max(num, self._bytes_of_asker[asker] / self._max_bytes)
+    def _part_of(self, client: str) -> float:
+        """How much of what may be kept an client has, of their number or of their bytes."""
+        num = len(self._kept[client]) / max(self._max_responses, 1)
+        return max(num, self._bytes_of_client[client] / self._max_bytes)
 
     def missing(self, name: str, param: str | None = None) -> HttpError:
         """Return the 404 for a response that is missing or another client's, alike."""
