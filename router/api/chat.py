@@ -154,7 +154,7 @@ def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionR
     )
     is_forced = conversation.tool_choice.mode in ("required", "named")
     answer = ForcedAnswer if is_forced else ChatAnswer
-    return model.converse(conversation, body, context, answer)
+    return model.conversation_request(conversation, body, context, answer)
 
 
 class ChatAnswer(CompletionAnswer):

@@ -20,7 +20,7 @@ from router.api.requests.bad_words import bad_sequences
 from router.api.requests.body import Prompt, Sampled
 from router.api.requests.conversation import Conversation
 from router.api.requests.defaults import NEUTRAL, Defaults
-from router.api.requests.output_constraints import held
+from router.api.requests.output_constraints import constraint
 from router.api.requests.structures import Wanted
 from router.api.requests.value_count import MAX_NUMBERS
 from router.core.request import Request
@@ -132,9 +132,9 @@ class ServedModel:
 
         None: it cannot.  A template that says nothing of reasoning has no efforts to tell apart.
         """
-        if word != "none" and self._speaks_of(_EFFORT):
+        if word != "none" and self._template_has(_EFFORT):
             return {_EFFORT: word}
-        known = [name for name in SWITCHES if self._speaks_of(name)] if word == "none" else []
+        known = [name for name in SWITCHES if self._template_has(name)] if word == "none" else []
         is_nothing = word == "medium" or detect(self._template.source) is None
         return dict.fromkeys(known, False) if known or is_nothing else None
 
@@ -145,10 +145,10 @@ class ServedModel:
             raise invalid(param, f"this model's chat template has no way to say {word}")
         return variables
 
-    def _speaks_of(self, variable: str) -> bool:
+    def _template_has(self, variable: str) -> bool:
         return re.search(rf"\b{variable}\b", self._template.source) is not None
 
-    def converse(
+    def conversation_request(
         self, conversation: Conversation, body: Sampled, context: RequestContext, answer: NewAnswer
     ) -> CompletionRequest:
         """Return the core requests of a body that continues a conversation."""
@@ -156,7 +156,7 @@ class ServedModel:
         special = conversation.add_special_tokens
         token_ids = self.prompt(text, body, context, add_special_tokens=special)
         is_reasoning = self._syntax.has_open_reasoning(text, conversation.continued)
-        wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
+        wanted = constraint(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
         has_tools = bool(conversation.visible_tools)
         echo = conversation.continued if conversation.is_echoed else ""
         asked = self.request(body, [(token_ids, echo)], context, answer, wanted)

@@ -252,7 +252,7 @@ class Application:
             self._writers.discard(writer)
             watch.cancel()
             completion.cancel()
-            completion.let_go()
+            completion.drop_callbacks()
             exchange.is_streaming = writer.is_started
             exchange.outcome, exchange.facts = completion.outcome, completion.facts
 

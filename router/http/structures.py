@@ -62,6 +62,6 @@ class Structures:
 
 def _check(wanted: Wanted) -> Verdict:
     try:
-        return wanted.settle()
+        return wanted.to_structure()
     except HttpError as error:
         return error

@@ -52,7 +52,7 @@ class CallEnd(msgspec.Struct, frozen=True):
 
 Part = Content | Reasoning | CallStart | CallArguments | CallEnd
 # Parts without text.
-BORDERS: Final = (CallStart, CallEnd)
+TEXTLESS: Final = (CallStart, CallEnd)
 
 
 class Reader(Protocol):
@@ -97,10 +97,10 @@ def joined(parts: list[Part]) -> list[Part]:
     together = list[Part]()
     for _, group in groupby(parts, _kind):
         first, *others = group
-        if isinstance(first, BORDERS):
+        if isinstance(first, TEXTLESS):
             together += [first, *others]
         else:
-            texts = [part.text for part in (first, *others) if not isinstance(part, BORDERS)]
+            texts = [part.text for part in (first, *others) if not isinstance(part, TEXTLESS)]
             together.append(msgspec.structs.replace(first, text="".join(texts)))
     return together
 

@@ -81,7 +81,7 @@ class Scan:
         self._arguments.clear()
         self._num_calls += 1
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """Give a further piece of the arguments of the call that began last; drop what is held."""
         self._held.clear()
         if self._is_wanted(self._num_calls - 1):
@@ -179,13 +179,13 @@ class Scan:
         begun = max(
             (n for mark in marks for n in range(len(mark)) if broken.endswith(mark[:n])), default=0
         )
-        self._say(broken[: len(broken) - begun])
+        self._add_text(broken[: len(broken) - begun])
         matcher.feed(broken[len(broken) - begun :])
         while self.char:
             if matcher.is_holding or not plain.match(self.char):
-                self._say(matcher.feed(self.char))
+                self._add_text(matcher.feed(self.char))
             else:
-                self._say(self.char)
+                self._add_text(self.char)
             if matcher.stop is not None:
                 self._held.append(matcher.stop)
                 yield None
@@ -194,7 +194,7 @@ class Scan:
         self._held.append(matcher.flush())
         return ""
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._skips_space:
             text = text.lstrip()
             if text and self._has_content:
@@ -215,7 +215,7 @@ class Scan:
     def end(self) -> None:
         """The text has ended: what is held is content, or the unfinished rest of a call."""
         if not self.is_after_call:
-            self._say("".join(self._held))
+            self._add_text("".join(self._held))
         if self._space:
             self._parts.append(self._kind("".join(self._space)))
 

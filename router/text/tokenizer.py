@@ -74,7 +74,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token.content: token_id for token_id, token in added.items()}
         # Bytes of tokens, for each set of special tokens that is shown: few, the model's own marks.
-        self._pieces: dict[frozenset[int], _Pieces] = {}
+        self._pieces: dict[frozenset[int], _TokenBytes] = {}
         if backend is not None:
             # Settings of the training script that some tokenizer.json files carry along.
             backend.no_truncation()
@@ -150,7 +150,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token, which may be part of a character only."""
         if self._is_byte_level and token_id not in self.special_ids:
-            return self._pieces_without(self.special_ids)[token_id]
+            return self._token_bytes_without(self.special_ids)[token_id]
         return self.token_text(token_id).encode()
 
     def vocabulary_entry(self, token_id: int) -> str:
@@ -172,18 +172,18 @@ class Tokenizer:
             return Detokenizer()
         hidden = self.special_ids - shown
         if self._is_byte_level:
-            return _ByteDetokenizer(self._pieces_without(hidden))
+            return _ByteDetokenizer(self._token_bytes_without(hidden))
         return _WindowDetokenizer(self._backend, hidden, prompt[-CONTEXT_TOKENS:])
 
-    def _pieces_without(self, hidden: frozenset[int]) -> _Pieces:
+    def _token_bytes_without(self, hidden: frozenset[int]) -> _TokenBytes:
         assert self._backend is not None
         pieces = self._pieces.get(hidden)
         if pieces is None:
-            pieces = self._pieces[hidden] = _Pieces(self._backend, hidden)
+            pieces = self._pieces[hidden] = _TokenBytes(self._backend, hidden)
         return pieces
 
 
-class _Pieces(dict[int, bytes]):
+class _TokenBytes(dict[int, bytes]):
     """The bytes of tokens, computed when first needed.
 
     `texts` are those of whole characters, as far as they were met, and `jsons` the same in JSON:
@@ -208,7 +208,7 @@ class _ByteDetokenizer(Detokenizer):
 
     __slots__ = ("_is_between", "_jsons", "_pieces", "_texts", "_utf8")
 
-    def __init__(self, pieces: _Pieces) -> None:
+    def __init__(self, pieces: _TokenBytes) -> None:
         self._pieces, self._texts, self._jsons = pieces, pieces.texts, pieces.jsons
         self._utf8 = _utf8_decoder("replace")
         self._is_between = True

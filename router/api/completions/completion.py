@@ -265,7 +265,7 @@ class Choice:
         self.on_token, self.wake = self._note, self._own_wake
         self.wake(self)
 
-    def let_go(self) -> None:
+    def drop_callbacks(self) -> None:
         """Drop references after the last token, so that no cycle is left to the collector."""
         del self.on_token, self.wake, self._own_wake
 
@@ -422,7 +422,7 @@ class Completion:
                 self._num_open += 1
         except BaseException:
             self.cancel()
-            self.let_go()
+            self.drop_callbacks()
             raise
 
     def take(self) -> list[tuple[Choice, list[Delta]]]:
@@ -459,10 +459,10 @@ class Completion:
         for choice in self.choices:
             self._cancel(choice)
 
-    def let_go(self) -> None:
+    def drop_callbacks(self) -> None:
         """Nobody asks for more, after `cancel`."""
         for choice in self.choices:
-            choice.let_go()
+            choice.drop_callbacks()
 
     def _cancel(self, choice: Choice) -> None:
         if choice.handle is not None and choice.usage is None and choice.error is None:

@@ -114,13 +114,13 @@ class Chat:
     def add(self, message: Message, place: str) -> None:
         """Add a message of the body; `place` is where in it that stands."""
         if isinstance(message.content, str):
-            self.say(message.role, message.content)
+            self.add_text(message.role, message.content)
             return
         for index, sent_block in enumerate(message.content):
             where = f"{place}.content[{index}]"
             match read_typed(KINDS[message.role], sent_block, where):
                 case Text(text=text):
-                    self.say(message.role, text)
+                    self.add_text(message.role, text)
                 case Thinking(thinking=text):
                     self._turn("assistant").setdefault("reasoning_content", []).append(text)
                 case ToolUse() as call:
@@ -128,7 +128,7 @@ class Chat:
                 case ToolResult() as result:
                     self._answer(result, where)
 
-    def say(self, role: str, text: str) -> None:
+    def add_text(self, role: str, text: str) -> None:
         """Add a text, to the last message if that is of the same role."""
         self._turn(role)["content"].append(text)
 

@@ -109,7 +109,7 @@ class PromptBody(Body, kw_only=True, forbid_unknown_fields=True):
         """Return what is said so far, and the tools."""
         chat = Chat()
         if self.system:
-            chat.say("system", text_of(self.system, "system"))
+            chat.add_text("system", text_of(self.system, "system"))
         for index, message in enumerate(self.messages):
             chat.add(message, f"messages[{index}]")
         messages = chat.messages
@@ -218,7 +218,7 @@ def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionR
     conversation = body.conversation(model)
     eager = [tool["name"] for tool in body.tools or () if tool.get("eager_input_streaming")]
     answer = partial(MessageAnswer, max_tokens=body.max_tokens, eager=frozenset(eager))
-    return model.converse(conversation, body.sampled, context, answer)
+    return model.conversation_request(conversation, body.sampled, context, answer)
 
 
 def count_tokens(model: ServedModel, raw: bytes) -> bytes:

@@ -22,7 +22,7 @@ from router.api.completions.usage import usage_body
 from router.api.errors import HttpError
 from router.api.messages.errors import message_error
 from router.text.output_parts import (
-    BORDERS,
+    TEXTLESS,
     CallArguments,
     CallEnd,
     CallStart,
@@ -149,7 +149,7 @@ class BlockEvents:
         """Return the events of one more part."""
         if isinstance(part, CallEnd):
             arguments, self._arguments = "".join(self._arguments), []
-            return self._say(arguments) + self.close()
+            return self._text_delta(arguments) + self.close()
         text = "" if isinstance(part, CallStart) else part.text
         begun = b""
         if isinstance(part, CallStart) or (text and KINDS[type(part)] != self._kind):
@@ -159,7 +159,7 @@ class BlockEvents:
         elif isinstance(part, CallArguments) and not self._is_eager:
             self._arguments.append(text)
             return begun
-        return begun + self._say(text)
+        return begun + self._text_delta(text)
 
     def close(self) -> bytes:
         """Return the end event of the open block, if any."""
@@ -170,11 +170,11 @@ class BlockEvents:
             last = self._delta("signature_delta", "signature", "")
         elif self._arguments:
             arguments, self._arguments = "".join(self._arguments), []
-            last = self._say(_encode(read_arguments(arguments)).decode())
+            last = self._text_delta(_encode(read_arguments(arguments)).decode())
         self._kind = ""
         return last + _event("content_block_stop", {"index": self._index})
 
-    def _say(self, text: str) -> bytes:
+    def _text_delta(self, text: str) -> bytes:
         before, after = self._around
         return before + _encode(text) + after if text else b""
 
@@ -194,7 +194,7 @@ class BlockEvents:
 def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
     """Return the blocks of a whole answer."""
     blocks: list[dict[str, Any]] = []
-    for part in joined([part for part in parts if isinstance(part, BORDERS) or part.text]):
+    for part in joined([part for part in parts if isinstance(part, TEXTLESS) or part.text]):
         match part:
             case CallArguments(text=text):
                 blocks[-1]["input"] = read_arguments(text)

@@ -31,7 +31,7 @@ class Defaults(Struct, frozen=True, rename={"max_tokens": "max_new_tokens"}):
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     @property
-    def said(self) -> dict[str, Any]:
+    def non_neutral(self) -> dict[str, Any]:
         """Those that are not neutral, by name."""
         values = msgspec.structs.asdict(self)
         return {name: value for name, value in values.items() if value != getattr(NEUTRAL, name)}

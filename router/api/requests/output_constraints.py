@@ -23,7 +23,7 @@ _SLASH: Final = re.compile(r"(?P<escape>\\.)|/", re.DOTALL)
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def held(
+def constraint(
     syntax: AnswerSyntax, conversation: Conversation, wanted: Wanted | None, *, is_reasoning: bool
 ) -> Wanted | None:
     """Return what the answer is held to; `wanted` is the format that the body asks for.

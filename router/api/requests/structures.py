@@ -71,7 +71,7 @@ class Wanted(NamedTuple):
     # Whose parameters are part of it.
     tools: Sequence[lark.Tool] = ()
 
-    def settle(self) -> Structure:
+    def to_structure(self) -> Structure:
         """Return the structure for workers.  It takes up to 0.3 s: call it in a thread."""
         structure = _lark(self) if self.kind == "ebnf" else Structure(self.kind, self.text)
         if (reason := problem_of(structure)) is not None:

@@ -197,7 +197,7 @@ class ResponseBody(Sampled, kw_only=True):
             case word:
                 return tool_choice(word)
 
-    def go_on(self, items: Iterable[Item], model: ServedModel) -> Conversation:
+    def conversation(self, items: Iterable[Item], model: ServedModel) -> Conversation:
         """Return the conversation of these items, of earlier responses and our own."""
         effort = self.reasoning.effort if self.reasoning else None
         return Conversation(

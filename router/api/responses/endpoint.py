@@ -50,7 +50,7 @@ def read(
             kept.keep(response_id(key), KeptResponse(context.client, response, before))
 
     answer = partial(ResponseAnswer, fixed=FixedFields(key, body.echo(), keep))
-    return model.converse(body.go_on(items, model), body, context, answer)
+    return model.conversation_request(body.conversation(items, model), body, context, answer)
 
 
 def _items_of(previous: KeptResponse, num_more: int) -> list[Item]:

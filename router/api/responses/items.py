@@ -1,7 +1,7 @@
 """Items: the parts of a conversation in this API, and the chat messages that they become.
 
 A message, reasoning, a call of a function and its output are an item each.  What the assistant
-reasoned, said and called in one turn is one message of a chat template.
+reasoned, output_text and called in one turn is one message of a chat template.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ class Item(Struct):
         body: dict[str, Any] = {"id": self.id or name, "type": self.type, "status": status}
         if self.type == "message":
             text = _text(self.content)
-            part = said(text) if self.role == "assistant" else {"type": "input_text", "text": text}
+            part = (
+                text_part(text)
+                if self.role == "assistant"
+                else {"type": "input_text", "text": text}
+            )
             return body | {"role": self.role, "content": [part]}
         if self.type == "reasoning":
             part = {"type": "reasoning_text", "text": self.reasoning}
@@ -112,7 +116,7 @@ _NEEDED: Final = {
 }
 
 
-def said(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+def text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     """Return the part of a message in which the assistant says this."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 

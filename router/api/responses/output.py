@@ -14,7 +14,7 @@ import msgspec
 
 from router.api.completions.response import event
 from router.api.requests.conversation import new_call_id
-from router.api.responses.items import item_name, said
+from router.api.responses.items import item_name, text_part
 from router.text.output_parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -63,7 +63,7 @@ class OpenMessage(OpenItem):
         return {"role": "assistant", "content": content}
 
     def part(self) -> dict[str, Any]:
-        return said(self.text, self.logprobs)
+        return text_part(self.text, self.logprobs)
 
     def whole(self) -> dict[str, Any]:
         return {"text": self.text, "logprobs": self.logprobs}
@@ -120,7 +120,7 @@ class Output:
         events, self._events = self._events, []
         return b"".join(events)
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def add_event(self, kind: str, **fields: Any) -> None:
         """Add an event."""
         if not self._is_streamed:
             return
@@ -170,9 +170,9 @@ class Output:
         self._open = item
         index = item.where["output_index"]
         document = item.document("in_progress", is_empty=True)
-        self.say("response.output_item.added", output_index=index, item=document)
+        self.add_event("response.output_item.added", output_index=index, item=document)
         if (part := item.part()) is not None:
-            self.say("response.content_part.added", **item.where, **item.place, part=part)
+            self.add_event("response.content_part.added", **item.where, **item.place, part=part)
         # The usual event, of one token, is rendered once, but for its number and its text.
         fields = {"type": f"{item.stem}.delta", **item.where, **item.place}
         frame = event(_encode(fields)[:-1] + b',"sequence_number":', f"{item.stem}.delta")
@@ -199,12 +199,12 @@ class Output:
         if isinstance(item, OpenCall):
             status = "completed" if item.is_finished else "incomplete"
         self.is_cut |= status == "incomplete"
-        self.say(f"{item.stem}.done", **item.where, **item.place, **item.whole())
+        self.add_event(f"{item.stem}.done", **item.where, **item.place, **item.whole())
         if (part := item.part()) is not None:
-            self.say("response.content_part.done", **item.where, **item.place, part=part)
+            self.add_event("response.content_part.done", **item.where, **item.place, part=part)
         self._done.append(item.document(status))
         index = item.where["output_index"]
-        self.say("response.output_item.done", output_index=index, item=self._done[-1])
+        self.add_event("response.output_item.done", output_index=index, item=self._done[-1])
 
 
 def content_of(text: str) -> list[Part]:

@@ -66,20 +66,20 @@ class ResponseAnswer:
         return self._output.take_events()
 
     def end(self) -> bytes:
-        self._output.say(f"response.{self._status}", response=msgspec.Raw(self._finish()))
+        self._output.add_event(f"response.{self._status}", response=msgspec.Raw(self._finish()))
         return self._output.take_events()
 
     def failure(self, error: HttpError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         said = {"code": code, "message": error.message}
-        self._output.say("response.failed", response=self._document("failed", error=said))
+        self._output.add_event("response.failed", response=self._document("failed", error=said))
         return self._output.take_events()
 
     def _begin(self) -> None:
         self._is_started = True
         response = msgspec.Raw(msgspec.json.encode(self._document("in_progress")))
-        self._output.say("response.created", response=response)
-        self._output.say("response.in_progress", response=response)
+        self._output.add_event("response.created", response=response)
+        self._output.add_event("response.in_progress", response=response)
 
     def _add(self, choice: Choice, piece: Delta) -> None:
         logprobs = encoded(chat_logprobs, choice, piece.scores)

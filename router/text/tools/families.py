@@ -1,7 +1,7 @@
 """The families of tool-call syntax, by name, and which of them a chat template speaks.
 
 To add one: a file beside the others that reads its calls (`read`, a generator over a `Scan`), says
-them as a grammar (`grammar`) and knows its templates (`speaks`), a row here, and its texts in
+them as a grammar (`grammar`) and knows its templates (`matches`), a row here, and its texts in
 `tests/router/text/texts.py`, which has them read in every cut.
 """
 
@@ -23,7 +23,7 @@ class Family(Protocol):
 
     def read(self, scan: Scan, /) -> Steps[None]: ...
     def grammar(self, wanted: Wanted, /) -> str: ...
-    def speaks(self, template: str, /) -> bool: ...
+    def matches(self, template: str, /) -> bool: ...
 
 
 # In the order in which a template is asked: what follows may be met in those before, too.
@@ -38,4 +38,4 @@ FAMILIES: Final[dict[str, Family]] = {
 
 
 def detect(template: str) -> Family | None:
-    return next((family for family in FAMILIES.values() if family.speaks(template)), None)
+    return next((family for family in FAMILIES.values() if family.matches(template)), None)

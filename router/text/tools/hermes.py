@@ -34,6 +34,6 @@ def grammar(wanted: Wanted) -> str:
     return marked(wanted, OPEN, calls, rest, is_several=wanted.is_several)
 
 
-def speaks(template: str) -> bool:
+def matches(template: str) -> bool:
     """Whether a chat template is of this family: others have `<tool_call>` without JSON in it."""
     return OPEN in template and "<function=" not in template and "<arg_key>" not in template

@@ -40,7 +40,7 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
                 return False
             if early:
                 scan.begin(name)
-                scan.argue(early)
+                scan.add_arguments(early)
                 scan.end_call()
                 break
         elif key in ARGUMENTS and not early:
@@ -55,7 +55,7 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
         yield from scan.space()
         if scan.char == "}" and name and not needs_arguments:
             scan.begin(name)
-            scan.argue("{}")
+            scan.add_arguments("{}")
             scan.end_call()
             break
         if not (yield from scan.literal(",")):
@@ -67,7 +67,7 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
 def named_call(scan: Scan, name: str, breaks: str = "") -> Steps[None]:
     """Read the arguments of call `name`, which begin here."""
     scan.begin(name)
-    yield from _value(scan, scan.argue, breaks)
+    yield from _value(scan, scan.add_arguments, breaks)
     scan.end_call()
 
 

@@ -43,7 +43,7 @@ def grammar(wanted: Wanted) -> str:
     )
 
 
-def speaks(template: str) -> bool:
+def matches(template: str) -> bool:
     return '"parameters": ' in template and any(
         mark in template for mark in (MARKS[0], "<|start_header_id|>", "<|header_start|>")
     )

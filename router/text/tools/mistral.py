@@ -56,5 +56,5 @@ def grammar(wanted: Wanted) -> str:
     return marked(wanted, MARK, calls, rest, is_several=is_several)
 
 
-def speaks(template: str) -> bool:
+def matches(template: str) -> bool:
     return MARK in template

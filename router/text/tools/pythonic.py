@@ -67,18 +67,18 @@ def _call(scan: Scan) -> Steps[bool]:
             return False
         if before == "{":
             scan.begin(name)
-        scan.argue(f'{before}"{key}": ')
+        scan.add_arguments(f'{before}"{key}": ')
         before = ", "
         value = _in_json((yield from _argument(scan)))
         if value is None:
             return False
-        scan.argue(value)
+        scan.add_arguments(value)
         yield from scan.literal(",")
         yield from scan.space()
     if before == "{":
         scan.begin(name)
-        scan.argue("{")
-    scan.argue("}")
+        scan.add_arguments("{")
+    scan.add_arguments("}")
     scan.end_call()
     yield None
     return True
@@ -198,5 +198,5 @@ def _call_rules(rule: str, tool: Tool) -> list[str]:
     return [*rules, f'{rule}_first{len(names)}: ""', f'{rule}_after{len(names)}: ""']
 
 
-def speaks(template: str) -> bool:
+def matches(template: str) -> bool:
     return "[func_name1(" in template

@@ -177,7 +177,7 @@ def test_bad_words_are_refused_where_other_tokens_could_spell_them(tmp_path: Pat
 def test_a_structure_is_looked_at_later_and_then_held_to(model: ServedModel) -> None:
     asked = complete(model, prompt="a", n=2, guided_regex="a+")
     assert asked.wanted is not None and asked.requests[0][0].options.structure is None
-    held = asked.constrained_to(asked.wanted.settle())
+    held = asked.constrained_to(asked.wanted.to_structure())
     assert held.wanted is None
     structures = [request.options.structure for request, _ in held.requests]
     assert structures == [Structure("regex", "a+")] * 2

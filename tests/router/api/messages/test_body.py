@@ -102,7 +102,7 @@ def test_an_answer_is_held_to_a_schema(model: ServedModel) -> None:
     def formed(schema: Any) -> CompletionRequest:
         asked = ask(model, output_config={"format": {"type": "json_schema", "schema": schema}})
         assert asked.wanted is not None
-        return asked.constrained_to(asked.wanted.settle())
+        return asked.constrained_to(asked.wanted.to_structure())
 
     ((request, _),) = formed({"type": "object"}).requests
     assert request.options.structure == Structure("json_schema", '{"type": "object"}')

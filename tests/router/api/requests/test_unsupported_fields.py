@@ -208,7 +208,7 @@ def outcome(model: ServedModel, kind: str, /, **fields: Any) -> object:
 
 def settled(asked: CompletionRequest) -> object:
     """A request with its structure, and with its reader as what that was made with."""
-    asked = asked if asked.wanted is None else asked.constrained_to(asked.wanted.settle())
+    asked = asked if asked.wanted is None else asked.constrained_to(asked.wanted.to_structure())
     made_with = asked.reader.keywords if isinstance(asked.reader, partial) else None
     return structs.replace(asked, reader=None), made_with
 
