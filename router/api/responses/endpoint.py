@@ -1,4 +1,4 @@
-"""POST /v1/responses: from a body and a kept response to a core request."""
+"""POST /v1/responses: converts a body and the response it continues to a core request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.api.responses.items import Item, encode_items
 from router.api.responses.response import FixedFields, ResponseAnswer, response_id
 from router.api.responses.store import KeptResponse, KeptResponses
 
-# Of the items before an answer and those that it goes on with, in JSON: as of a body.
+# The maximum size in bytes of a stored conversation and a body that continues it.
 MAX_CONVERSATION_BYTES: Final = 2 * 1024 * 1024
 
 
@@ -34,7 +34,7 @@ def read(
     context: RequestContext,
     previous: KeptResponse | None = None,
 ) -> CompletionRequest:
-    """Understand a body that goes on from `previous`, if that was found."""
+    """Parse and validate a body that may continue the stored response `previous`."""
     body = parse(ResponseBody, raw, RESPONSES)
     model.check_name(body.model)
     items = body.items

@@ -1,8 +1,8 @@
-"""The output of a response: items made of the parts of an answer, and their events.
+"""The output of a response: converts the parts of an answer to items and their events.
 
-An item is open until a part of another one comes.  It is completed, except for an unfinished call
-and for the last item of an answer that was cut.  The items depend on the parts alone, so the last
-event of a stream has the response that is answered whole.
+An item is open until a part of another item arrives.  Then its status is completed, except for an
+unfinished call and the last item of a truncated answer.  The items depend only on the parts, so the
+last event of a stream has the same response as a request without streaming.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class OpenItem:
-    """An item that parts still come for; `stem` begins the names of its events."""
+    """An item that is still growing; `stem` is the prefix of its event names."""
 
     kind: ClassVar[str]
     stem: ClassVar[str]
-    # Where in the item its text is.
+    # The event fields that locate the text within the item.
     place: ClassVar[dict[str, int]] = {"content_index": 0}
 
     def __init__(self, key: str, index: int) -> None:
@@ -38,19 +38,19 @@ class OpenItem:
         return "".join(self.texts)
 
     def fields(self, content: list[Any]) -> dict[str, Any]:
-        """The fields of the item beside its type, id and status."""
+        """Return the fields of the item except its type, id and status."""
         raise NotImplementedError
 
     def part(self) -> dict[str, Any] | None:
-        """The text as a part of a content; None where the item has no such parts."""
+        """Return the text as a content part; None if the item has no content."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """The fields of the event that ends the text."""
+        """Return the fields of the event that ends the text."""
         return {"text": self.text}
 
     def document(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        """Return the item, or how it looked before its first text."""
+        """Return the item as a JSON object; `is_empty` omits its content."""
         part = None if is_empty else self.part()
         head = {"id": self.where["item_id"], "type": self.kind, "status": status}
         return head | self.fields([] if part is None else [part])
@@ -99,9 +99,9 @@ class OpenCall(OpenItem):
 
 
 class Output:
-    """The items so far, and the events since `take_events` was last called.
+    """The items so far, and the events since the last call of `take_events`.
 
-    Where nobody wants events (`is_streamed` is False) there are none.
+    There are no events if `is_streamed` is False.
     """
 
     def __init__(self, key: str, *, is_streamed: bool) -> None:
@@ -121,7 +121,7 @@ class Output:
         return b"".join(events)
 
     def add_event(self, kind: str, **fields: Any) -> None:
-        """Add an event."""
+        """Append an event."""
         if not self._is_streamed:
             return
         body = _encode({"type": kind, "sequence_number": self._num_events, **fields})
@@ -129,14 +129,14 @@ class Output:
         self._num_events += 1
 
     def items(self, status: str) -> list[dict[str, Any]]:
-        """All items; `status` is that of an open one."""
+        """Return all items as JSON objects; `status` is the status of the open one."""
         return [*self._done, *([self._open.document(status)] if self._open else ())]
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[Any] = ()) -> None:
-        """Append parts; `logprobs` are those of their tokens.
+        """Append parts, and the log-probabilities of their tokens.
 
-        A message has the log-probabilities of all tokens that came before its end, also of those
-        without text, or whose text is reasoning; they wait for text of the message.
+        A message has the log-probabilities of all tokens before its end, including tokens without
+        text and tokens of reasoning.  They are buffered until the message has text.
         """
         self._waiting += logprobs
         for part in parts:
@@ -154,7 +154,7 @@ class Output:
                 self._extend(part.text)
 
     def end(self, status: str) -> None:
-        """End the last item; an empty output gets one empty message."""
+        """Close the last item; an output without items gets an empty message."""
         if self._open is None:
             self._begin(OpenMessage(self._key, 0))
         if self._waiting and isinstance(self._open, OpenMessage):
@@ -173,7 +173,7 @@ class Output:
         self.add_event("response.output_item.added", output_index=index, item=document)
         if (part := item.part()) is not None:
             self.add_event("response.content_part.added", **item.where, **item.place, part=part)
-        # The usual event, of one token, is rendered once, but for its number and its text.
+        # The event for one token is rendered once, except for its number and text.
         fields = {"type": f"{item.stem}.delta", **item.where, **item.place}
         frame = event(_encode(fields)[:-1] + b',"sequence_number":', f"{item.stem}.delta")
         self._delta = frame.removesuffix(b"\n\n")
@@ -208,5 +208,5 @@ class Output:
 
 
 def content_of(text: str) -> list[Part]:
-    """Return the parts of a text in which everything is content."""
+    """Return `text` as content parts."""
     return [Content(text)] if text else []
