@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the first tokens of some texts, and for each step its seconds and share of waits."""
     from worker.config import Config
     from worker.engine.instrumented import Direct
-    from worker.processes import meet
+    from worker.processes import join_processes
     from worker.start import load
 
     shards, stages = map(int, args.one.split("x"))
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel=stages,
         log_level="warning",
     )
-    ranks = meet(config, os._exit)
+    ranks = join_processes(config, os._exit)
     waits = Waits()
     if ranks is not None:
         for name in ("add_up", "receive", "gather"):
