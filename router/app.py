@@ -115,8 +115,8 @@ class Router:
     def _application(self, model_path: Path) -> Application:
         config = self.config
         defaults = read_defaults(config.generation_config, model_path)
-        if defaults.said:
-            log.info("sampling defaults", file=config.generation_config, **defaults.said)
+        if defaults.non_neutral:
+            log.info("sampling defaults", file=config.generation_config, **defaults.non_neutral)
         return Application(
             model=ServedModel(
                 config.model_name,

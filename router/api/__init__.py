@@ -1,4 +1,4 @@
-"""The API that clients call: request bodies, and the responses to them.
+"""The HTTP API: parses request bodies and renders responses.
 
-What reads a request refuses it with an `HttpError` that names the field, or with a `WireError`.
+An invalid request raises an `HttpError` that names the field, or a `WireError`.
 """

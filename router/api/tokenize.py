@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize: between text and token ids, with the model's tokenizer."""
+"""POST /tokenize and POST /detokenize: convert between text and token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wire.options import TokenId
 
 
 class TokenizeBody(Body, kw_only=True):
-    """POST /tokenize: a prompt or messages."""
+    """The request body of POST /tokenize: either a prompt or messages."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
@@ -40,13 +40,13 @@ class TokenizeBody(Body, kw_only=True):
 
 
 class DetokenizeBody(Body, kw_only=True):
-    """POST /detokenize."""
+    """The request body of POST /detokenize."""
 
     tokens: list[TokenId]
 
 
 def tokenize(model: ServedModel, raw: bytes, max_model_len: int | None) -> bytes:
-    """Answer /tokenize, in JSON."""
+    """Return the JSON response of POST /tokenize."""
     body = parse(TokenizeBody, raw, TOKENIZE)
     model.check_name(body.model)
     if body.messages is not None:
@@ -77,7 +77,7 @@ def tokenize(model: ServedModel, raw: bytes, max_model_len: int | None) -> bytes
 
 
 def detokenize(model: ServedModel, raw: bytes) -> bytes:
-    """Answer /detokenize, in JSON; unknown ids give no text."""
+    """Return the JSON response of POST /detokenize; unknown ids have no text."""
     body = parse(DetokenizeBody, raw)
     model.check_name(body.model)
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)

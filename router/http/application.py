@@ -25,7 +25,7 @@ from router.api.errors import HttpError, http_error
 from router.api.messages.body import count_tokens
 from router.api.messages.body import read as read_message
 from router.api.messages.errors import check_version, message_error
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.responses import endpoint as responses
 from router.api.responses.store import KeptResponse, KeptResponses
 from router.api.tokenize import detokenize, tokenize
@@ -242,12 +242,12 @@ class Application:
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        asker = Asker(exchange.client_id, secrets.randbits(63), max_model_len)
-        parse = lambda raw, **found: read(self._model, raw, asker, **found)  # noqa: E731
+        context = RequestContext(exchange.client_id, secrets.randbits(63), max_model_len)
+        parse = lambda raw, **found: read(self._model, raw, context, **found)  # noqa: E731
         request = await self._read(exchange, parse, previous_of)
         if request.wanted is not None:
             structure = await self._structures.validate(exchange, request.wanted)
-            request = request.held_to(structure)
+            request = request.constrained_to(structure)
         writer = self._writer(exchange)
         completion = Completion(self._dispatcher, request, writer)
         completion.submit()
@@ -259,7 +259,7 @@ class Application:
             self._writers.discard(writer)
             watch.cancel()
             completion.cancel()
-            completion.let_go()
+            completion.drop_callbacks()
             exchange.is_streaming = writer.is_started
             exchange.outcome, exchange.facts = completion.outcome, completion.facts
 

@@ -63,6 +63,6 @@ class Structures:
 
 def _check(wanted: Wanted) -> Result:
     try:
-        return wanted.settle()
+        return wanted.to_structure()
     except HttpError as error:
         return error

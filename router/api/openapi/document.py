@@ -1,6 +1,6 @@
-"""The OpenAPI 3.1 document, generated from the types that parse bodies.
+"""Generates the OpenAPI 3.1 document from the types that parse request bodies.
 
-It is the same for every router, so that it says nothing about this one.
+The document is the same for every router, so it reveals nothing about this one's settings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from router.api.openapi.operations import OPERATIONS, STATUSES, Operation
 
-# Of the API, not of the release.
+# The version of the API, not of the release.
 VERSION: Final = "1"
 ABOUT: Final = (
     "The OpenAI API, Anthropic's messages, and what one can ask the router about itself. A field "
@@ -19,7 +19,7 @@ ABOUT: Final = (
     "these types, such as fields that exclude each other, is answered 400 and named."
 )
 EVENTS: Final = "text/event-stream"
-# Each event of a stream.
+# The schema of an event of a stream.
 EVENT: Final = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -29,7 +29,7 @@ _COMPONENTS: Final = "#/components/schemas/"
 
 
 def document() -> dict[str, Any]:
-    """Return the description."""
+    """Return the OpenAPI document."""
     kinds = [kind for operation in OPERATIONS for kind in _kinds(operation)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_COMPONENTS + "{name}")
     known = dict(zip(kinds, schemas, strict=True))
@@ -40,7 +40,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": VERSION, "description": ABOUT},
-        # No key is needed where the router has none.
+        # A router without API keys accepts requests without one.
         "security": [{"key": []}, {}],
         "paths": paths,
         "components": {"schemas": _portable(components), "securitySchemes": {"key": keys}},
@@ -99,7 +99,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _portable(schema: Any) -> Any:
-    """Return a schema whose patterns use JSON Schema's anchor for the end of a text."""
+    """Return a copy of a schema with Python's `\\Z` replaced by `$` in its patterns."""
     if isinstance(schema, list):
         return [_portable(each) for each in schema]
     if not isinstance(schema, dict):

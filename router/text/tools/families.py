@@ -1,8 +1,8 @@
-"""The families of tool-call syntax, by name, and which of them a chat template speaks.
+"""The families of tool-call syntax by name, and their detection from a chat template.
 
-To add one: a file beside the others that reads its calls (`read`, a generator over a `Scan`), says
-them as a grammar (`grammar`) and knows its templates (`speaks`), a row here, and its texts in
-`tests/router/text/texts.py`, which has them read in every cut.
+To add a family, write a module here that parses its calls (`read`, a generator over a `Scan`),
+returns a grammar for them (`grammar`) and recognizes its chat templates (`matches`).  Add a row to
+`FAMILIES`, and example texts to `tests/router/text/texts.py`, which tests every way to split them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Final, Protocol
 
 from router.text.scan import Scan, Steps
 from router.text.tools import hermes, llama, mistral, pythonic
-from router.text.tools.lark import Wanted
+from router.text.tools.lark import AllowedCalls
 
 
 class Family(Protocol):
-    """One syntax of tool calls: a module."""
+    """A module that implements one syntax of tool calls."""
 
     @property
     def MARKS(self) -> tuple[str, ...]:
-        """Texts around calls; some are special tokens, which have no text otherwise."""
+        """The marks around calls; special tokens among them must be decoded to text."""
 
     def read(self, scan: Scan, /) -> Steps[None]: ...
-    def grammar(self, wanted: Wanted, /) -> str: ...
-    def speaks(self, template: str, /) -> bool: ...
+    def grammar(self, allowed: AllowedCalls, /) -> str: ...
+    def matches(self, template: str, /) -> bool: ...
 
 
-# In the order in which a template is asked: what follows may be met in those before, too.
+# In the order of detection: templates of an earlier family may also match a later one.
 FAMILIES: Final[dict[str, Family]] = {
     "hermes": hermes,
     "mistral": mistral,
@@ -38,4 +38,4 @@ FAMILIES: Final[dict[str, Family]] = {
 
 
 def detect(template: str) -> Family | None:
-    return next((family for family in FAMILIES.values() if family.speaks(template)), None)
+    return next((family for family in FAMILIES.values() if family.matches(template)), None)

@@ -10,14 +10,12 @@ import pytest
 
 from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
-from router.api.model import ServedModel, bad_sequences
+from router.api.model import ServedModel
 from router.text.output_parts import CallStart, Content, Part, Reasoning, joined
-from router.text.tokenizer import Tokenizer
 from tests.router.api.asking import CHAT, complete, converse, letters
 from tests.router.site import TEMPLATE, ids, write_model
 from wire.errors import ErrorCode, WireError
 from wire.options import Structure
-from wire.process.model import DEMO
 
 
 @pytest.fixture
@@ -179,7 +177,7 @@ def test_bad_words_are_refused_where_other_tokens_could_spell_them(tmp_path: Pat
 def test_a_structure_is_looked_at_later_and_then_held_to(model: ServedModel) -> None:
     asked = complete(model, prompt="a", n=2, guided_regex="a+")
     assert asked.wanted is not None and asked.requests[0][0].options.structure is None
-    held = asked.held_to(asked.wanted.settle())
+    held = asked.constrained_to(asked.wanted.to_structure())
     assert held.wanted is None
     structures = [request.options.structure for request, _ in held.requests]
     assert structures == [Structure("regex", "a+")] * 2
@@ -272,39 +270,3 @@ def test_special_tokens_are_shown_beside_tools_too(tmp_path: Path) -> None:
     thinker = ServedModel("letters", write_model(tmp_path), reasoning="qwen3")
     asked = converse(thinker, skip_special_tokens=False)
     assert asked.reader is not None and asked.shown == thinker.tokenizer.special_ids
-
-
-# Bad words as tokens, with the demo model's vocabulary, whose words have their space in front.
-
-WORDS = Tokenizer.load(DEMO)
-
-
-def texts(*words: str) -> list[str]:
-    return [WORDS.decode(sequence) for sequence in bad_sequences(WORDS, words)]
-
-
-def test_a_word_is_bad_at_the_beginning_and_after_a_space() -> None:
-    assert texts("the") == ["the", " the"]
-    assert texts(" the") == ["the", " the"]
-
-
-def test_where_the_space_is_a_token_of_its_own_one_sequence_is_both() -> None:
-    [first, *_] = [word for word in ("12", "é", "~") if len(texts(word)) == 1]
-    assert texts(first) == [first]
-
-
-def test_a_word_may_be_several_tokens() -> None:
-    assert min(map(len, bad_sequences(WORDS, ["xylophonist"]))) > 1
-
-
-@pytest.mark.parametrize("word", ["   ", "ab" * 500])
-def test_a_word_has_tokens_but_not_too_many(word: str) -> None:
-    with pytest.raises(HttpError) as caught:
-        bad_sequences(WORDS, ["fine", word])
-    assert caught.value.param == "bad_words[1]"
-
-
-def test_words_need_a_tokenizer() -> None:
-    assert bad_sequences(Tokenizer(None), []) == ()
-    with pytest.raises(HttpError):
-        bad_sequences(Tokenizer(None), ["a"])

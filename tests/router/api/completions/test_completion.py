@@ -349,7 +349,7 @@ def test_completions_that_ended_leave_nothing_to_the_garbage_collector() -> None
         for _ in range(2):
             subject, _ = started(Core())
             subject.cancel()
-            subject.let_go()
+            subject.drop_callbacks()
             del subject
     assert not found
 

@@ -34,7 +34,7 @@ from router.api.responses.store import KeptResponses
 from router.api.text import CompletionBody
 from router.api.tokenize import TokenizeBody
 from tests.cluster import ROOT
-from tests.router.api.asking import ASKER, complete, converse, raw
+from tests.router.api.asking import CONTEXT, complete, converse, raw
 from tests.router.site import write_model
 from wire.errors import WireError
 
@@ -208,14 +208,14 @@ def outcome(model: ServedModel, kind: str, /, **fields: Any) -> object:
 
 def settled(asked: CompletionRequest) -> object:
     """A request with its structure, and with its reader as what that was made with."""
-    asked = asked if asked.wanted is None else asked.held_to(asked.wanted.settle())
+    asked = asked if asked.wanted is None else asked.constrained_to(asked.wanted.to_structure())
     made_with = asked.reader.keywords if isinstance(asked.reader, partial) else None
     return structs.replace(asked, reader=None), made_with
 
 
 def respond(model: ServedModel, /, **fields: Any) -> object:
     """The parsed body of /v1/responses, and the fields that its response repeats."""
-    asked = endpoint.read(KeptResponses(), model, raw(**{"input": "hi"} | fields), ASKER)
+    asked = endpoint.read(KeptResponses(), model, raw(**{"input": "hi"} | fields), CONTEXT)
     assert isinstance(asked.answer, partial)
     echo = {name: bytes(said) for name, said in asked.answer.keywords["fixed"].echo.items()}
     return settled(structs.replace(asked, answer=ChatAnswer)), echo

@@ -97,7 +97,7 @@ def test_the_conversation(tmp_path: Path) -> None:
         parallel_tool_calls=False,
         chat_template_kwargs={"enable_thinking": False},
     )
-    conversation = body.go_on(body.items, letters(tmp_path))
+    conversation = body.conversation(body.items, letters(tmp_path))
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "hi"]
     assert conversation.tools == [
         Tool("weather", "Of a city.", WEATHER["parameters"], is_strict=True),
@@ -110,7 +110,7 @@ def test_the_conversation(tmp_path: Path) -> None:
 
 def test_allowed_tools_are_the_only_ones_to_be_called(tmp_path: Path) -> None:
     body = asked(tools=[WEATHER, CLOCK], tool_choice=ALLOWED)
-    conversation = body.go_on(body.items, letters(tmp_path))
+    conversation = body.conversation(body.items, letters(tmp_path))
     assert [tool.name for tool in conversation.visible_tools] == ["weather", "clock"]
     assert [tool.name for tool in conversation.callable_tools] == ["clock"]
     assert conversation.tool_choice == ToolChoice("required", ("clock",))

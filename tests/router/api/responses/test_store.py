@@ -1,4 +1,4 @@
-"""Responses that are kept: bounded in number and bytes, the oldest go first, each its asker's."""
+"""Responses that are kept: bounded in number and bytes, the oldest go first, each its client's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from router.api.responses.store import (
 )
 
 
-def kept(asker: str = "anna", size: int = 10) -> KeptResponse:
-    return KeptResponse(asker, b"a" * size, b"[]")
+def kept(client: str = "anna", size: int = 10) -> KeptResponse:
+    return KeptResponse(client, b"a" * size, b"[]")
 
 
-def is_there(store: KeptResponses, name: str, asker: str = "anna") -> bool:
-    return store.get(asker, name) is not None
+def is_there(store: KeptResponses, name: str, client: str = "anna") -> bool:
+    return store.get(client, name) is not None
 
 
 def test_the_least_recently_used_go_first() -> None:
