@@ -1,8 +1,8 @@
-"""The executor of models that compute one sequence at a time: `functions` and `forward`.
+"""The executor for models that compute one sequence at a time: `functions` and `forward`.
 
-Such a model reads a whole prompt, or all KV so far and one more token.  Each call reads KV from the
-blocks, and a model keeps nothing of a sequence between calls, so an error ends only the sequence at
-hand.
+Such a model prefills a whole prompt, or processes one token given the KV of all earlier tokens.
+Each call gets the KV from the blocks, and the model keeps no data of a sequence between calls, so
+an error ends only the sequence being computed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from worker.executor.host_kv_cache import HostKVCache
 
 MAX_MODEL_LEN: Final = 32_768
 
-# The id of the next token, or [vocab] logits to draw it from.
+# A prediction of the next token: its id, or [vocab] logits to sample it from.
 Answer = int | npt.NDArray[np.float32]
 
 
 class StepwiseModel(Protocol):
-    """KV is uint8 [tokens, token_bytes]; a row is in the layout's order."""
+    """A custom model; its KV is uint8 [tokens, token_bytes], each row in the layout's order."""
 
     def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
-        """Read a prompt; return the KV of each token and, if already known, what comes next."""
+        """Prefill a prompt; return its KV and the prediction for the next token, if available."""
 
     def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
-        """Read one token after `position` others; return its KV row and what comes next."""
+        """Process one token at `position`; return its KV row and the prediction for the next."""
 
 
 class StepwiseExecutor:
-    """Steps a model one sequence after another; implements `worker.executor.contract.Executor`."""
+    """Computes the sequences of a batch one by one; implements `contract.Executor`."""
 
     def __init__(self, model: StepwiseModel, info: ModelInfo) -> None:
         self.info = info
@@ -66,10 +66,10 @@ class StepwiseExecutor:
         return self._cache
 
     def forward(self, batch: Batch) -> list[Answer]:
-        """Write the batch's KV; return the answers of the sampled rows.
+        """Write the batch's KV; return the predictions of the sampled rows.
 
         Raises:
-            SequenceFailed: The model raised (the cause), or returned unusable KV or answers.
+            SequenceFailed: The model raised (see the cause), or returned invalid KV or predictions.
         """
         assert self._cache is not None, "allocate comes first"
         answers: list[Answer] = []
@@ -88,11 +88,11 @@ class StepwiseExecutor:
         return answers
 
     def sample(self, logits: list[Answer], batch: Batch) -> list[SampledToken]:
-        """Return the ids that the model chose, or draw from its logits."""
+        """Return the ids that the model chose, or sample from its logits."""
         places = [place for place, it in enumerate(logits) if isinstance(it, np.ndarray)]
         if not places:
             return [SampledToken(int(answer)) for answer in logits]
-        # Imported here: a model that chooses by itself needs no torch.
+        # Imported here, because a model that chooses tokens itself does not need torch.
         import torch
 
         from worker.executor import sampler
@@ -115,14 +115,14 @@ class StepwiseExecutor:
     def _read(
         self, table: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], first: int, ask: bool
     ) -> tuple[Bytes, Answer | None]:
-        """Compute the KV of tokens from position `first` on, and what comes next."""
+        """Return the KV of tokens from position `first` on, and the prediction for the next."""
         answer: Answer | None
         if first == 0:
             rows, answer = self._model.prefill(token_ids)
             if answer is None and ask:
                 _, answer = self._model.step(rows[:-1], int(token_ids[-1]), len(rows) - 1)
             return rows, answer
-        # A cached prefix, a later chunk or a generated token: step token by token.
+        # After a cached prefix, in a later chunk, or while decoding: process token by token.
         assert self._cache is not None
         kv = np.empty((first + len(token_ids), self.info.layout.token_bytes), np.uint8)
         kv[:first] = self._cache.rows(table, first)
@@ -131,11 +131,11 @@ class StepwiseExecutor:
         return kv[first:], answer
 
     def _checked(self, answer: object) -> Answer:
-        """Return an id as int, or logits as float32 [vocab].
+        """Return a prediction as an int or as float32 [vocab] logits.
 
         Raises:
-            TypeError: It is neither.
-            ValueError: It is not of this vocabulary, or nothing can be drawn from it.
+            TypeError: It is neither an integer nor an array.
+            ValueError: It does not fit the vocabulary, or no token can be sampled from it.
         """
         vocab_size = self.info.vocab_size
         if isinstance(answer, np.ndarray) and answer.ndim:
@@ -163,11 +163,11 @@ def describe(
     eos_token_ids: Iterable[int],
     max_model_len: int,
 ) -> ModelInfo:
-    """Return the description of a model; `settings` are the keywords of a factory.
+    """Return the description of a model; `settings` are the arguments of an executor factory.
 
     Raises:
-        ValueError: They request longer sequences than the model has, or the layout is invalid or
-            has layers that do not keep all tokens.
+        ValueError: They request longer sequences than `max_model_len`, or the layout is invalid or
+            has layers that do not keep the KV of all tokens.
     """
     try:
         msgspec.convert(msgspec.to_builtins(layout), KVLayout)  # as peers will read it
