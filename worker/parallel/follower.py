@@ -1,4 +1,4 @@
-"""A process that computes its part of a model by the leader's orders, and knows no requests."""
+"""Runs a process that computes its part of a model on the leader's commands, without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger("worker")
 
 
 def follow(model: Model, part: Part, ranks: Ranks) -> None:
-    """Execute the leader's orders until `Verb.END`.
+    """Execute the leader's commands until `Verb.END`.
 
     Raises:
         RuntimeError: The leader or another process has died.
@@ -41,7 +41,7 @@ def follow(model: Model, part: Part, ranks: Ranks) -> None:
 
 
 def _copy(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
-    """Copy for the leader; if that fails, end the process, as the leader waits for each copy."""
+    """Copy KV for the leader; on an error, end the process, because the leader awaits the copy."""
     try:
         answer(ranks, cache, steps)
     except Exception as error:

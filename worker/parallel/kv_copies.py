@@ -1,6 +1,6 @@
-"""Copies of the KV of other processes of a model, by a thread there that serves the leader.
+"""Copies KV between the leader and the other processes of a model, each of which has a copy thread.
 
-Copies and steps do not wait for each other.
+Copies and steps run concurrently; a copy only waits for the steps that the leader has finished.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Verb(IntEnum):
 
 
 class Steps:
-    """Counts the steps that this process has computed, or has started on its GPU."""
+    """Counts the steps that this process has computed, or started on its GPU."""
 
     def __init__(self) -> None:
         self._count = 0
         self._changed = threading.Condition()
 
     def add(self) -> None:
-        """Count one more step: later copies come after it."""
+        """Count one more step; copies that are requested later see its KV."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
@@ -50,14 +50,19 @@ class Steps:
 
 
 def pack(cache: TorchKVCache, places: Sequence[int], own: Rectangle) -> memoryview:
-    """Copy a rectangle out of blocks, or out of the slot of a state."""
+    """Copy a rectangle out of cache blocks, or a recurrent state out of its slot."""
     if cache.is_state(own):
         return cache.pack_state(places[0], own)
     return cache.pack(places, own)
 
 
 def unpack(cache: TorchKVCache, places: Sequence[int], own: Rectangle, segment: Buffer) -> None:
-    """Copy a segment into blocks, or into the slot of a state."""
+    """Copy received KV into cache blocks, or a recurrent state into its slot.
+
+    Args:
+        places: The blocks of the sequence, or the slot of the state.
+        own: The rectangle in groups, layers and heads of this process's part.
+    """
     if cache.is_state(own):
         cache.unpack_state(places[0], own, segment)
     else:
@@ -65,7 +70,7 @@ def unpack(cache: TorchKVCache, places: Sequence[int], own: Rectangle, segment: 
 
 
 class OwnPart:
-    """The part of this process."""
+    """Copies KV of this process's own part."""
 
     def __init__(self, cache: TorchKVCache, part: Part) -> None:
         self._cache, self._part = cache, part
@@ -78,7 +83,7 @@ class OwnPart:
 
 
 class RemotePart:
-    """The part of another process, in the leader.  Calls may come from several threads."""
+    """Copies KV of another process's part, on the leader.  Thread-safe."""
 
     def __init__(self, ranks: Ranks, part: Part, steps: Steps) -> None:
         self._ranks, self._part, self._steps = ranks, part, steps
@@ -93,7 +98,7 @@ class RemotePart:
         return segment.numpy().data
 
     def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None:
-        """Copy a share into the other process, and wait for its acknowledgement."""
+        """Send a share to the other process and wait until it acknowledges the copy."""
         own = self._part.own(share)
         with self._lock:
             self._order(_Verb.UNPACK, places, own)
@@ -101,7 +106,7 @@ class RemotePart:
             self._ranks.receive_from(torch.empty(1, dtype=torch.uint8), self._part.process)
 
     def end(self) -> None:
-        """End the other process's copies."""
+        """End the copy thread of the other process."""
         with self._lock:
             self._order(_Verb.END, (), Rectangle(0, range(0), range(0), range(0)))
 
@@ -115,7 +120,7 @@ class RemotePart:
 
 
 def answer(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
-    """Pack and unpack for the leader until `_Verb.END`."""
+    """Serve the leader's requests to pack and unpack KV, until `_Verb.END`."""
     header = torch.empty(HEADER, dtype=torch.int64)
     while True:
         ranks.receive_from(header, 0)
@@ -125,7 +130,7 @@ def answer(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
         places = torch.empty(num_places, dtype=torch.int64)
         ranks.receive_from(places, 0)
         own = Rectangle(group, range(*ends[:2]), range(*ends[2:4]), range(*ends[4:]))
-        # This process may still compute a step that the leader has finished.
+        # This process may still be computing a step that the leader has finished.
         steps.wait_for(num_steps)
         if verb == _Verb.PACK:
             ranks.send_to(tensor_over(pack(cache, places.tolist(), own)), 0)
