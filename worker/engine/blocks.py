@@ -37,7 +37,7 @@ class Prefix(NamedTuple):
 ROOT: Final = Prefix(0, 0)
 
 # A key of the trie: the serial number of the parent and the tokens of the block.
-Place = tuple[int, bytes]
+TrieKey = tuple[int, bytes]
 
 
 class Node(NamedTuple):
@@ -115,8 +115,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         # Blocks that are in the trie but unreferenced; the least recently used first.
         self._cached: dict[int, None] = {}
-        self._trie: dict[Place, Node] = {}
-        self._keys: dict[int, Place] = {}  # by block
+        self._trie: dict[TrieKey, Node] = {}
+        self._keys: dict[int, TrieKey] = {}  # by block
         # How many trie nodes have each hash.  A block that is recomputed after its parent was
         # evicted gets a second node; the hash is reported as evicted when no node is left.
         self._holders = Counter[int]()
@@ -153,20 +153,20 @@ class BlockPool:
             The chain's blocks, which the next call of `allocate` must share, and its prefix.
         """
         blocks: list[int] = []
-        shared, prefix, here = 0, ROOT, ROOT
+        num_shared, prefix, current = 0, ROOT, ROOT
         whole_from = 0  # sliding-window layers have the KV of all tokens from this position on
         if self.enable_prefix_cache:
             for end, key in enumerate(keys, start=1):
-                node = self._trie.get((here.serial, key))
+                node = self._trie.get((current.serial, key))
                 if node is None:
                     break
-                here = node.prefix
+                current = node.prefix
                 blocks.append(node.block)
                 if num_lacking := self._num_lacking(node.block, node.num_lacking):
                     whole_from = (end - 1) * self.block_size + num_lacking
                 if self._has_all(node, whole_from, end * self.block_size, next_token):
-                    shared, prefix = end, here
-        return blocks[:shared], prefix
+                    num_shared, prefix = end, current
+        return blocks[:num_shared], prefix
 
     def _has_all(self, node: Node, whole_from: int, end: int, next_token: int | None) -> bool:
         """Return whether a chain of `end` tokens has all KV and state that `next_token` needs."""
@@ -243,8 +243,8 @@ class BlockPool:
         if not self.enable_prefix_cache:
             self._drop_state(block)
             return ROOT
-        place = (parent.serial, key)
-        known = self._trie.get(place)
+        trie_key = (parent.serial, key)
+        known = self._trie.get(trie_key)
         if known is not None:
             prefix = known.prefix
             had_state = self.states is not None and self.states.is_kept(known.block)
@@ -253,23 +253,23 @@ class BlockPool:
             if lacks > lacked or has_state < had_state or (lacked, had_state) == (lacks, has_state):
                 self._drop_state(block)
             else:
-                self._hide(known.block)
-                self._show(place, Node(block, prefix, num_lacking), has_state)
+                self._remove(known.block)
+                self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
             return prefix
         prefix = Prefix(next(self._serials), xxh3_64_intdigest(key, parent.hash))
-        self._show(place, Node(block, prefix, num_lacking), has_state)
+        self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
         self._holders[prefix.hash] += 1
         if self._holders[prefix.hash] == 1:
             self.journal.store(prefix.hash)
         return prefix
 
-    def _show(self, place: Place, node: Node, has_state: bool) -> None:
-        self._trie[place] = node
-        self._keys[node.block] = place
+    def _insert(self, trie_key: TrieKey, node: Node, has_state: bool) -> None:
+        self._trie[trie_key] = node
+        self._keys[node.block] = trie_key
         if self.states is not None and has_state:
             self.states.keep(node.block)
 
-    def _hide(self, block: int) -> None:
+    def _remove(self, block: int) -> None:
         """Remove a block from the trie because another block replaces it."""
         del self._keys[block]
         self._drop(block)
@@ -324,8 +324,8 @@ class BlockPool:
 
     def audit(self) -> None:
         """Assert the invariants that `check` relies on; slow, for tests."""
-        places = [*self._free, *self._cached]
-        assert len(set(places)) == len(places), "a block is in two places"
-        assert set(places) == {it for it in range(self.num_blocks) if not self.is_used(it)}
-        assert self._keys == {node.block: place for place, node in self._trie.items()}
+        blocks = [*self._free, *self._cached]
+        assert len(set(blocks)) == len(blocks), "a block is in two places"
+        assert set(blocks) == {it for it in range(self.num_blocks) if not self.is_used(it)}
+        assert self._keys == {node.block: trie_key for trie_key, node in self._trie.items()}
         assert self._cached.keys() <= self._keys.keys() and self._keys.keys().isdisjoint(self._free)

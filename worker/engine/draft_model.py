@@ -56,7 +56,7 @@ class ModelDrafter:
                 continue
             limit = min(limit, self.num_drafts, self._max_model_len - sequence.num_tokens)
             shadow = self._follow(sequence)
-            if limit > 0 and self._make_room(shadow, limit):
+            if limit > 0 and self._allocate_for_drafts(shadow, limit):
                 drafting.append((shadow, limit))
         # Shadows with the fewest uncomputed tokens first; a long prompt gets the rest of the batch.
         drafting.sort(key=lambda it: it[0].num_uncomputed_tokens)
@@ -111,7 +111,7 @@ class ModelDrafter:
         shadow.num_computed_tokens = min(shadow.num_computed_tokens, known)
         return shadow
 
-    def _make_room(self, shadow: Sequence, num_drafts: int) -> bool:
+    def _allocate_for_drafts(self, shadow: Sequence, num_drafts: int) -> bool:
         num_tokens = shadow.num_tokens + num_drafts - 1  # the last draft needs no KV
         num_blocks = self.pool.blocks_for(num_tokens) - len(shadow.block_table)
         if num_blocks > 0:

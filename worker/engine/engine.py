@@ -171,7 +171,7 @@ class Engine:
                 f"request {request_id} cannot begin to decode while {sequence.status}"
             )
         problem = sequence.resume(list(token_ids), options, max_new_tokens)
-        if problem := problem or sequence.problem(self.info, self.pool) or self._hold(sequence):
+        if problem := problem or sequence.problem(self.info, self.pool) or self._compile(sequence):
             self._finish(sequence)
             self._fail(request_id, *problem)
             return
@@ -260,14 +260,14 @@ class Engine:
     def _compute(self, plan: Plan) -> float:
         """Compute a plan or start it on the device; return the seconds spent in the executor."""
         chunks = plan.chunks
-        batch, drawer = self._lay_out(plan.kind, chunks)
+        batch, drawer = self._build_batch(plan.kind, chunks)
         executor_s = 0.0
         if drawer is None and self._flight is not None:  # the host needs the last tokens
             executor_s = self._land()
             chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
             if not chunks:
                 return executor_s
-            batch, _ = self._lay_out(plan.kind, chunks)
+            batch, _ = self._build_batch(plan.kind, chunks)
         start_s = self._clock()
         outcome = compute(self._executor, batch, drawer)
         executor_s += self._clock() - start_s
@@ -285,7 +285,7 @@ class Engine:
             self.swap.costs.observe_prefill(plan.num_prefill_tokens, executor_s)
         return executor_s
 
-    def _lay_out(self, kind: BatchType, chunks: list[Chunk]) -> tuple[Batch, Drawer | None]:
+    def _build_batch(self, kind: BatchType, chunks: list[Chunk]) -> tuple[Batch, Drawer | None]:
         """Build the batch; also return the drawer if the device can sample all its tokens."""
         if self.pool.windows is not None:
             for chunk in chunks:
@@ -354,7 +354,7 @@ class Engine:
                 self._finish(sequence)
                 self._fail(sequence.request_id, ErrorCode.INVALID_REQUEST, problem)
 
-    def _hold(self, sequence: Sequence) -> Problem | None:
+    def _compile(self, sequence: Sequence) -> Problem | None:
         """Start to compile the sequence's structure, if any; return the problem if it fails."""
         structure = sequence.options.structure
         if structure is None:
@@ -394,7 +394,7 @@ class Engine:
             return
         if sequence.scores and not isinstance(self._executor, Scorer):
             problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
-        problem = problem or self._hold(sequence)
+        problem = problem or self._compile(sequence)
         if problem is not None:
             self._fail(sequence.request_id, *problem)
             return

@@ -160,9 +160,9 @@ class MeasuredExecutor:
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> KVCache:
-        room = {"num_states": num_states, "num_window_blocks": num_window_blocks}
-        given = {name: number for name, number in room.items() if number}
-        self._cache = self._executor.allocate(num_blocks, block_size, **given)
+        sizes = {"num_states": num_states, "num_window_blocks": num_window_blocks}
+        nonzero = {name: number for name, number in sizes.items() if number}
+        self._cache = self._executor.allocate(num_blocks, block_size, **nonzero)
         self._state = State.READY
         return self._cache
 
@@ -173,12 +173,12 @@ class MeasuredExecutor:
         first sequence.  Its steps are not counted.
         """
         assert self._cache is not None, "allocate comes first"
-        room = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
+        capacity = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
         direct = Direct(self._executor, self._cache)
         num_tokens = self._executor.prepare() if isinstance(self._executor, Preparer) else 2
         # With a temperature, because random sampling compiles more code than greedy sampling.
-        sequence = direct.prefill([0] * min(num_tokens, room), Options(temperature=1.0))
-        if room > num_tokens:
+        sequence = direct.prefill([0] * min(num_tokens, capacity), Options(temperature=1.0))
+        if capacity > num_tokens:
             direct.decode(sequence)
         direct.release_cache(sequence)
 

@@ -43,11 +43,11 @@ class Reservations:
 
     def head(self) -> Sequence | None:
         """Return the next reservation to allocate blocks for, or None."""
-        claimed = (s for s in self._waiting if s.is_claimed and not self._is_on_its_way(s))
+        claimed = (s for s in self._waiting if s.is_claimed and not self._is_prefix_arriving(s))
         if (sequence := next(claimed, None)) is not None:
             return sequence
         unclaimed = (s for s in self._waiting if not s.is_claimed and self._may_hold(s))
-        return next((s for s in unclaimed if not self._is_on_its_way(s)), None)
+        return next((s for s in unclaimed if not self._is_prefix_arriving(s)), None)
 
     def grant(self, sequence: Sequence) -> None:
         """Record that blocks were allocated for a reservation."""
@@ -96,13 +96,13 @@ class Reservations:
         pool, num_tokens = self.pool, sequence.num_tokens
         num_blocks = amount = pool.blocks_for(num_tokens + 1)
         if (windows := pool.windows) is not None:
-            reached = num_blocks - windows.first_seen(num_tokens) // pool.block_size
-            amount = max(amount, -(-reached * pool.num_blocks // windows.blocks.num_blocks))
+            num_windowed = num_blocks - windows.first_seen(num_tokens) // pool.block_size
+            amount = max(amount, -(-num_windowed * pool.num_blocks // windows.blocks.num_blocks))
         if pool.states is not None:
             amount = max(amount, -(-2 * pool.num_blocks // pool.states.slots.num_slots))
         return amount
 
-    def _is_on_its_way(self, sequence: Sequence) -> bool:
+    def _is_prefix_arriving(self, sequence: Sequence) -> bool:
         """Return whether the KV of a prefix of the sequence is arriving from the same peer."""
         if not self.pool.enable_prefix_cache:
             return False

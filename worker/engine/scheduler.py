@@ -29,13 +29,13 @@ from itertools import chain
 from typing import Final
 
 from worker.engine.batch import Chunk
-from worker.engine.blocks import BlockPool, Place
+from worker.engine.blocks import BlockPool, TrieKey
 from worker.engine.deadlines import Deadlines
 from worker.engine.fair_shares import Shares
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
-from worker.engine.states import Place as StatePlace
+from worker.engine.states import StatePosition
 from worker.engine.swap import Swap, SwapSpace
 from worker.executor.batch import BatchType
 
@@ -71,7 +71,7 @@ class Plan:
     failed: list[Sequence] = field(default_factory=list)
     overdue: list[Sequence] = field(default_factory=list)
     displaced: list[int] = field(default_factory=list)
-    filled: set[Place] = field(default_factory=set)
+    filled: set[TrieKey] = field(default_factory=set)
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -97,10 +97,10 @@ class Plan:
         return bool(self.prefill) and 2 * self.num_prefill_tokens >= max(self.num_tokens, large)
 
     @property
-    def arriving(self) -> list[StatePlace]:
+    def arriving(self) -> list[StatePosition]:
         """Block table and position of each recurrent state that is received or swapped in."""
         sent = [it for it in self.reserved if it.num_cached_tokens < it.num_tokens]
-        places: list[StatePlace] = [(it.block_table, it.num_tokens) for it in sent]
+        places: list[StatePosition] = [(it.block_table, it.num_tokens) for it in sent]
         return places + [(it.blocks, it.token_start + it.num_tokens) for it in self.swapped_in]
 
     @property
@@ -184,19 +184,19 @@ class Scheduler:
             self._end_overdue(sequence, plan)
         stepped = self._secure_blocks(plan)
         decoding: list[Sequence] = []
-        reading: list[Sequence] = []
+        prefilling: list[Sequence] = []
         for sequence in stepped:
-            (decoding if sequence.is_decoding else reading).append(sequence)
-        if self._is_turn_of_decode(reading):
+            (decoding if sequence.is_decoding else prefilling).append(sequence)
+        if self._may_decode(prefilling):
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         budget = self.config.max_ubatch_tokens - len(plan.decode)
         if self.config.prefer_pure_decode and plan.decode:
             budget = 0
-        shares = self._shares(reading, budget)
-        for sequence in reading:
+        shares = self._shares(prefilling, budget)
+        for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, plan, shares)
         budget -= self._admit(plan, budget, shares)
-        self._spread(reading, plan, budget)
+        self._spread_budget(prefilling, plan, budget)
         if not plan.chunks:  # it should have been a prefill step, but no prompt was admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         self._add_drafts(plan)
@@ -207,9 +207,9 @@ class Scheduler:
         """Return whether all running sequences can get their next block without a preemption."""
         pool = self.pool
         wanted = [pool.blocks_for(len(it.token_ids)) - len(it.block_table) for it in self.running]
-        lacking = [number for number in wanted if number > 0]
-        is_room = pool.windows is None or pool.windows.may_promise(0, 0, lacking)
-        return is_room and pool.can_allocate(sum(lacking))
+        missing = [number for number in wanted if number > 0]
+        has_windows = pool.windows is None or pool.windows.may_promise(0, 0, missing)
+        return has_windows and pool.can_allocate(sum(missing))
 
     def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
         plan.overdue.append(sequence)
@@ -227,15 +227,15 @@ class Scheduler:
                 break
             if sequence.status is not Status.RUNNING or not sequence.is_ready:
                 continue  # preempted in this loop, or waiting for its mask
-            room = len(sequence.block_table) * block_size
-            if len(sequence.token_ids) <= room or self._grow(sequence, plan):
+            capacity = len(sequence.block_table) * block_size
+            if len(sequence.token_ids) <= capacity or self._grow(sequence, plan):
                 stepped.append(sequence)
         return stepped
 
-    def _is_turn_of_decode(self, reading: list[Sequence]) -> bool:
+    def _may_decode(self, prefilling: list[Sequence]) -> bool:
         if not self.config.prefer_pure_decode or self._last_kind is not BatchType.DECODE:
             return True
-        return not (reading or self.waiting)
+        return not (prefilling or self.waiting)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
         """Allocate blocks for a sequence's tokens; return False if it was preempted or failed."""
@@ -271,10 +271,10 @@ class Scheduler:
         self._slots.give_back(sequence.slot)
         sequence.slot = None
 
-    def _shares(self, reading: list[Sequence], budget: int) -> Shares:
+    def _shares(self, prefilling: list[Sequence], budget: int) -> Shares:
         """Divide the budget among the tenants with prompts to compute, running or waiting."""
         needs = Counter[int]()
-        for sequence in chain(reading, self.waiting):
+        for sequence in chain(prefilling, self.waiting):
             needs[sequence.options.tenant] += sequence.num_uncomputed_tokens
         return Shares(needs, budget)
 
@@ -291,10 +291,10 @@ class Scheduler:
             shares.spend(tenant, num_tokens)
         return num_tokens
 
-    def _spread(self, reading: list[Sequence], plan: Plan, budget: int) -> None:
+    def _spread_budget(self, prefilling: list[Sequence], plan: Plan, budget: int) -> None:
         """Extend chunks by tokens of the budget that other tenants could not use."""
         planned = {chunk.sequence for chunk in plan.prefill}
-        left_out = [Chunk(sequence, 0) for sequence in reading if sequence not in planned]
+        left_out = [Chunk(sequence, 0) for sequence in prefilling if sequence not in planned]
         for index, chunk in enumerate(plan.prefill + left_out):
             if budget == 0:
                 return
@@ -312,19 +312,19 @@ class Scheduler:
         for index, chunk in enumerate(plan.decode):
             sequence = chunk.sequence
             if sequence.drafts and budget > 0:
-                num_drafts = self._make_room(sequence, min(len(sequence.drafts), budget))
+                num_drafts = self._allocate_for_drafts(sequence, min(len(sequence.drafts), budget))
                 plan.decode[index] = Chunk(sequence, chunk.num_tokens, sequence.drafts[:num_drafts])
                 budget -= num_drafts
 
-    def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
+    def _allocate_for_drafts(self, sequence: Sequence, num_drafts: int) -> int:
         """Allocate blocks for drafts; return how many drafts fit the sequence's blocks."""
         table, pool = sequence.block_table, self.pool
-        room = len(table) * pool.block_size - len(sequence.token_ids)
-        if room >= num_drafts:
+        num_free = len(table) * pool.block_size - len(sequence.token_ids)
+        if num_free >= num_drafts:
             return num_drafts
-        num_blocks = pool.blocks_for(num_drafts - room)
+        num_blocks = pool.blocks_for(num_drafts - num_free)
         if not (pool.can_allocate(num_blocks) and sequence.may_take(num_blocks, pool)):
-            return room
+            return num_free
         sequence.take(num_blocks, pool)
         return num_drafts
 
@@ -333,7 +333,7 @@ class Scheduler:
         may_start = self.config.dynamic_batching or not self.running
         later: list[int] = []  # the number of blocks of each sequence left to the next step
         num_passed = 0  # sequences skipped because their tenants have used their shares
-        given = budget
+        total = budget
         while (sequence := self._head(len(later) + num_passed)) is not None:
             if sequence.status is Status.RESERVING:
                 if not self._reserve(sequence, plan, later):
@@ -344,7 +344,7 @@ class Scheduler:
                 continue
             if not may_start or budget == 0 or len(self.running) + len(later) >= self.max_running:
                 break
-            if self._has_read_enough(sequence.options.tenant, plan, shares):
+            if self._has_enough_prefill(sequence.options.tenant, plan, shares):
                 num_passed += 1
                 continue
             if self._is_better_later(sequence, plan):
@@ -360,27 +360,27 @@ class Scheduler:
             if not sequence.num_preemptions:
                 plan.started.append(sequence)
             budget -= self._plan_chunk(sequence, budget, plan, shares)
-        return given - budget
+        return total - budget
 
     def _reserve(self, sequence: Sequence, plan: Plan, later: list[int]) -> bool:
         """Allocate the blocks of a reservation; return whether there were enough."""
         num_tokens = sequence.num_tokens
         # One token more than it has, so that the first decode step needs no preemption.
-        room = (num_tokens + 1, num_tokens, later)
-        if not self._allocate(sequence, *room, next_token=num_tokens):
+        limits = (num_tokens + 1, num_tokens, later)
+        if not self._allocate(sequence, *limits, next_token=num_tokens):
             if sequence.is_claimed:
                 plan.displaced = self.reserving.displace()
             return False
         if self.pool.windows is not None:
             sequence.whole_from = self.pool.windows.whole_from(num_tokens)
-            sequence.look(num_tokens, num_tokens + 1, self.pool)
-        sequence.go_on_from(num_tokens, self.pool)
+            sequence.move_window(num_tokens, num_tokens + 1, self.pool)
+        sequence.continue_from(num_tokens, self.pool)
         self.reserving.grant(sequence)
         sequence.move_to(Status.RESERVED)
         plan.reserved.append(sequence)
         return True
 
-    def _has_read_enough(self, tenant: int, plan: Plan, shares: Shares) -> bool:
+    def _has_enough_prefill(self, tenant: int, plan: Plan, shares: Shares) -> bool:
         """Return whether no further prompt of the tenant starts in this step."""
         if shares.left(tenant) == 0:
             return True
@@ -448,7 +448,7 @@ class Scheduler:
             sequence.look_ahead(0, self.pool)
         if states is not None:
             states.enter()
-            sequence.go_on_from(sequence.num_cached_tokens, self.pool)
+            sequence.continue_from(sequence.num_cached_tokens, self.pool)
         return True
 
     def _swap_in(self, sequence: Sequence, plan: Plan) -> None:
@@ -461,7 +461,7 @@ class Scheduler:
             if self.pool.windows is not None:
                 sequence.whole_from = self.pool.windows.whole_from(end)
                 sequence.look_ahead(0, self.pool)
-            sequence.go_on_from(end, self.pool)
+            sequence.continue_from(end, self.pool)
         else:
             self.swap.drop(sequence.request_id)
 

@@ -13,7 +13,7 @@ from typing import Final
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
-from worker.engine.blocks import ROOT, BlockPool, Place, Prefix
+from worker.engine.blocks import ROOT, BlockPool, Prefix, TrieKey
 from worker.engine.outputs import FinishReason
 from worker.executor.batch import PromptScores
 from worker.executor.contract import ModelInfo
@@ -121,7 +121,7 @@ class Sequence:
         self.offered_by = offered_by  # the prefill worker that sends the KV of a reservation
         self.stop_ids: frozenset[int] = frozenset()
         self.scores: PromptScores | None = None
-        self.ask(options or Options(), max_new_tokens)
+        self.set_options(options or Options(), max_new_tokens)
         if self.options.prompt_logprobs is not None:
             self.scores = PromptScores(self.prompt_len, self.options.prompt_logprobs)
         # Progress that survives a preemption.
@@ -157,7 +157,7 @@ class Sequence:
         if self.options.deadline_ms is not None:
             self.deadline_s = now + self.options.deadline_ms / 1000
 
-    def ask(self, options: Options, max_new_tokens: int | None) -> None:
+    def set_options(self, options: Options, max_new_tokens: int | None) -> None:
         """Set the options and the token limit, by default what is left of `options.max_tokens`."""
         self.options = options
         self.occurrences: Occurrences | None = None
@@ -193,7 +193,7 @@ class Sequence:
         self.prompt_len = reserved - options.generated_tokens
         self.num_given_tokens = len(token_ids)
         self.num_computed_tokens = reserved
-        self.ask(options, max_new_tokens)
+        self.set_options(options, max_new_tokens)
         return None
 
     def move_to(self, status: Status) -> None:
@@ -295,7 +295,7 @@ class Sequence:
         """Free all blocks but the first `num_kept`."""
         held = len(self.block_table)
         if pool.windows is not None:
-            self._reach(min(self.window_start, num_kept), min(self.window_end, num_kept), pool)
+            self._set_window(min(self.window_start, num_kept), min(self.window_end, num_kept), pool)
             pool.windows.promise(held, num_kept)
         pool.free(self.block_table[num_kept:])
         del self.block_table[num_kept:]
@@ -307,16 +307,16 @@ class Sequence:
     def look_ahead(self, num_tokens: int, pool: BlockPool) -> None:
         """Move the sliding window to cover the next tokens and all that they attend to."""
         start = self.num_computed_tokens
-        self.look(start, start + num_tokens, pool)
+        self.move_window(start, start + num_tokens, pool)
 
-    def look(self, next_token: int, num_tokens: int, pool: BlockPool) -> None:
+    def move_window(self, next_token: int, num_tokens: int, pool: BlockPool) -> None:
         """Move the window to the blocks from the first that `next_token` attends to, up to the
         block that holds token `num_tokens` - 1."""
         if pool.windows is not None:
             first = pool.windows.first_seen(next_token) // pool.block_size
-            self._reach(first, pool.blocks_for(num_tokens), pool)
+            self._set_window(first, pool.blocks_for(num_tokens), pool)
 
-    def _reach(self, start: int, end: int, pool: BlockPool) -> None:
+    def _set_window(self, start: int, end: int, pool: BlockPool) -> None:
         """Hold window blocks for exactly the range [start, end) of the block table."""
         assert pool.windows is not None
         if (start, end) == (self.window_start, self.window_end):
@@ -331,7 +331,8 @@ class Sequence:
     def register(self, pool: BlockPool) -> None:
         """Put full blocks into the prefix cache, and continue from the state at the last token."""
         before = self.state_block
-        self._hold_state(self.num_computed_tokens, pool)  # first, or the state might be dropped
+        # First, or the state might be dropped.
+        self._set_state_block(self.num_computed_tokens, pool)
         self._register_full(pool)
         if pool.states is not None:
             pool.states.release(before)
@@ -359,14 +360,14 @@ class Sequence:
             )
         self.num_registered_blocks = num_full
 
-    def go_on_from(self, position: int, pool: BlockPool) -> None:
+    def continue_from(self, position: int, pool: BlockPool) -> None:
         """Continue from the recurrent state after `position` tokens; release the earlier state."""
         before = self.state_block
-        self._hold_state(position, pool)
+        self._set_state_block(position, pool)
         if pool.states is not None:
             pool.states.release(before)
 
-    def _hold_state(self, position: int, pool: BlockPool) -> None:
+    def _set_state_block(self, position: int, pool: BlockPool) -> None:
         if pool.states is not None:
             last = (position - 1) // pool.block_size
             self.state_block = self.block_table[last] if position else None
@@ -382,7 +383,7 @@ class Sequence:
             if self.state_block is not None:
                 pool.states.slots.forget(self.state_block, but=self.num_computed_tokens)
 
-    def filled(self, num_tokens: int, pool: BlockPool) -> list[Place]:
+    def filled(self, num_tokens: int, pool: BlockPool) -> list[TrieKey]:
         """Return the key of the first block that `num_tokens` more tokens fill: at most one."""
         index = self.num_registered_blocks
         is_full = self.num_computed_tokens + num_tokens >= (index + 1) * pool.block_size
@@ -390,7 +391,7 @@ class Sequence:
             return []
         return [(self.prefix.serial, self.keys(index + 1, pool.block_size)[index])]
 
-    def missing(self, pool: BlockPool) -> list[Place]:
+    def missing(self, pool: BlockPool) -> list[TrieKey]:
         """Return the key of the first full block that is not in the prefix cache: at most one."""
         keys = self.keys(self.max_cached_tokens // pool.block_size, pool.block_size)
         cached, prefix = pool.match_prefix(keys)

@@ -15,7 +15,7 @@ from worker.compute.contract import KVCache
 from worker.compute.state_slots import StateSlots
 
 # Identifies a state: the block table of a sequence and the number of tokens before the state.
-Place = tuple[Sequence[int], int]
+StatePosition = tuple[Sequence[int], int]
 
 
 class States:
@@ -69,7 +69,7 @@ class States:
         self._snapshots.pop(block, None)
         self._forget_if_unneeded(block)
 
-    def prepare(self, arriving: Collection[Place], num_written: int) -> None:
+    def prepare(self, arriving: Collection[StatePosition], num_written: int) -> None:
         """Allocate slots for `arriving` states, and leave `num_written` slots free for the step.
 
         Slots of unneeded states are freed, then those of snapshots until there are enough.

@@ -77,7 +77,7 @@ class Swap(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Held:
+class _Saved:
     num_tokens: int
     # The KV of each group of layers; empty until it is copied out.
     parts: list[tuple[Rectangle, memoryview]]
@@ -97,10 +97,10 @@ class SwapSpace:
         self._cache = cache
         self._layout = cache.layout
         self._clock = clock
-        self._held: dict[int, _Held] = {}
+        self._saved: dict[int, _Saved] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._saved)
 
     def accepts(self, num_tokens: int) -> bool:
         """Return whether KV of `num_tokens` tokens fits and copying beats recomputing it."""
@@ -110,8 +110,8 @@ class SwapSpace:
 
     def hold(self, request_id: int, num_tokens: int) -> None:
         """Reserve memory for KV that will be copied out."""
-        assert request_id not in self._held
-        self._held[request_id] = _Held(num_tokens, [])
+        assert request_id not in self._saved
+        self._saved[request_id] = _Saved(num_tokens, [])
         self.num_bytes += self._layout.transfer_bytes(num_tokens)
 
     def out(self, sequence: Sequence, blocks: tuple[int, ...], num_tokens: int) -> Swap:
@@ -121,52 +121,52 @@ class SwapSpace:
 
     def num_tokens(self, request_id: int) -> int:
         """Return how many tokens of the sequence have their KV in host memory."""
-        held = self._held.get(request_id)
-        return 0 if held is None else held.num_tokens
+        saved = self._saved.get(request_id)
+        return 0 if saved is None else saved.num_tokens
 
     def drop(self, request_id: int) -> None:
         """Free the host memory of the sequence's KV, if any."""
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            self.num_bytes -= self._layout.transfer_bytes(held.num_tokens)
+        saved = self._saved.pop(request_id, None)
+        if saved is not None:
+            self.num_bytes -= self._layout.transfer_bytes(saved.num_tokens)
 
     def carry_out(self, swaps: Iterable[Swap]) -> None:
         """Copy KV from blocks to host memory, before anything else writes to the blocks."""
         for swap in swaps:
-            held = self._held.get(swap.sequence.request_id)
-            if held is None:  # dropped after the plan
+            saved = self._saved.get(swap.sequence.request_id)
+            if saved is None:  # dropped after the plan
                 continue
             start_s = self._clock()
-            for part in plan(self._layout, 0, held.num_tokens, _WHOLE):
+            for part in plan(self._layout, 0, saved.num_tokens, _WHOLE):
                 group = self._layout.groups[part.group]
                 is_windowed = isinstance(group, KVGroup) and group.window is not None
                 kv = self._cache.pack(swap.windowed if is_windowed else swap.blocks, part)
-                held.parts.append((part, kv))
-            num_bytes = sum(len(kv) for _, kv in held.parts)
+                saved.parts.append((part, kv))
+            num_bytes = sum(len(kv) for _, kv in saved.parts)
             self.costs.observe_copy(num_bytes, self._clock() - start_s)
 
     def carry_in(self, swaps: Iterable[Swap]) -> None:
         """Copy KV from host memory into blocks, and free that memory."""
         for swap in swaps:
-            held = self._held[swap.sequence.request_id]
-            assert held.parts, "only what was copied out is copied in"
+            saved = self._saved[swap.sequence.request_id]
+            assert saved.parts, "only what was copied out is copied in"
             start_s, num_bytes = self._clock(), 0
-            for part, kv in held.parts:
+            for part, kv in saved.parts:
                 group = self._layout.groups[part.group]
                 wanted, wanted_kv = part, kv
                 if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
                     wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
                     wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
-                unpack(self._cache, swap.blocks, wanted, wanted_kv, held.num_tokens)
+                unpack(self._cache, swap.blocks, wanted, wanted_kv, saved.num_tokens)
                 num_bytes += len(wanted_kv)
             self.costs.observe_copy(num_bytes, self._clock() - start_s)
             self.drop(swap.sequence.request_id)
 
     def check(self, waiting: Iterable[int]) -> None:
         """Assert that all KV belongs to waiting sequences, and that its size is counted right."""
-        assert self._held.keys() <= set(waiting), "KV of a sequence that does not wait"
-        held = (self._layout.transfer_bytes(held.num_tokens) for held in self._held.values())
-        assert self.num_bytes == sum(held) <= self.max_bytes
+        assert self._saved.keys() <= set(waiting), "KV of a sequence that does not wait"
+        sizes = (self._layout.transfer_bytes(it.num_tokens) for it in self._saved.values())
+        assert self.num_bytes == sum(sizes) <= self.max_bytes
 
 
 def _tail(kv: memoryview, group: KVGroup, part: Rectangle, num_skipped: int) -> memoryview:

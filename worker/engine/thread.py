@@ -153,18 +153,18 @@ class Pulse:
 
     def __init__(self, post: Callable[[Call], None]) -> None:
         self._post = post
-        self._is_answered = True
+        self._has_run = True
 
     def is_felt(self) -> bool:
         """Return whether the last empty call has run; if so, post another."""
-        if not self._is_answered:
+        if not self._has_run:
             return False
-        self._is_answered = False
-        self._post(self._answer)
+        self._has_run = False
+        self._post(self._mark_run)
         return True
 
-    def _answer(self, _: object) -> None:
-        self._is_answered = True
+    def _mark_run(self, _: object) -> None:
+        self._has_run = True
 
 
 class Standstill:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from wire.layout import KVLayout
 from worker.compute.shared_memory import Bytes
-from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
+from worker.executor.stepwise import MAX_MODEL_LEN, Prediction, StepwiseExecutor, describe
 
 Float32 = npt.NDArray[np.float32]
 # Returns the (k, v) of a layer, each float32 [tokens, num_kv_heads, head_dim], in any shape with
@@ -50,7 +50,7 @@ class ForwardPair:
         (self._group,) = layout.kv_groups
         self._vocab_size = vocab_size
 
-    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Prediction | None]:
         num_layers, get_kv = self._prefiller.prefill(token_ids)
         if num_layers != self._group.num_layers:
             raise ValueError(
@@ -58,7 +58,7 @@ class ForwardPair:
             )
         return self._rows("the prefiller", get_kv, len(token_ids)), None
 
-    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Prediction]:
         logits, get_kv = self._forward_model.forward(token_id, self._layers(kv))
         if np.shape(logits) != (self._vocab_size,):
             raise ValueError(

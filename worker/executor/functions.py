@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from wire.layout import KVLayout
 from worker.compute.shared_memory import Bytes
-from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
+from worker.executor.stepwise import MAX_MODEL_LEN, Prediction, StepwiseExecutor, describe
 
 PrefillFn = Callable[[bytes, int], tuple[bytes, bytes]]
 DecodeStepFn = Callable[[bytes, int, int], tuple[int, bytes]]
@@ -45,17 +45,17 @@ class FunctionModel:
         self._token_bytes = token_bytes
         self._first_token = first_token
 
-    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Prediction | None]:
         activation, kv = self._prefill(token_ids.astype("<u4").tobytes(), len(token_ids))
         rows = self._rows("PrefillFn", kv, len(token_ids))
         return rows, self._first_token(activation) if self._first_token else None
 
-    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
-        answer, updated = self._decode_step(kv.tobytes(), token_id, position)
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Prediction]:
+        prediction, updated = self._decode_step(kv.tobytes(), token_id, position)
         rows = self._rows("DecodeStepFn", updated, position + 1)
         if not np.array_equal(rows[:position], kv):
             raise ValueError("DecodeStepFn changed the KV of earlier tokens; it may only add to it")
-        return rows[position], answer
+        return rows[position], prediction
 
     def _rows(self, name: str, kv: bytes, num_tokens: int) -> Bytes:
         expected = num_tokens * self._token_bytes

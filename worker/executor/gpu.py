@@ -39,8 +39,8 @@ def create(
     max_model_len: int | None = None,
 ) -> TorchExecutor:
     """Load a model directory on the given kind of device; see `TorchExecutor.load`."""
-    place = find_device(device)
-    kind = GpuExecutor if place.type == "cuda" else TorchExecutor
+    torch_device = find_device(device)
+    kind = GpuExecutor if torch_device.type == "cuda" else TorchExecutor
     return kind.load(
         Path(model_path),
         name=model_name,
@@ -48,7 +48,7 @@ def create(
         dtype=dtype,
         kv_dtype=kv_dtype,
         weights=weights,
-        device=str(place),
+        device=str(torch_device),
         max_model_len=max_model_len,
     )
 

@@ -165,8 +165,8 @@ class Grammars:
         address, row_bytes = bits.ctypes.data, bits.strides[0]
         failed: int | None = None
         for number, it, structured in found:
-            place = address + number * row_bytes
-            if not structured.fill(it.token_ids, it.drafts, place, row_bytes) and failed is None:
+            start = address + number * row_bytes
+            if not structured.fill(it.token_ids, it.drafts, start, row_bytes) and failed is None:
                 failed = number
         over: list[int] = []
         if limited:

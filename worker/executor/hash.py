@@ -58,7 +58,7 @@ MIXED: Final = KVLayout(
 
 _U64 = npt.NDArray[np.uint64]
 # A different word for each (layer, k|v, head), so that no two of them have the same KV bytes.
-_PLACES: Final[_U64] = (
+_HEAD_WORDS: Final[_U64] = (
     np.arange(1, 2 * NUM_LAYERS * NUM_KV_HEADS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ).reshape(NUM_LAYERS, 2, NUM_KV_HEADS)
 
@@ -184,8 +184,8 @@ class HashExecutor:
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> HashKVCache:
-        room = num_states, num_window_blocks
-        self._cache = HashKVCache(num_blocks, block_size, self.info.layout, *room)
+        sizes = num_states, num_window_blocks
+        self._cache = HashKVCache(num_blocks, block_size, self.info.layout, *sizes)
         return self._cache
 
     def forward(self, batch: Batch) -> list[int]:
@@ -269,7 +269,7 @@ def kv_words(
 ) -> npt.NDArray[np.uint64]:
     """Return the KV of each token, u64 [T, num_layers, k|v, kv_heads], by the splitmix64 mixer."""
     names = (positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint64)
-    words = names[:, None, None, None] + _PLACES
+    words = names[:, None, None, None] + _HEAD_WORDS
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(words ^ (words >> np.uint64(31)), dtype="<u8")

@@ -43,10 +43,10 @@ def mask(
             known = [token_id for token_id in options.allowed_token_ids if token_id < vocab]
             masked[row.index] = -torch.inf
             masked[row.index, known] = logits[row.index, known]
-        out = _completing(row)
+        forbidden = _completing(row)
         if row.position - row.sampling.prompt_len < options.min_tokens:
-            out |= eos_token_ids.union(options.stop_token_ids)
-        known = [token_id for token_id in out if token_id < vocab]
+            forbidden |= eos_token_ids.union(options.stop_token_ids)
+        known = [token_id for token_id in forbidden if token_id < vocab]
         rows += [row.index] * len(known)
         columns += known
     if rows:
@@ -68,11 +68,11 @@ def _completing(row: Row) -> set[int]:
     """Return the tokens that would complete a bad sequence after this row's text and drafts."""
     sampling = row.sampling
     first = max(sampling.prompt_len, len(sampling.token_ids) - MAX_BAD_SEQUENCE_LENGTH)
-    answer = (*sampling.token_ids[first:], *sampling.drafts[: row.num_drafts])
+    text = (*sampling.token_ids[first:], *sampling.drafts[: row.num_drafts])
     return {
         last
         for *before, last in row.options.bad_sequences
-        if answer[len(answer) - len(before) :] == tuple(before)
+        if text[len(text) - len(before) :] == tuple(before)
     }
 
 

@@ -47,10 +47,10 @@ def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
         values = np.array([field(row.options) for row in rows], np.float64)
         return torch.from_numpy(np.repeat(values, sizes)).to(logits.device)
 
-    places = np.concatenate([token_ids for token_ids, _ in found])
+    indexes = np.concatenate([token_ids for token_ids, _ in found])
     starts = np.array([row.index for row in rows], np.int64) * logits.shape[1]
-    places += np.repeat(starts, sizes)
-    where = torch.from_numpy(places).to(logits.device)
+    indexes += np.repeat(starts, sizes)
+    where = torch.from_numpy(indexes).to(logits.device)
     counts = np.concatenate([counts for _, counts in found]).astype(np.float64)
     count = torch.from_numpy(counts).to(logits.device)
     flat = logits.view(-1)
@@ -65,14 +65,14 @@ def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
 
 def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
     vocab = logits.shape[1]
-    places: dict[int, float] = {}
+    indexes: dict[int, float] = {}
     for row in rows:
         for token_id, bias in row.options.logit_bias:
             if token_id < vocab:  # ids from clients may exceed the vocabulary
-                place = row.index * vocab + token_id
-                places[place] = places.get(place, 0.0) + bias
-    where = torch.tensor(list(places), dtype=torch.int64, device=logits.device)
-    bias_of = torch.tensor(list(places.values()), dtype=torch.float64, device=logits.device)
+                index = row.index * vocab + token_id
+                indexes[index] = indexes.get(index, 0.0) + bias
+    where = torch.tensor(list(indexes), dtype=torch.int64, device=logits.device)
+    bias_of = torch.tensor(list(indexes.values()), dtype=torch.float64, device=logits.device)
     flat = logits.view(-1)
     flat[where] = (flat[where].double() + bias_of).to(logits.dtype)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from worker.compute.shared_memory import Bytes
-from worker.executor.batch import Batch
+from worker.executor.batch import Batch, Int32
 from worker.executor.contract import (
     Attention,
     Capabilities,
@@ -32,16 +32,16 @@ from worker.executor.host_kv_cache import HostKVCache
 MAX_MODEL_LEN: Final = 32_768
 
 # A prediction of the next token: its id, or [vocab] logits to sample it from.
-Answer = int | npt.NDArray[np.float32]
+Prediction = int | npt.NDArray[np.float32]
 
 
 class StepwiseModel(Protocol):
     """A custom model; its KV is uint8 [tokens, token_bytes], each row in the layout's order."""
 
-    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Prediction | None]:
         """Prefill a prompt; return its KV and the prediction for the next token, if available."""
 
-    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Prediction]:
         """Process one token at `position`; return its KV row and the prediction for the next."""
 
 
@@ -65,72 +65,74 @@ class StepwiseExecutor:
         self._cache = HostKVCache(self.info.layout, num_blocks, block_size)
         return self._cache
 
-    def forward(self, batch: Batch) -> list[Answer]:
+    def forward(self, batch: Batch) -> list[Prediction]:
         """Write the batch's KV; return the predictions of the sampled rows.
 
         Raises:
             SequenceFailed: The model raised (see the cause), or returned invalid KV or predictions.
         """
         assert self._cache is not None, "allocate comes first"
-        answers: list[Answer] = []
+        predictions: list[Prediction] = []
         ends = batch.query_starts[1:].tolist()
         wanted = set(batch.sample_rows.tolist())
         for index, (start, end) in enumerate(zip(batch.query_starts.tolist(), ends, strict=False)):
             token_ids, first = batch.token_ids[start:end], int(batch.positions[start])
             is_sampled = end - 1 in wanted
             try:
-                rows, answer = self._read(batch.block_tables[index], token_ids, first, is_sampled)
+                rows, prediction = self._compute(
+                    batch.block_tables[index], token_ids, first, is_sampled
+                )
                 self._cache.write(batch.slots[start:end], rows)
                 if is_sampled:
-                    answers.append(self._checked(answer))
+                    predictions.append(self._checked(prediction))
             except Exception as error:
                 raise SequenceFailed(index, f"{type(error).__name__}: {error}") from error
-        return answers
+        return predictions
 
-    def sample(self, logits: list[Answer], batch: Batch) -> list[SampledToken]:
+    def sample(self, logits: list[Prediction], batch: Batch) -> list[SampledToken]:
         """Return the ids that the model chose, or sample from its logits."""
-        places = [place for place, it in enumerate(logits) if isinstance(it, np.ndarray)]
-        if not places:
-            return [SampledToken(int(answer)) for answer in logits]
+        indexes = [index for index, it in enumerate(logits) if isinstance(it, np.ndarray)]
+        if not indexes:
+            return [SampledToken(int(prediction)) for prediction in logits]
         # Imported here, because a model that chooses tokens itself does not need torch.
         import torch
 
         from worker.executor import sampler
 
-        rows = torch.from_numpy(np.stack([np.asarray(logits[place]) for place in places]))
-        samplings = [batch.samplings[place] for place in places]
+        rows = torch.from_numpy(np.stack([np.asarray(logits[index]) for index in indexes]))
+        samplings = [batch.samplings[index] for index in indexes]
         try:
             drawn = iter(sampler.sample(rows, samplings, self.info.eos_token_ids))
         except sampler.NoTokenLeft as error:
-            index = batch.sequence_of(places[error.row])
+            index = batch.sequence_of(indexes[error.row])
             raise SequenceFailed(index, str(error), ErrorCode.INVALID_REQUEST) from None
         return [
-            next(drawn) if isinstance(answer, np.ndarray) else SampledToken(answer)
-            for answer in logits
+            next(drawn) if isinstance(prediction, np.ndarray) else SampledToken(prediction)
+            for prediction in logits
         ]
 
     def shutdown(self) -> None:
         self._cache = None
 
-    def _read(
-        self, table: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], first: int, ask: bool
-    ) -> tuple[Bytes, Answer | None]:
+    def _compute(
+        self, table: Int32, token_ids: Int32, first: int, needs_prediction: bool
+    ) -> tuple[Bytes, Prediction | None]:
         """Return the KV of tokens from position `first` on, and the prediction for the next."""
-        answer: Answer | None
+        prediction: Prediction | None
         if first == 0:
-            rows, answer = self._model.prefill(token_ids)
-            if answer is None and ask:
-                _, answer = self._model.step(rows[:-1], int(token_ids[-1]), len(rows) - 1)
-            return rows, answer
+            rows, prediction = self._model.prefill(token_ids)
+            if prediction is None and needs_prediction:
+                _, prediction = self._model.step(rows[:-1], int(token_ids[-1]), len(rows) - 1)
+            return rows, prediction
         # After a cached prefix, in a later chunk, or while decoding: process token by token.
         assert self._cache is not None
         kv = np.empty((first + len(token_ids), self.info.layout.token_bytes), np.uint8)
         kv[:first] = self._cache.rows(table, first)
         for position, token_id in enumerate(token_ids.tolist(), first):
-            kv[position], answer = self._model.step(kv[:position], token_id, position)
-        return kv[first:], answer
+            kv[position], prediction = self._model.step(kv[:position], token_id, position)
+        return kv[first:], prediction
 
-    def _checked(self, answer: object) -> Answer:
+    def _checked(self, prediction: object) -> Prediction:
         """Return a prediction as an int or as float32 [vocab] logits.
 
         Raises:
@@ -138,17 +140,17 @@ class StepwiseExecutor:
             ValueError: It does not fit the vocabulary, or no token can be sampled from it.
         """
         vocab_size = self.info.vocab_size
-        if isinstance(answer, np.ndarray) and answer.ndim:
-            logits = np.asarray(answer, np.float32)
+        if isinstance(prediction, np.ndarray) and prediction.ndim:
+            logits = np.asarray(prediction, np.float32)
             if logits.shape != (vocab_size,):
                 raise ValueError(f"the model's logits are {logits.shape}, not ({vocab_size},)")
             if not np.isfinite(highest := logits.max()):
                 raise ValueError(f"the highest of the model's logits is {highest}")
             return logits
         try:
-            token_id = operator.index(answer)  # type: ignore[arg-type]
+            token_id = operator.index(prediction)  # type: ignore[arg-type]
         except TypeError:
-            kind = type(answer).__name__
+            kind = type(prediction).__name__
             raise TypeError(f"the model chose a {kind}, not the id of a token") from None
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"the model chose token {token_id}, not one of 0 to {vocab_size - 1}")

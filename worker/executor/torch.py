@@ -100,14 +100,14 @@ class TorchExecutor:
         Raises:
             ModelError: The directory, a setting or the length is invalid or not supported.
         """
-        place = find_device(device)
-        _check(place, dtype, kv_dtype, weights)
+        torch_device = find_device(device)
+        _check(torch_device, dtype, kv_dtype, weights)
         model = load_model(
             path,
             _dtype("dtype", dtype),
-            place,
+            torch_device,
             kv_dtype=_dtype("kv_dtype", kv_dtype),
-            compiled=place.type == "cpu",
+            compiled=torch_device.type == "cpu",
             in_int8=weights == "int8",
             ranks=ranks,
         )
@@ -289,17 +289,17 @@ def _without_mask(batch: Batch, row: int) -> SequenceFailed:
     return SequenceFailed(batch.sequence_of(row), problem or "", ErrorCode.INVALID_REQUEST)
 
 
-def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:
+def _check(device: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:
     """Raise ModelError for settings that are invalid or that the device does not support."""
-    is_cpu = place.type == "cpu"
+    is_cpu = device.type == "cpu"
     if not is_cpu and kv_dtype not in ("auto", dtype):
-        raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
+        raise ModelError(f"kv_dtype is {kv_dtype!r}, on {device.type} it is that of dtype")
     if weights not in ("auto", "int8"):
         raise ModelError(f"weights is {weights!r}, not auto or int8")
     if weights == "int8" and not is_cpu:
         raise ModelError(
-            f"weights is 'int8', on {place.type} they are what dtype says; leave --weights out, or "
-            "compute with --device cpu"
+            f"weights is 'int8', on {device.type} they are what dtype says; leave --weights out, "
+            "or compute with --device cpu"
         )
 
 

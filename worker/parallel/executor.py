@@ -66,7 +66,7 @@ class ShardedExecutor(TorchExecutor):
         self._ranks, shard = ranks, ranks.shard
         self._parts = parts_of(self.info.layout, read_config(path), shard.size, shard.stages)
         self._steps = Steps()
-        self._asking: list[RemotePart] = []
+        self._remote_parts: list[RemotePart] = []
         self.capabilities = self._summed(self.capabilities)
 
     def _summed(self, own: Capabilities) -> Capabilities:
@@ -96,9 +96,9 @@ class ShardedExecutor(TorchExecutor):
         send(self._ranks, Verb.ALLOCATE, *sizes)
         own, *others = self._parts
         self._cache = make_cache(self._model, own.layout, *sizes)
-        self._asking = [RemotePart(self._ranks, part, self._steps) for part in others]
+        self._remote_parts = [RemotePart(self._ranks, part, self._steps) for part in others]
         mine = own, OwnPart(self._cache, own)
-        theirs = zip(others, self._asking, strict=True)
+        theirs = zip(others, self._remote_parts, strict=True)
         return ShardedKVCache(self.info.layout, self._cache, [mine, *theirs])
 
     def _compute(self, step: Step) -> torch.Tensor:
@@ -128,6 +128,6 @@ class ShardedExecutor(TorchExecutor):
     def _end(self) -> None:
         self._ranks.is_ending = True
         send(self._ranks, Verb.END)
-        for asking in self._asking:
-            asking.end()
+        for remote_part in self._remote_parts:
+            remote_part.end()
         self._ranks.leave()

@@ -12,7 +12,7 @@ from worker.compute.model import Model
 from worker.compute.ranks import Ranks
 from worker.executor.torch import make_cache
 from worker.parallel.commands import Verb, receive
-from worker.parallel.kv_copies import Steps, answer
+from worker.parallel.kv_copies import Steps, serve_copies
 from worker.parallel.microbatches import compute
 from worker.parallel.partition import Part
 
@@ -43,7 +43,7 @@ def follow(model: Model, part: Part, ranks: Ranks) -> None:
 def _copy(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
     """Copy KV for the leader; on an error, end the process, because the leader awaits the copy."""
     try:
-        answer(ranks, cache, steps)
+        serve_copies(ranks, cache, steps)
     except Exception as error:
         log.error("cannot copy KV for the leader", reason=f"{type(error).__name__}: {error}")
         end_at_once(1)

@@ -20,11 +20,11 @@ from worker.parallel.partition import Part
 class Copying(Protocol):
     """Copies KV of one process's part; shares are in layers and heads of the whole model.
 
-    `places` are the blocks of a sequence, or the slot of a recurrent state.
+    `indexes` are the blocks of a sequence, or the slot of a recurrent state.
     """
 
-    def pack(self, places: Sequence[int], share: Rectangle) -> memoryview: ...
-    def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None: ...
+    def pack(self, indexes: Sequence[int], share: Rectangle) -> memoryview: ...
+    def unpack(self, indexes: Sequence[int], share: Rectangle, segment: Buffer) -> None: ...
 
 
 class ShardedKVCache(KVCache):

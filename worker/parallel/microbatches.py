@@ -37,7 +37,7 @@ def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]
         For each microbatch, the float32 logits of its rows: [rows, vocab] in the leader, [0, vocab]
         in the other processes.
     """
-    device, microbatches, logits = model.device, cut(step), []
+    device, microbatches, logits = model.device, split(step), []
     for microbatch in microbatches:
         token_ids, positions, rows = (
             it.to(device) for it in (microbatch.token_ids, microbatch.positions, microbatch.rows)
@@ -49,10 +49,10 @@ def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]
     return logits
 
 
-def cut(step: Step) -> list[Step]:
+def split(step: Step) -> list[Step]:
     if step.num_microbatches == 1:
         return [step]
-    return [_microbatch(step, start, stop) for start, stop in pairwise(_borders(step))]
+    return [_microbatch(step, start, stop) for start, stop in pairwise(_boundaries(step))]
 
 
 def in_order(step: Step, logits: list[torch.Tensor]) -> torch.Tensor:
@@ -60,13 +60,13 @@ def in_order(step: Step, logits: list[torch.Tensor]) -> torch.Tensor:
     if len(logits) == 1:
         return logits[0]
     # In `step.rows`, scored rows follow sampled rows, whatever their order in the batch.
-    inner = torch.tensor(_borders(step)[1:-1])
+    inner = torch.tensor(_boundaries(step)[1:-1])
     microbatches = torch.bucketize(step.rows, inner, right=True)
     order = microbatches.sort(stable=True).indices
     return torch.cat(logits)[order.argsort().to(logits[0].device)]
 
 
-def _borders(step: Step) -> list[int]:
+def _boundaries(step: Step) -> list[int]:
     num_tokens = len(step.token_ids)
     return [num_tokens * it // step.num_microbatches for it in range(step.num_microbatches + 1)]
 

@@ -32,10 +32,10 @@ class Part(NamedTuple):
         stage, kv_heads = shard.layers(config.num_layers), shard.kv_heads(config.num_kv_heads)
         layers, heads, groups = {}, {}, list[Group]()
         for index, (group, of_model) in enumerate(zip(layout.groups, _layers(config), strict=True)):
-            places = [place for place, layer in enumerate(of_model) if layer in stage]
-            if not places:
+            offsets = [offset for offset, layer in enumerate(of_model) if layer in stage]
+            if not offsets:
                 continue
-            layers[index], own = range(places[0], places[-1] + 1), {"num_layers": len(places)}
+            layers[index], own = range(offsets[0], offsets[-1] + 1), {"num_layers": len(offsets)}
             if isinstance(group, KVGroup):
                 heads[index], own["num_kv_heads"] = kv_heads, len(kv_heads)
             else:
@@ -68,7 +68,7 @@ def _layers(config: ModelConfig) -> list[list[int]]:
     with_kv = [index for index, layer in enumerate(config.layers) if layer.delta is None]
     with_state = [index for index, layer in enumerate(config.layers) if layer.delta is not None]
     groups = layers_by_window(config.windows).values()
-    groups_of_model = [[with_kv[place] for place in group] for group in groups]
+    groups_of_model = [[with_kv[offset] for offset in group] for group in groups]
     return [*groups_of_model, with_state] if with_state else groups_of_model
 
 

@@ -58,7 +58,7 @@ class Prefill:
     is_ended: bool = False  # `_end` was called; a task may still send its KV
     # The request is over when both are true.  They may become true in either order, because a
     # decode worker that has the whole prompt cached completes the transfer before the first token.
-    is_answered: bool = False
+    is_response_sent: bool = False
     is_transferred: bool = False
 
 
@@ -199,8 +199,8 @@ class PrefillRole:
     async def _send(self, prefill: Prefill, transfer: OutgoingTransfer) -> None:
         """Send the KV, then free the blocks, which the socket no longer reads."""
         await transfer.run()
-        give_back = Engine.cancel if prefill.is_ended else Engine.release
-        self._engine.post(lambda engine: give_back(engine, prefill.request_id))
+        free_blocks = Engine.cancel if prefill.is_ended else Engine.release
+        self._engine.post(lambda engine: free_blocks(engine, prefill.request_id))
 
     def _on_first_token(self, prefill: Prefill, token: Token) -> None:
         assert prefill.started is not None
@@ -216,7 +216,7 @@ class PrefillRole:
         )
         done = PrefillDone(prefill.request_id, kv_bytes)
         prefill.router.send(done, encode_prefill_result(result))
-        prefill.is_answered = True
+        prefill.is_response_sent = True
         if not kv_bytes:
             self._end(prefill)
         elif prefill.is_transferred:
@@ -291,7 +291,7 @@ class PrefillRole:
             self._fail(prefill, sender.error, "transfer")
             return
         prefill.is_transferred = True
-        if prefill.is_answered:
+        if prefill.is_response_sent:
             del self._prefills[prefill.request_id]
 
     def _fail(self, prefill: Prefill, error: WireError, stage: str) -> None:
