@@ -119,7 +119,7 @@ class BlockPool:
         self._keys: dict[int, TrieKey] = {}  # by block
         # How many trie nodes have each hash.  A block that is recomputed after its parent was
         # evicted gets a second node; the hash is reported as evicted when no node is left.
-        self._holders = Counter[int]()
+        self._num_nodes = Counter[int]()
         self._serials = count(1)
 
     @property
@@ -258,8 +258,8 @@ class BlockPool:
             return prefix
         prefix = Prefix(next(self._serials), xxh3_64_intdigest(key, parent.hash))
         self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
-        self._holders[prefix.hash] += 1
-        if self._holders[prefix.hash] == 1:
+        self._num_nodes[prefix.hash] += 1
+        if self._num_nodes[prefix.hash] == 1:
             self.journal.store(prefix.hash)
         return prefix
 
@@ -299,9 +299,9 @@ class BlockPool:
         block = next(iter(self._cached))
         del self._cached[block]
         prefix = self._trie.pop(self._keys.pop(block)).prefix
-        self._holders[prefix.hash] -= 1
-        if not self._holders[prefix.hash]:
-            del self._holders[prefix.hash]
+        self._num_nodes[prefix.hash] -= 1
+        if not self._num_nodes[prefix.hash]:
+            del self._num_nodes[prefix.hash]
             self.journal.evict(prefix.hash)
         self._release(block)
 

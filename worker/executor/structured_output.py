@@ -97,9 +97,10 @@ class Structured:
         self._mask = None
         if self._matcher is not None and num_tokens < self._num_seen:
             num_back = self._num_seen - num_tokens
-            num_uncounted = min(num_back, self._num_after_end)
-            self._matcher.rollback(num_back - num_uncounted)
-            self._num_after_end -= num_uncounted
+            # The matcher has not consumed the tokens after EOS.
+            num_unconsumed = min(num_back, self._num_after_end)
+            self._matcher.rollback(num_back - num_unconsumed)
+            self._num_after_end -= num_unconsumed
             self._num_seen = num_tokens
 
     def fill(
