@@ -1,8 +1,8 @@
 """One worker process: an engine on its thread, a role, and a connection to each router.
 
-`run` is the life of the process: warm up, register, beat until told to stop, drain, close.  The
-event loop only moves bytes; the engine thread only computes (`worker.engine.thread`), and the
-transfer thread only copies (`worker.transfer.thread`).
+`Worker.run` is the life of the process: warm up, register at the routers, serve until a stop is
+requested, drain, close.  The event loop only moves bytes, the engine thread computes
+(`worker.engine.thread`), and transfer threads copy KV (`worker.transfer.thread`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from wire.process.lifetime import bounded, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from worker.assembly import make_engine
-from worker.compute.contract import KVCache
 from worker.compute.device_errors import EXIT_DEVICE_FAILED, device_error
 from worker.config import Config
 from worker.engine.instrumented import measured
 from worker.engine.outputs import Output
 from worker.engine.thread import Pulse, Standstill, Warmup
-from worker.environment import Copying, Environment, WorkerContext
+from worker.environment import Environment, WorkerContext
 from worker.executor.contract import Executor, ModelInfo
 from worker.link import LinkState, RouterLink
 from worker.metrics import Metrics
@@ -43,26 +42,23 @@ from worker.transfer.thread import SMALL_BYTES
 
 log = structlog.get_logger("worker")
 
-# How often leases are looked at; far below any sensible lease, cheap beside a heartbeat.
+# Interval between two checks of leases; far below any sensible lease.
 TICK_S: Final = 0.1
-# Between heartbeats while one cannot hold all that the prefix cache has to tell.
+# Interval between heartbeats while the changes of the prefix cache do not fit in one of them.
 REST_S: Final = 0.1
-# How long a step may take to end after the drain: another process of the model may be stuck.
+# How long the last engine step may take after the drain: another process may be stuck.
 STOP_S: Final = 10.0
-# And all that comes after the drain: copies of KV, the other processes, the sockets.
+# How long everything after the drain may take: copying KV, ending other processes and sockets.
 CLOSE_S: Final = 20.0
-EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
+EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts the worker
 
 
 class Worker:
-    """The parts of one worker and what they tell each other.
-
-    `role` has what is in hand for the routers; `routers` are the connections to them,
-    `scrape` is where metrics are read.
+    """All parts of one worker: the engine, the `role`, a link to each router, the metrics port.
 
     Raises:
         ValueError: The settings do not fit the model or the machine.
-        OSError: The address for KV is taken.
+        OSError: The address for KV transfer is already in use.
     """
 
     def __init__(
@@ -73,40 +69,38 @@ class Worker:
         *,
         draft: Executor | None = None,
     ) -> None:
-        outside = environment or Environment()
+        environment = environment or Environment()
         info = executor.info
         self._config = config
         self._models = [measured(model) for model in (executor, draft) if model is not None]
         self._executor = self._models[0]
-        self._engine = make_engine(config, *self._models, clock=outside.clock)
-        self._clock = outside.clock
-        self._loop = asyncio.get_running_loop()
-        self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
-        warm_ups = [model.warmup for model in self._models]
-        self._warmup = Warmup(warm_ups, outside.clock, self._end_warmup)
-        self._thread.post(self._warmup.run)  # first of all: no block is used yet
-        self._copies = _copies(outside, self._engine.cache)
-        keys = open_keys(config.keys, config.party)
-        self._plane = outside.make_plane(info.max_model_len, keys)
-        role = Role[config.role.upper()]
-        identity = Identity(role, config.rank, outside.epoch())
-        context = WorkerContext(
-            config,
-            identity,
-            self._engine.cache,
-            self._thread,
-            self._copies,
-            self._plane,
-            outside.clock,
-            outside.make_port,
-            outside.fetch,
+        self._engine = make_engine(config, *self._models, clock=environment.clock)
+        self._clock = environment.clock
+        self._changed = asyncio.Event()  # wakes `run`
+        call = asyncio.get_running_loop().call_soon_threadsafe
+        self._thread = environment.make_thread(
+            self._engine,
+            lambda outputs: call(self._on_outputs, outputs),
+            lambda error: call(self._on_crash, error),
         )
+        warm_ups = [model.warmup for model in self._models]
+        self._warmup = Warmup(warm_ups, environment.clock, lambda: call(self._changed.set))
+        self._thread.post(self._warmup.run)  # must be the first call, while no block is in use
+        cache = self._engine.cache
+        small_bytes = 0 if cache.copies_wait else SMALL_BYTES
+        self._copies = environment.make_copies(cache.copies_at_once, small_bytes)
+        keys = open_keys(config.keys, config.party)
+        self._plane = environment.make_plane(info.max_model_len, keys)
+        role = Role[config.role.upper()]
+        identity = Identity(role, config.rank, environment.epoch())
+        parts = cache, self._thread, self._copies, self._plane, environment
+        context = WorkerContext(config, identity, *parts)
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)
         segments, bus = self.role.segment_traffic, Traffic()
         planes = {"bus": bus, "kv": self._plane.traffic, "kv_segments": segments}
         detail = self._detail(info)
-        connect = partial(outside.connect, keys=keys, traffic=bus)
+        connect = partial(environment.connect, keys=keys, traffic=bus)
         self.routers = [
             RouterLink(endpoint, identity, detail, self.role, self._on_link, connect)
             for endpoint in config.router
@@ -114,10 +108,8 @@ class Worker:
         self._metrics = Metrics(self._engine, self.role, config, planes, self._peers_up)
         api_keys = open_api_keys(config.api_keys) if config.metrics else None
         self.scrape = ScrapePort(self._metrics.render, api_keys)
-        # What wakes `run` and the heartbeat.
         self._crashed: BaseException | None = None
-        self._changed = asyncio.Event()
-        self._is_beat_due = asyncio.Event()
+        self._is_heartbeat_due = asyncio.Event()  # wakes `_send_heartbeats`
         self._was_busy = False
         self._is_announced = False
         self._pulse = Pulse(self._thread.post)
@@ -139,19 +131,15 @@ class Worker:
             stages=capabilities.num_stages,
             kv_endpoint=self.role.kv_endpoint,
             kv_unasked_bytes=self.role.kv_unasked_bytes,
-            # Every other core of thousands is a list that nobody takes, nor reads.
+            # A longer list, such as every second one of thousands of cores, would be refused.
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until told to stop, refused by every router, or broken; return the exit status.
-
-        Raises:
-            OSError: The address for metrics is taken.
-        """
+        """Serve until `stop` is set, all routers refuse, or it crashes; return the exit status."""
         chores = [
             asyncio.create_task(self._watched(chore))
-            for chore in (self._beat(), self._tick(), keep_watchdog(self._pulse.is_felt))
+            for chore in (self._send_heartbeats(), self._tick(), keep_watchdog(self._pulse.is_felt))
         ]
         try:
             return await self._serve(stop)
@@ -175,7 +163,7 @@ class Worker:
                     router.open()
             while not stopping.done():
                 if self._crashed is not None:
-                    return EXIT_DEVICE_FAILED if self._is_device_failed else EXIT_CRASHED
+                    return self._crash_status
                 if all(router.state is LinkState.REFUSED for router in self.routers):
                     is_fenced = all(router.is_fenced for router in self.routers)
                     return EX_TEMPFAIL if is_fenced else EX_CONFIG
@@ -185,7 +173,7 @@ class Worker:
             stopping.cancel()
 
     async def _drain(self) -> int:
-        """Take no new work, finish what is here, and leave when no router refers to us."""
+        """Refuse new requests, finish the others, and wait until every router confirms the end."""
         notify("STOPPING=1")
         log.info("draining", unfinished=self.role.num_unfinished, drain_s=self._config.drain_s)
         for router in self.routers:
@@ -194,10 +182,10 @@ class Worker:
             async with asyncio.timeout(self._config.drain_s):
                 while self.role.num_unfinished or not all(r.is_drained for r in self.routers):
                     if self._crashed is not None:
-                        return EXIT_DEVICE_FAILED if self._is_device_failed else EXIT_CRASHED
+                        return self._crash_status
                     await self._wait_for_change()
         except TimeoutError:
-            if self.role.num_unfinished:  # else only a router has not said that it knows
+            if self.role.num_unfinished:  # otherwise only a router's confirmation is missing
                 log.warning("not drained in time", unfinished=self.role.num_unfinished)
         return 0
 
@@ -221,8 +209,8 @@ class Worker:
             await router.close(1.0)
         if self._thread.stop(wait_s=STOP_S if self._warmup.is_over else 0.0):
             self._copies.close()
-            # A device that has failed takes no calls; the end of the process gives all back.
-            for model in () if self._is_device_failed else self._models:
+            # A failed device accepts no calls; the end of the process frees its memory.
+            for model in () if self._crash_status == EXIT_DEVICE_FAILED else self._models:
                 model.shutdown()
         elif self._warmup.is_over:
             log.warning("a step does not end, so this worker ends without it", waited_s=STOP_S)
@@ -237,38 +225,26 @@ class Worker:
             accepted_tokens=self._engine.counters.accepted_tokens,
         )
 
-    # The engine's thread calls these three.
-
-    def _end_warmup(self) -> None:
-        self._loop.call_soon_threadsafe(self._changed.set)
-
-    def _deliver(self, outputs: list[Output]) -> None:
-        self._loop.call_soon_threadsafe(self._on_outputs, outputs)
-
-    def _crash(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._on_crash, error)
-
-    # The loop.
-
     def _on_outputs(self, outputs: list[Output]) -> None:
         try:
             self.role.on_outputs(outputs)
-        except Exception as error:  # what else was in `outputs` is lost, requests would hang
+        except Exception as error:  # the remaining outputs are lost: their requests would hang
             self._on_crash(error)
 
     def _on_crash(self, error: BaseException) -> None:
         sentence = device_error(error)
         if sentence is None:
             log.error("this worker is broken and ends", exc_info=error)
-        elif not self._is_device_failed:  # else the same error, at a later call
+        elif self._crash_status != EXIT_DEVICE_FAILED:  # otherwise it was logged before
             noticed = "; ".join(getattr(error, "__notes__", ()))
             log.error("the GPU has failed, so this worker ends", reason=sentence, noticed=noticed)
         self._crashed = self._crashed or error
         self._changed.set()
 
     @property
-    def _is_device_failed(self) -> bool:
-        return self._crashed is not None and device_error(self._crashed) is not None
+    def _crash_status(self) -> int:
+        is_device = self._crashed is not None and device_error(self._crashed) is not None
+        return EXIT_DEVICE_FAILED if is_device else EXIT_CRASHED
 
     async def _watched(self, chore: Coroutine[None, None, None]) -> None:
         try:
@@ -281,7 +257,7 @@ class Worker:
             log.error("refused by the router", router=router.endpoint, reason=router.refusal)
         elif router.state is LinkState.READY:
             self._thread.post(lambda engine: engine.pool.republish())
-            self._is_beat_due.set()
+            self._is_heartbeat_due.set()
             if not self._is_announced:
                 self._is_announced = True
                 notify("READY=1")
@@ -299,15 +275,15 @@ class Worker:
             self._standstill.tick(TICK_S, self._engine.steps, is_busy=is_stepping)
             was_busy, self._was_busy = self._was_busy, self._is_busy
             if was_busy and not self._was_busy:
-                self._is_beat_due.set()  # let the router see at once that everything is free
-            self._changed.set()  # a drain looks again at what is unfinished
+                self._is_heartbeat_due.set()  # the router learns at once that all blocks are free
+            self._changed.set()  # `_drain` checks again whether requests are unfinished
 
     @property
     def _is_busy(self) -> bool:
         return not self.role.is_idle or self._thread.is_busy
 
-    async def _beat(self) -> None:
-        """Tell every router how we are: at its pace, and at once when we became idle."""
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats at the routers' interval, and at once when the worker becomes idle."""
         while True:
             load = self._engine.load()
             load = msgspec.structs.replace(
@@ -324,23 +300,19 @@ class Worker:
             self._report(
                 f"{running} running, {waiting} waiting, {load.used} blocks used, {tasks} tasks"
             )
-            self._is_beat_due.clear()
+            self._is_heartbeat_due.clear()
             pause_s = min(router.heartbeat_s for router in self.routers)
             if len(self._engine.pool.journal):
                 pause_s = min(pause_s, REST_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await self._is_beat_due.wait()
+                    await self._is_heartbeat_due.wait()
 
     def _report(self, figures: str) -> None:
-        """Tell systemd how we are, and before the first WELCOME that we are still at it."""
+        """Report the status to systemd; until the first WELCOME, extend its start timeout."""
         if self._is_announced:
             notify(f"STATUS={figures}")
         else:
             extend_start()
             joining = f"joining {', '.join(self._config.router)}"
             notify(f"STATUS={joining if self._warmup.is_over else 'warming up'}")
-
-
-def _copies(outside: Environment, cache: KVCache) -> Copying:
-    return outside.make_copies(cache.copies_at_once, 0 if cache.copies_wait else SMALL_BYTES)

@@ -1,10 +1,10 @@
-"""A worker's connection to one router: registration, heartbeats, and requests passed to the role.
+"""A worker's connection to one router: registration, timeouts, and requests passed to the role.
 
-The worker says HELLO whenever the connection comes up or a router that does not know it asks for
-one; WELCOME makes it ready.  A refusal (another model) is fatal: the router said what to fix, and
-trying again would not help.  FENCED is fatal too, but not at once: the worker that has our rank may
-be dead without the router having noticed, and then the rank is ours in a moment.  A router that is
-lost wants nothing any more of what it asked for, so we end that.  SPEC 5.
+The worker sends HELLO when the connection is established, or when the router replies that it does
+not know the worker.  WELCOME makes the link ready.  If the router refuses the worker, for example
+because it serves another model, the link stays refused.  FENCED (another worker has this rank) is
+retried first: the other worker may be dead without the router having noticed.  When a router is
+lost, its requests are cancelled.  SPEC 5.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from worker.environment import Connect, Connection
 log = structlog.get_logger("worker")
 
 FATAL_CODES: Final = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
-# A fenced worker says HELLO so many times while it waits for its rank.
+# How many HELLOs a fenced worker sends during the time that the router names.
 FENCED_TRIES: Final = 3
-# Codes with which one worker refuses another; the router is told TRANSFER_FAILED in their place.
-# CANCELLED: the other worker has lost the router, which may not have noticed it yet.
+# Error codes that one worker sends another about a transfer; the router gets TRANSFER_FAILED
+# instead.  CANCELLED: the other worker lost the router, which may not have noticed it yet.
 BETWEEN_WORKERS: Final = frozenset(
     {
         ErrorCode.PROTOCOL,
@@ -58,38 +58,32 @@ BETWEEN_WORKERS: Final = frozenset(
         ErrorCode.CANCELLED,
     }
 )
-# A router that is silent for three heartbeats is lost, but not before so many seconds: it may miss
-# quick ones while it reads a huge prompt.  A connection that closes is noticed at once.
+# A router is lost after three heartbeats without any message, but not before this time: it may miss
+# short heartbeats while it parses a huge prompt.  A closed connection is noticed at once.
 MIN_SILENCE_S: Final = 3.0
-# A HELLO without an answer is said again, and on another connection: a router never hears the
-# second connection of one identity.  One that stood still finds the second before it has read the
-# end of the first, and hears the third.  One that was cut off needs 25 to 30 s to see that the
-# first is gone.  A connection costs it a handshake, 1 ms with keys, and all workers may come at
-# once: so each connection gets more time than the one before.
+# If no WELCOME arrives, HELLO is sent again after HELLO_AGAIN_S, and after REOPEN_S on a new
+# connection.  The router never reads a connection that it accepted before it noticed the end of an
+# older one with the same identity.  A router that was only suspended reads the third connection.
+# One that was cut off from the network notices the end after 25 to 30 s.  The times increase
+# because a handshake with keys costs the router 1 ms, and all workers may reconnect at once.
 HELLO_AGAIN_S: Final = 3.0
 REOPEN_S: Final = (3.0, 6.0, 10.0)
-# A router that cannot be reached is named this often.
+# Interval between warnings about an unreachable router.
 UNREACHED_AGAIN_S: Final = 5.0
 HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 
 
 class Requests(Protocol):
-    """The handler of a router's frames: a role."""
+    """Handles a router's frames: the prefill or decode role.
 
-    def on_registered(self, router: RouterLink) -> None:
-        """WELCOME came: its settings hold from now on."""
+    `on_request` raises WireError to refuse one; `on_router_lost` ends all requests of the router.
+    """
 
-    def on_request(self, router: RouterLink, message: Message) -> None:
-        """PREFILL_REQUEST or DECODE_REQUEST.  Raises WireError to refuse it."""
-
-    def on_cancel(self, request_id: int) -> None:
-        """The router wants nothing more of this request."""
-
-    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
-        """The decode workers that this router knows."""
-
-    def on_router_lost(self, router: RouterLink) -> None:
-        """The router, or that process of it, wants nothing any more of what it asked for."""
+    def on_registered(self, router: RouterLink) -> None: ...
+    def on_request(self, router: RouterLink, message: Message) -> None: ...
+    def on_cancel(self, request_id: int) -> None: ...
+    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None: ...
+    def on_router_lost(self, router: RouterLink) -> None: ...
 
 
 class LinkState(StrEnum):
@@ -100,7 +94,7 @@ class LinkState(StrEnum):
 
 @dataclass(eq=False)
 class RouterLink:
-    """One router, as this worker sees it."""
+    """The connection to one router, and its state."""
 
     endpoint: str
     identity: Identity
@@ -113,18 +107,18 @@ class RouterLink:
     heartbeat_s: float = 1.0
     lease_s: float = 30.0
     refusal: str = ""
-    is_fenced: bool = False  # its refusal was FENCED, and no other
-    drain_s: float | None = None  # set once we are leaving
+    is_fenced: bool = False  # whether the refusal was FENCED
+    drain_s: float | None = None  # set when this worker starts to drain
     is_drained: bool = False
     _silent_s: float = 0.0
-    _hello_due_s: float = 0.0
-    _num_unheard: int = 0  # connections since the last WELCOME that were made anew
-    _fenced_s: float | None = None  # what is left of waiting for a dead worker to be noticed
-    _is_stuck: bool = False
+    _hello_due_s: float = 0.0  # time until the next HELLO or warning
+    _num_reopened: int = 0  # since the last WELCOME
+    _fenced_s: float | None = None  # remaining time for the router to notice a dead worker
+    _is_stuck: bool = False  # whether the router does not read, so that a frame was dropped
     _link: Connection | None = None
 
     def open(self) -> None:
-        """Connect; HELLO goes out as soon as the router is there.  Raises OSError."""
+        """Connect, and send HELLO as soon as the connection is up.  Raises OSError."""
         self._silent_s, self._is_stuck = 0.0, False
         self._hello_due_s = HELLO_AGAIN_S
         self._link = self.connect(
@@ -140,7 +134,7 @@ class RouterLink:
             await self._link.close(linger_s)
 
     async def tick(self, elapsed_s: float) -> None:
-        """Notice a router that sends nothing or does not read; `elapsed_s` since the last call.
+        """Check timeouts, `elapsed_s` after the last call: reconnect to an unresponsive router.
 
         Time is counted in calls, so that a pause of this process is not taken for the router's.
         """
@@ -151,26 +145,26 @@ class RouterLink:
         if self.state is LinkState.READY:
             is_silent = self._silent_s > max(3 * self.heartbeat_s, MIN_SILENCE_S)
             if is_silent or self._is_stuck:
-                self._lose("it says nothing" if is_silent else "it does not read")
+                self._on_lost("it says nothing" if is_silent else "it does not read")
                 await self._reopen()
         elif self.state is LinkState.JOINING and self._link is not None:
             if not self._link.is_up:
-                self._complain()
-            elif self._silent_s > REOPEN_S[min(self._num_unheard, len(REOPEN_S) - 1)]:
-                self._num_unheard += 1
+                self._log_unreachable()
+            elif self._silent_s > REOPEN_S[min(self._num_reopened, len(REOPEN_S) - 1)]:
+                self._num_reopened += 1
                 await self._reopen()
             elif self._hello_due_s <= 0:
                 if self._fenced_s is None:
                     log.warning("no WELCOME from the router yet", router=self.endpoint)
-                self._say_hello()
+                self._send_hello()
         elif self.is_fenced and self._hello_due_s <= 0:
-            # Another router has accepted us, or this process would have ended: keep trying here.
-            self._say_hello()
+            # Keep trying.  Another router has accepted this worker: otherwise it would have ended.
+            self._send_hello()
 
     def send(self, frames: Frame | list[Frame], *payload: Buffer) -> None:
-        """Send to the router; dropped if its connection is down, for then it is lost anyway."""
+        """Send frames; drop them if the router is lost or too slow, as its requests end anyway."""
         if self._is_stuck:
-            return  # a frame is missing already: nothing may follow it
+            return  # a frame was dropped, so no later frame may be sent
         assert self._link is not None, "open comes first"
         try:
             self._link.send(encode(frames, *payload))
@@ -183,14 +177,14 @@ class RouterLink:
                 raise
 
     def refuse(self, request_id: int, error: WireError, stage: str) -> None:
-        """End a request with ERROR; the text is for the client."""
-        is_ours = stage == "transfer" and error.code in BETWEEN_WORKERS
-        code = ErrorCode.TRANSFER_FAILED if is_ours else error.code
+        """End a request with an ERROR frame; the error's message is shown to the client."""
+        is_between_workers = stage == "transfer" and error.code in BETWEEN_WORKERS
+        code = ErrorCode.TRANSFER_FAILED if is_between_workers else error.code
         detail = ErrorDetail(message=error.message, stage=stage, worker=str(self.identity))
         self.send(Error(request_id, code), encode_map(detail))
 
     def drain(self, deadline_s: float) -> None:
-        """Ask for no more work; `is_drained` turns true when the router has none left here."""
+        """Send DRAIN; `is_drained` is set when the router confirms that all requests have ended."""
         self.drain_s = deadline_s
         self.is_drained = self.state is not LinkState.READY
         if not self.is_drained:
@@ -200,17 +194,17 @@ class RouterLink:
 
     def _on_up(self) -> None:
         self._silent_s = 0.0
-        self._say_hello()
+        self._send_hello()
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         if self.state is LinkState.REFUSED and not self.is_fenced:
             return
         self._hello_due_s = HELLO_AGAIN_S
         hello = Hello(self.identity.epoch, self.identity.rank, self.identity.role)
         self.send(hello, encode_map(self.detail))
 
-    def _complain(self) -> None:
-        """Say from time to time which router cannot be reached; the connection is tried on."""
+    def _log_unreachable(self) -> None:
+        """Log every UNREACHED_AGAIN_S that the router cannot be reached; the link keeps trying."""
         if self._hello_due_s <= 0:
             self._hello_due_s = UNREACHED_AGAIN_S
             waited = f"{self._silent_s:.0f} s"
@@ -219,20 +213,20 @@ class RouterLink:
     def _on_down(self) -> None:
         self._silent_s, self._is_stuck = 0.0, False
         if self.state is LinkState.READY:
-            self._lose("its connection closed")
+            self._on_lost("its connection closed")
 
-    def _lose(self, reason: str) -> None:
+    def _on_lost(self, reason: str) -> None:
         log.warning("router lost", router=self.endpoint, reason=reason)
         self.is_drained = self.drain_s is not None
         self.requests.on_router_lost(self)
-        self._become(LinkState.JOINING)
+        self._set_state(LinkState.JOINING)
 
     async def _reopen(self) -> None:
         log.warning("connecting to the router anew", router=self.endpoint)
         await self.close(0.0)
         self.open()
 
-    def _become(self, state: LinkState) -> None:
+    def _set_state(self, state: LinkState) -> None:
         self.state = state
         self.on_state(self)
 
@@ -289,36 +283,35 @@ class RouterLink:
         if self.epoch not in (0, frame.epoch):
             self.requests.on_router_lost(self)
         self.epoch, self._fenced_s, self.is_fenced = frame.epoch, None, False
-        self._num_unheard = 0
+        self._num_reopened = 0
         self.heartbeat_s = frame.heartbeat_ms / 1000
         self.lease_s = frame.lease_ms / 1000
         log.info("registered", router=self.endpoint, max_kv=detail.max_kv_transfer_bytes)
         self.requests.on_registered(self)
-        self._become(LinkState.READY)
+        self._set_state(LinkState.READY)
         if self.drain_s is not None:
             self.drain(self.drain_s)
 
     def _on_error(self, frame: Error, detail: ErrorDetail) -> None:
         if frame.code == ErrorCode.UNKNOWN_PEER:
             self._on_unknown()
-        elif frame.request_id == 0 and frame.code == ErrorCode.FENCED and self._may_wait(detail):
+        elif frame.request_id == 0 and frame.code == ErrorCode.FENCED and self._may_retry(detail):
             if self.state is LinkState.READY:
-                self._lose("another worker has our rank")
+                self._on_lost("another worker has our rank")
         elif frame.code in FATAL_CODES and frame.request_id == 0:
             self.refusal, was_fenced = detail.message, self.is_fenced
             self.is_fenced = frame.code == ErrorCode.FENCED
             if was_fenced and self.is_fenced:
                 return  # it was fenced before
             self.requests.on_router_lost(self)
-            self._become(LinkState.REFUSED)
+            self._set_state(LinkState.REFUSED)
         else:
             log.warning("error from router", router=self.endpoint, message=detail.message)
 
-    def _may_wait(self, detail: ErrorDetail) -> bool:
-        """Whether the worker that has our rank may still turn out to be dead; until then say HELLO.
+    def _may_retry(self, detail: ErrorDetail) -> bool:
+        """Schedule another HELLO; return whether the other worker with this rank may be dead.
 
-        The router says for how long that may be: it notices a closed connection at once, but a
-        machine that vanished only by its missing heartbeats.
+        The router's `retry_after_s` is how long it needs to notice a dead machine.
         """
         if self._fenced_s is None:
             self._fenced_s = detail.retry_after_s or 0.0
@@ -330,11 +323,11 @@ class RouterLink:
         return self._fenced_s > 0.0
 
     def _on_unknown(self) -> None:
-        """The router does not know us, or not any more.
+        """Register again after UNKNOWN_PEER, but send only one HELLO.
 
-        It says so for every frame it gets, but only one HELLO may follow: a second one would end
-        what began after the first.
+        The router sends UNKNOWN_PEER for every frame of a worker that it does not know, and
+        a second HELLO would end the requests that started after the first one.
         """
         if self.state is LinkState.READY:
-            self._lose("it does not know us")
-            self._say_hello()
+            self._on_lost("it does not know us")
+            self._send_hello()

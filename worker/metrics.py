@@ -1,8 +1,7 @@
-"""`GET /metrics` of a worker: the figures of its heartbeats, and more.
+"""The Prometheus metrics of a worker, for its `GET /metrics`.
 
-All figures are read when they are asked for; those kept nowhere else are in `TransferCounts`.
-Metrics that a router has too mean the same here, but have no labels `role` and `rank`: Prometheus
-adds the instance.
+Metrics that the router also exports have the same meaning here, but no labels `role` and `rank`:
+Prometheus adds the label `instance`.
 """
 
 from __future__ import annotations
@@ -26,17 +25,12 @@ from wire.process.exposition import (
 )
 from wire.process.frame_counters import Traffic
 from worker.config import Config
+from worker.engine.engine import Engine
 from worker.engine.stats import STEP_S, Slots, Stats
 
 
 class TransferCounts:
-    """The transfers that ended, as this worker saw them.
-
-    Attributes:
-        ends: How many, by how: done, failed, cancelled.
-        kv_bytes: Bytes of KV that crossed the network.
-        skipped_bytes: Bytes that were not sent, as the decode worker held them already.
-    """
+    """Counts ended KV transfers; `ends` has the number by outcome: done, failed, cancelled."""
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
@@ -47,7 +41,7 @@ class TransferCounts:
         )
 
     def end(self, how: str, kv_bytes: int, skipped_bytes: int, seconds: float | None) -> None:
-        """Count one; `seconds` from its acceptance, None if it was not accepted."""
+        """Count one ended transfer, `seconds` after it was accepted (None if it was not)."""
         self.ends[how] += 1
         self.kv_bytes += kv_bytes
         self.skipped_bytes += skipped_bytes
@@ -55,16 +49,8 @@ class TransferCounts:
             self.seconds.observe(seconds)
 
 
-class Served(Protocol):
-    """The engine's figures that metrics read, from any thread."""
-
-    def stats(self) -> Stats: ...
-
-    def slots(self) -> Slots: ...
-
-
 class Role(Protocol):
-    """The role's figures that metrics read."""
+    """The values that metrics read from a prefill or decode role."""
 
     transfers: TransferCounts
 
@@ -73,11 +59,11 @@ class Role(Protocol):
 
 
 class Metrics(Collector):
-    """One worker's registry; `loop_lag_s` is set by whoever watches the loop."""
+    """Collects the metrics of one worker; `Worker` updates `loop_lag_s`, the event loop's lag."""
 
     def __init__(
         self,
-        engine: Served,
+        engine: Engine,
         role: Role,
         config: Config,
         planes: Mapping[str, Traffic],
@@ -91,11 +77,10 @@ class Metrics(Collector):
         self._registry.register(role.transfers.seconds)
 
     def render(self) -> bytes:
-        """Return the text exposition."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Return no names beforehand; without this the registry would collect once to find them."""
+        """Return no metric names, so that registering does not call `collect` to find them."""
         return []
 
     def collect(self) -> Iterator[Metric]:

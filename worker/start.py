@@ -1,17 +1,16 @@
-"""The part of `python -m worker` after the imports: loads the model, serves or follows."""
+"""Starts a worker process: loads the model, then serves requests or follows the leader."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from wire.errors import WireError
-from wire.process.cores import best_threads, format_cores, parse_cores, run_on
+from wire.process.cores import format_cores, parse_cores, run_on
 from wire.process.lifetime import (
     end_at_once,
     open_standard_streams,
@@ -29,25 +28,22 @@ from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
-from worker.processes import EndedBySignal, follow, meet
+from worker.processes import follow, join_processes, set_threads
 
-if TYPE_CHECKING:  # it imports torch, which other executors do without
+if TYPE_CHECKING:  # `Ranks` imports torch, which some executors do not need
     from worker.compute.ranks import Ranks
 
 log = structlog.get_logger("worker")
 
 
 def load(config: Config, ranks: Ranks | None = None) -> Executor:
-    """Make the executor that the configuration names.
-
-    Args:
-        ranks: With which other processes to compute; None: alone.
+    """Create the configured executor; `ranks` connects it to other processes of this worker.
 
     Raises:
-        WireError: There is no such model.
-        ValueError: There is no such executor, or it cannot run this model here.
+        WireError: The model does not exist.
+        ValueError: The executor does not exist, or it cannot run this model here.
     """
-    _set_threads(config.threads)
+    set_threads(config.threads)
     set_stack_size()  # an executor may start threads
     extra = {"step_delay_s": config.hash_step_ms / 1000} if config.executor == "hash" else {}
     limit = config.max_model_len or None
@@ -55,49 +51,33 @@ def load(config: Config, ranks: Ranks | None = None) -> Executor:
 
 
 def load_draft(config: Config, executor: Executor) -> Executor | None:
-    """Make the executor of the draft model that the configuration names, if it names one.
+    """Create the executor for the draft model, or return None if none is configured.
 
     Raises:
-        WireError: There is no such model.
-        ValueError: It cannot run here, or `executor` could not verify what it guesses.
+        WireError: The draft model does not exist.
+        ValueError: The draft model cannot run here, or `executor` cannot verify drafts.
     """
     check_speculation(config, executor)
     return None if config.draft_model is None else _create(config, config.draft_model)
 
 
 def _choose_cores(cores: frozenset[int]) -> None:
-    """Run on these cores only, if any are named, before anything is computed or in memory.
-
-    What this thread allocates and fills from now on lies near them.
+    """Pin this process to these cores, unless empty, so that memory is allocated near them.
 
     Raises:
-        ValueError: This process may not run there.
+        ValueError: This process may not run on these cores.
     """
     try:
         if cores:
             run_on(cores)
-    except OSError as error:  # a sandbox; slower, not wrong
+    except OSError as error:  # for example in a sandbox; the worker is slower, but works
         log.warning("cannot choose cores", cores=format_cores(cores), reason=str(error))
-
-
-def _set_threads(num_threads: int) -> None:
-    """Set the size of torch's thread pools in the environment, where it is read at its import.
-
-    NumPy has been imported: the size of its own pool was set by the environment at the start.
-    """
-    if num_threads:  # the smaller of the two counts, so both are set
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
-    else:
-        os.environ.setdefault("OMP_NUM_THREADS", str(best_threads()))
-    # By default OpenMP's threads spin while they wait, on the cores that `kernels.cpu.threads`
-    # needs: the few operations that the sampler leaves to torch would slow a step by a quarter.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _create(config: Config, model: str, ranks: Ranks | None = None, **settings: Any) -> Executor:
     path = locate(model)
     check_files(path)
-    if config.executor == "torch":  # here, for importing torch takes seconds
+    if config.executor == "torch":  # before `create`, because importing torch takes seconds
         check_weights(path)
     chosen = {"kv_dtype": config.kv_dtype, "weights": config.weights}
     if ranks is not None:
@@ -128,33 +108,28 @@ async def serve(
     try:
         try:
             worker = Worker(config, executor, draft=draft)
-        except ValueError as error:  # from the constructor only; in `run` it would be a bug
+        except ValueError as error:  # only the constructor's: in `run` a ValueError is a bug
             log.error("cannot serve with these settings", reason=str(error))
             return EX_CONFIG
         return await worker.run(stop)
-    except OSError as error:  # the address may be free when the worker is started again
+    except OSError as error:  # not EX_CONFIG: at a restart the address may be free
         log.error("cannot bind or connect", reason=str(error))
         return 1
 
 
 def start(argv: list[str]) -> int:
-    """Run to the end and return the exit status; 78 when the settings cannot work."""
+    """Run the worker until it ends and return the exit status: EX_CONFIG for invalid settings."""
     open_standard_streams()
     config = parse(Config, argv, beside="router.config")
     configure(config.log_level)
     status = _live(config)
     if config.num_processes > 1 or is_computing() or status == EXIT_DEVICE_FAILED:
-        # Told to stop in its warmup, or a step does not end, or it waits for other processes, or
-        # what its device had cannot be freed.
-        # Python itself cannot end under a thread that is in native code: it would take the thread
-        # away there, which may abort the process.
+        # A thread may still run native code; then Python's normal exit could abort the process.
         end_at_once(status)
     return status
 
 
 def _live(config: Config) -> int:
-    """Load and serve, or follow; return the exit status."""
-
     def on_lost(status: int) -> None:
         end_at_once(EX_CONFIG if status == EX_CONFIG else EXIT_CRASHED)
 
@@ -162,7 +137,7 @@ def _live(config: Config) -> int:
     try:
         _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
-            ranks = meet(config, on_lost)
+            ranks = join_processes(config, on_lost)
             executor = load(config, ranks)
             if ranks is not None and not ranks.is_leader:
                 return follow(executor)
@@ -170,19 +145,17 @@ def _live(config: Config) -> int:
     except (WireError, ConfigError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
-    except ConnectionError as error:  # a process that computes with this one: start all again
+    except ConnectionError as error:  # another process of this worker is lost: restart all
         log.error("the model is not loaded", reason=str(error))
         return EXIT_CRASHED
-    except EndedBySignal as ended:
-        log.info("ended by a signal before there was anything to drain", signal=ended.signal.name)
-        return 128 + ended.signal
-    except KeyboardInterrupt:  # of a worker that is one process; the others hear of a signal above
-        log.info("ended by a signal before there was anything to drain", signal="SIGINT")
-        return 128 + signal.SIGINT
-    except Exception as error:  # a plug-in's own, or a file that is not what it should be
+    except KeyboardInterrupt as ended:  # `join_processes` passes the signal's number
+        number = signal.Signals(*ended.args or (signal.SIGINT,))
+        log.info("ended by a signal before there was anything to drain", signal=number.name)
+        return 128 + number
+    except Exception as error:  # for example an executor plug-in's own, or a damaged file
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
         return EX_CONFIG
-    # What has been imported and loaded is never garbage: the collector need not look through it.
+    # Imported modules and the loaded model are never garbage, so the collector can skip them.
     gc.freeze()
     return run(lambda stop: serve(config, executor, draft, stop))

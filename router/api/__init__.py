@@ -1,1 +1,4 @@
-"""The API that clients call: what is asked, and what is answered."""
+"""The API that clients call: request bodies, and the responses to them.
+
+What reads a request refuses it with an `HttpError` that names the field, or with a `WireError`.
+"""

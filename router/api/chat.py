@@ -132,11 +132,7 @@ class ChatBody(Sampled, kw_only=True):
 
 
 def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
-    """Understand a body.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+    """Understand a body."""
     body = parse(ChatBody, raw, CHAT)
     model.check_name(body.model)
     conversation = Conversation(

@@ -14,9 +14,9 @@ from wire.errors import ErrorCode, WireError, shown
 
 Header = tuple[bytes, bytes]
 
-# Seconds that the client is told to wait before it asks again.
+# Seconds after which the client should retry.
 RETRY_AFTER_S: Final = 1
-# Of what was sent wrongly, an error lists so many.
+# An error lists at most so many wrong values.
 MAX_LISTED: Final = 8
 
 HTTP_STATUS: Final[dict[ErrorCode, int]] = {
@@ -114,6 +114,6 @@ def invalid(param: str | None, problem: str) -> HttpError:
 
 
 def listed(sent: Sequence[str]) -> str:
-    """Return what was sent as an error may list it: the first few."""
+    """List the first few of these values for an error message."""
     few = ", ".join([shown(each) for each in sent[:MAX_LISTED]])
     return few if len(sent) <= MAX_LISTED else f"{few} and {len(sent) - MAX_LISTED} more"

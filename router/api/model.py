@@ -16,7 +16,6 @@ from msgspec import structs
 
 from router.api.completions.completion import CompletionRequest, NewAnswer
 from router.api.errors import HttpError, invalid
-from router.api.requests.bad_words import bad_sequences
 from router.api.requests.body import Prompt, Sampled
 from router.api.requests.conversation import Conversation
 from router.api.requests.defaults import NEUTRAL, Defaults
@@ -30,6 +29,7 @@ from router.text.reasoning import detect
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer, TooManyTokens
 from wire.errors import ErrorCode, WireError, shown
+from wire.options import MAX_BAD_SEQUENCE_LENGTH
 from wire.process.model import fingerprint, vocab_size
 
 # Variables of a chat template by which reasoning is switched off, and how much there is of it.
@@ -44,8 +44,8 @@ _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_
 class Asker(NamedTuple):
     """The client of a request, and the limits that apply to it.
 
-    `client` takes turns with the others that wait, `seed` is for who names none, `max_model_len` is
-    the longest sequence that the workers take.
+    `client` is the key of fair scheduling, `seed` is used if the request names none, and
+    `max_model_len` is the longest sequence that the workers take.
     """
 
     client: str
@@ -90,11 +90,7 @@ class ServedModel:
         return self._syntax.has_reasoning
 
     def check_name(self, name: str | None) -> None:
-        """Refuse any model but ours; no name at all means ours.
-
-        Raises:
-            HttpError: 404 model_not_found.
-        """
+        """Refuse any model but ours; no name at all means ours."""
         if name is not None and name != self.name:
             raise HttpError(
                 404,
@@ -104,14 +100,10 @@ class ServedModel:
             )
 
     def render(self, conversation: Conversation) -> str:
-        """Return a conversation as the text that the model goes on from.
-
-        Raises:
-            HttpError, WireError: There is no template, or it refuses these messages.
-        """
+        """Return a conversation as the text that the model goes on from."""
         if taken := _RESERVED & conversation.variables.keys():
             raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
-        template, tools = self._template, conversation.told_tools
+        template, tools = self._template, conversation.visible_tools
         if conversation.template is not None:
             if not self._trusts_templates:
                 raise invalid(
@@ -147,11 +139,7 @@ class ServedModel:
         return dict.fromkeys(known, False) if known or is_nothing else None
 
     def variables_of_effort(self, param: str, word: str | None) -> dict[str, Any]:
-        """Return the same for a field of a body, which may leave it to the model.
-
-        Raises:
-            HttpError: 400; the chat template cannot.
-        """
+        """Return the same for a field of a body, which may leave it to the model."""
         variables = {} if word is None else self.effort(word)
         if variables is None:
             raise invalid(param, f"this model's chat template has no way to say {word}")
@@ -163,17 +151,13 @@ class ServedModel:
     def converse(
         self, conversation: Conversation, body: Sampled, asker: Asker, answer: NewAnswer
     ) -> CompletionRequest:
-        """Return the core requests of a body that continues a conversation.
-
-        Raises:
-            HttpError, WireError: It cannot be rendered, is too long, or asks for what is not here.
-        """
+        """Return the core requests of a body that continues a conversation."""
         text = self.render(conversation)
         special = conversation.add_special_tokens
         token_ids = self.prompt(text, body, asker, add_special_tokens=special)
         is_reasoning = self._syntax.has_open_reasoning(text, conversation.continued)
         wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
-        has_tools = bool(conversation.told_tools)
+        has_tools = bool(conversation.visible_tools)
         echo = conversation.continued if conversation.is_echoed else ""
         asked = self.request(body, [(token_ids, echo)], asker, answer, wanted)
         asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
@@ -188,14 +172,18 @@ class ServedModel:
             asked = structs.replace(asked, reader=reader, shown=shown)
         return asked
 
+    def encode(self, param: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of the text of field `param`, which need not fit the context."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        try:
+            return encode(text, max_tokens=MAX_NUMBERS)
+        except TooManyTokens as count:
+            raise invalid(param, f"has {count} tokens, over {MAX_NUMBERS}") from None
+
     def prompt(
         self, prompt: Prompt, body: Sampled, asker: Asker, *, add_special_tokens: bool
     ) -> Sequence[int]:
-        """Return the ids of a prompt, cut to as many as the body says.
-
-        Raises:
-            HttpError, WireError: It is too long, or has ids that the model does not know.
-        """
+        """Return the ids of a prompt, cut to as many as the body says."""
         wanted = 1 if body.token_limit is None else body.token_limit
         # A prompt that is only echoed may fill the context: the token after it is never read.
         most, num_kept = asker.max_model_len - min(wanted, 1), body.truncate_prompt_tokens
@@ -246,9 +234,6 @@ class ServedModel:
         """Return what a body asks of the core, for prompts as ids, each with the text to echo.
 
         The answers are not held to what is `wanted` of them yet: see `CompletionRequest.held_to`.
-
-        Raises:
-            HttpError: It names what this model does not have.
         """
         if body.stops and not self.tokenizer.has_text:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
@@ -262,8 +247,8 @@ class ServedModel:
             max_tokens = max(self._most_tokens(body, asker.max_model_len - len(token_ids)), 1)
             options = body.options(seed=asker.seed, max_tokens=max_tokens, defaults=self._defaults)
             for choice in range(body.num_choices):
-                told = structs.replace(options, choice=choice, bad_sequences=bad)
-                request = Request(tuple(token_ids), told, max_tokens - 1, asker.client)
+                of_choice = structs.replace(options, choice=choice, bad_sequences=bad)
+                request = Request(tuple(token_ids), of_choice, max_tokens - 1, asker.client)
                 requests.append((request, echo))
         return CompletionRequest(
             requests=requests,
@@ -300,3 +285,35 @@ class ServedModel:
         largest = max(token_ids, default=0)
         if self._vocab_size is not None and largest >= self._vocab_size:
             raise invalid(param, f"token ids must be below {self._vocab_size}, not {largest}")
+
+
+def bad_sequences(
+    tokenizer: Tokenizer, words: Sequence[str], structure: str = ""
+) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each of `bad_words`: as it begins a text, and as it follows a space.
+
+    The latter only where the space is a part of a token of the word.  Spellings of other tokens are
+    not found, as in vLLM.  Where the answer is held to the field `structure`, other tokens may have
+    to spell the word: a request that asks for both is refused.
+    """
+    if words and structure:
+        raise invalid(
+            "bad_words",
+            f"the answer is held to {structure}, which can be met with other tokens that spell the "
+            "same words; leave them out there, and send no bad_words",
+        )
+    if words and not tokenizer.has_text:
+        raise invalid("bad_words", "needs a tokenizer, and this model has none")
+    found = []
+    for index, word in enumerate(words):
+        bare, spaced = (
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in (word.lstrip(), " " + word.lstrip())
+        )
+        if not 1 <= len(bare) <= MAX_BAD_SEQUENCE_LENGTH:
+            expected = f"not 1 to {MAX_BAD_SEQUENCE_LENGTH}"
+            raise invalid(f"bad_words[{index}]", f"has {len(bare)} tokens, {expected}")
+        found.append(bare)
+        if spaced[-len(bare) :] != bare:
+            found.append(spaced)
+    return tuple(found)

@@ -47,11 +47,7 @@ class CompletionBody(Sampled, kw_only=True):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts, each text or token ids.
-
-        Raises:
-            HttpError: 400; none, an empty one, or strings and ids in one list.
-        """
+        """The prompts, each text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if set(map(type, self.prompt)) == {int}:
@@ -78,11 +74,7 @@ class CompletionBody(Sampled, kw_only=True):
 
 
 def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
-    """Understand a body.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+    """Understand a body."""
     body = parse(CompletionBody, raw, COMPLETIONS)
     model.check_name(body.model)
     special = body.add_special_tokens is not False

@@ -1,13 +1,9 @@
 """Chat templates: messages to the prompt text the model was trained on.
 
-The template is the model's own (chat_template.jinja, or chat_template in tokenizer_config.json as a
-string or a list of named ones), rendered as transformers does it: the same globals, the same
-whitespace rules, sandboxed, since a template is code that came with a download.
-
-The sandbox keeps a template from files and from other objects, not from time or memory: a few words
-(`{{ 9 ** 9 ** 9 }}`, a loop in a loop) compute for ever, some while they are being compiled, and
-hold the GIL meanwhile.  So a template that comes with a request is taken (`replaced`) only where
-the operator trusts those who send it.
+Rendered as transformers does it: the same globals, the same whitespace rules, sandboxed, since a
+template is code that came with a download.  The sandbox keeps a template from files and from other
+objects, not from time or memory: `{{ 9 ** 9 ** 9 }}` computes for ever and holds the GIL.  So a
+template that comes with a request is taken (`replaced`) only where the operator trusts the clients.
 """
 
 from __future__ import annotations
@@ -22,11 +18,14 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 import msgspec
+import structlog
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.messages import for_template
+from router.text.output_parts import arguments_of
 from wire.errors import MAX_SHOWN, ErrorCode, WireError
 from wire.process.model import ModelError
+
+log = structlog.get_logger("router")
 
 Chat = Sequence[Mapping[str, Any]]
 
@@ -35,6 +34,7 @@ MAX_SOURCE: Final = 32 * 1024
 # Put after the message to be continued, so that its end is found.  The space tells whether the
 # template trims messages.
 _TAG: Final = "\ue000continue\ue000 "
+_ASKS_FOR_NONE: Final = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 
 class _Config(msgspec.Struct):
@@ -162,6 +162,60 @@ def _up_to_tag(text: str) -> str:
     if end < 0:
         raise _refused("continue_final_message: the chat template does not show the last message")
     return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return `messages` as the `template` with this text wants them.
+
+    The arguments of a tool call are an object; text that is not the JSON of one, as of a call that
+    the model did not finish, becomes an empty object.  Missing content is empty, unless the
+    template asks for none, and the developer is the system, unless the template knows developers.
+    """
+    has_developer = "developer" in template
+    has_none = _ASKS_FOR_NONE.search(template) is not None
+    wanted = list[dict[str, Any]]()
+    # The fields whose text does not parse.
+    unread = list[str]()
+    for index, original in enumerate(messages):
+        message = dict(original)
+        if message.get("role") == "developer" and not has_developer:
+            message["role"] = "system"
+        if message.get("content") is None and not has_none:
+            message["content"] = ""
+        # Templates ask whether there is such a field, not whether it has any call.
+        calls = message.pop("tool_calls", None)
+        if calls:
+            message["tool_calls"] = _with_objects(calls, f"messages[{index}].tool_calls", unread)
+        wanted.append(message)
+    if unread:
+        log.warning(
+            "arguments of calls are not the JSON text of an object: the chat template gets none",
+            calls=len(unread),
+            first=unread[0],
+        )
+    return wanted
+
+
+def _with_objects(calls: object, where: str, unread: list[str]) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise _refused(f"{where}: expected a list of calls")
+    wanted = list[dict[str, Any]]()
+    for index, call in enumerate(calls):
+        match call:
+            case {"function": {"name": str(), **rest} as function}:
+                arguments = rest.get("arguments")
+            case _:
+                raise _refused(f"{where}[{index}]: expected the call of a function with a name")
+        field = f"{where}[{index}].function.arguments"
+        if isinstance(arguments, str):
+            text, arguments = arguments.strip(), arguments_of(arguments)
+            if arguments is None:
+                arguments = {}
+                unread += [field] if text else []
+        if not isinstance(arguments, dict):
+            raise _refused(f"{field}: expected the JSON text of an object")
+        wanted.append({**call, "function": {**function, "arguments": arguments}})
+    return wanted
 
 
 def _refused(why: str) -> WireError:

@@ -101,7 +101,7 @@ class AnswerSyntax:
 
     def _written(self, has_tools: bool) -> list[str]:
         """The marks that matter to the reader."""
-        of_calls = self._family.marks if has_tools and self._family is not None else ()
+        of_calls = self._family.MARKS if has_tools and self._family is not None else ()
         return [*of_calls, *((self._marks.open, self._marks.close) if self._marks else ())]
 
     def _mark(self, text: str) -> str:

@@ -1,9 +1,8 @@
 """Scans an answer by character, holding back text that may become a tool call.
 
-What reads it is a generator over a `Scan`: `scan.char` is the character it stands at ("" is the
-end of the text), and a `yield` moves on to the next.  So it is written like a parser of the whole
-text, and cannot depend on how the text was cut.  Where some characters mean nothing one by one, it
-yields a pattern of them, and `scan.char` may next be a run that matches.
+A parser is a generator over a `Scan`: `scan.char` is the character it stands at ("" is the end of
+the text), and a `yield` moves on to the next.  So it cannot depend on how the text was cut.  Where
+it yields a pattern, `scan.char` may next be a run of characters that matches.
 
 The rules that all families of tool calls share are here:
 

@@ -2,15 +2,11 @@
 
 A stream is decoded token by token: `Detokenizer.feed` returns the text that is certain by now, so
 half a character never leaves.  Byte-level vocabularies (Llama 3, Qwen, our demo) are decoded from a
-table of bytes; every other kind by decoding a short window twice (prefix and read offset), which
-asks nothing of the tokenizer but `decode`.  Both are O(1) a token.  Special tokens give no text.
+table of bytes; every other kind by decoding a short window twice (prefix and read offset).  Special
+tokens give no text.
 
 A model directory without tokenizer.json still serves: prompts must then be token ids, stop strings
 are refused, and the text of every answer is empty (ask for `return_token_ids`).
-
-Encoding is synchronous: the HTTP application sends long texts to a thread, and encoding releases
-the GIL there.  A text too long for any context is refused by its length, where the tokenizer allows
-it.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import msgspec
 import tokenizers
@@ -40,20 +36,26 @@ _encode: Final = msgspec.json.Encoder().encode
 _utf8_decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
-class Detokenizer(Protocol):
-    """Turns the tokens of one stream into text."""
+class Detokenizer:
+    """Turns the tokens of one stream into text; this one into none, for lack of a tokenizer."""
+
+    __slots__ = ()
 
     def feed(self, token_id: int) -> str:
         """Return the text that this token makes certain; empty when it ends inside a character."""
+        return ""
 
-    def feed_all(self, token_ids: Sequence[int]) -> Sequence[str]:
+    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
         """Feed several tokens, and return the text of each."""
+        return list(map(self.feed, token_ids))
 
     def feed_json(self, token_id: int) -> bytes:
         """Feed a token, and return its text as a string in JSON."""
+        return _encode(self.feed(token_id))
 
     def flush(self) -> str:
         """Return the rest, an unfinished character as U+FFFD; the stream has ended."""
+        return ""
 
 
 class TooManyTokens(Exception):
@@ -167,7 +169,7 @@ class Tokenizer:
         Of special tokens, those in `shown` have their text.
         """
         if self._backend is None:
-            return _NoText()
+            return Detokenizer()
         hidden = self.special_ids - shown
         if self._is_byte_level:
             return _ByteDetokenizer(self._pieces_without(hidden))
@@ -179,20 +181,6 @@ class Tokenizer:
         if pieces is None:
             pieces = self._pieces[hidden] = _Pieces(self._backend, hidden)
         return pieces
-
-
-class _NoText:
-    def feed(self, token_id: int) -> str:
-        return ""
-
-    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
-        return [""] * len(token_ids)
-
-    def feed_json(self, token_id: int) -> bytes:
-        return b'""'
-
-    def flush(self) -> str:
-        return ""
 
 
 class _Pieces(dict[int, bytes]):
@@ -215,7 +203,7 @@ class _Pieces(dict[int, bytes]):
         return piece
 
 
-class _ByteDetokenizer:
+class _ByteDetokenizer(Detokenizer):
     """Between two characters a token's text depends on nothing before it, so it is looked up."""
 
     __slots__ = ("_is_between", "_jsons", "_pieces", "_texts", "_utf8")
@@ -243,7 +231,7 @@ class _ByteDetokenizer:
                 known = [None]
             if None not in known:
                 return cast(list[str], known)
-        return list(map(self.feed, token_ids))
+        return super().feed_all(token_ids)
 
     def feed_json(self, token_id: int) -> bytes:
         jsons, was_between = self._jsons, self._is_between
@@ -259,7 +247,7 @@ class _ByteDetokenizer:
         return self._utf8.decode(b"", True)
 
 
-class _WindowDetokenizer:
+class _WindowDetokenizer(Detokenizer):
     """``[0, read)`` of the window is shown already, ``[prefix, read)`` is its context."""
 
     __slots__ = ("_backend", "_hidden", "_read", "_shown", "_window")
@@ -283,12 +271,6 @@ class _WindowDetokenizer:
         if is_uncertain and num_held <= MAX_HELD_TOKENS:
             return ""
         return self._advance(text)
-
-    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
-        return list(map(self.feed, token_ids))
-
-    def feed_json(self, token_id: int) -> bytes:
-        return _encode(self.feed(token_id))
 
     def flush(self) -> str:
         return self._advance(self._decode(self._window))

@@ -15,7 +15,6 @@ from typing import Any, Self, cast
 
 from tests.kv import whole
 from wire.aio.zmq import Hub, Link
-from wire.errors import RemoteProtocolError
 from wire.frames import (
     NO_RANK,
     Cancel,
@@ -58,6 +57,8 @@ from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create
 EPOCH = 7
 # Answers of a worker come within milliseconds; only a broken test waits so long.
 PATIENCE_S = 30.0
+# A worker that is a process of its own imports torch before it joins, on cores that others use.
+START_S = 120.0
 
 
 class ScriptedRouter:
@@ -76,7 +77,6 @@ class ScriptedRouter:
         self.drains: list[Drain] = []
         self.answers_drains = True
         self.lost: list[bytes] = []
-        self.num_bad = 0  # messages that are none
         self._messages: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
         self._heard = asyncio.Condition()
         self._hub = Hub(self._on_message, on_lost=self._on_lost, keys=keys)
@@ -135,12 +135,12 @@ class ScriptedRouter:
         return self.loads_by_role[role]
 
     async def until_joined(self, *roles: Role) -> None:
-        await self.until(lambda: all(role in self.loads_by_role for role in roles))
+        await self.until(lambda: all(role in self.loads_by_role for role in roles), START_S)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
         """Wait for what a worker says to make this true; it is looked at after every message."""
         async with self._heard:
-            await asyncio.wait_for(self._heard.wait_for(condition), PATIENCE_S)
+            await asyncio.wait_for(self._heard.wait_for(condition), patience_s)
 
     @property
     def loads_by_role(self) -> dict[Role, Load]:
@@ -152,14 +152,8 @@ class ScriptedRouter:
         return self._messages.empty()
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        try:
-            message = decode(parts)
-        except RemoteProtocolError:
-            self.num_bad += 1
-            asyncio.get_running_loop().create_task(self._notify())
-            return
-        frame = message.frame
-        match frame:
+        message = decode(parts)
+        match frame := message.frame:
             case Hello():
                 self._on_hello(peer, frame, decode_map(HelloDetail, message.body()))
             case Drain():
@@ -283,15 +277,11 @@ async def pair(
         yield router
 
 
-class ScriptedDecode:
-    """The KV socket of a decode worker; every frame is up to the test."""
+class ScriptedPeer:
+    """A KV socket; every frame is up to the test."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", **security: Any) -> None:
-        self.peer = b""
-        self.is_left = asyncio.Event()  # by a peer whose connection ended
+    def __init__(self) -> None:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self._hub = Hub(self._on_message, on_lost=lambda _: self.is_left.set(), **security)
-        self.endpoint = self._hub.bind(endpoint)
 
     async def __aenter__(self) -> Self:
         return self
@@ -300,24 +290,38 @@ class ScriptedDecode:
         await self.close()
 
     async def close(self) -> None:
+        raise NotImplementedError
+
+    async def receive(self) -> Message:
+        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._messages.empty()
+
+
+class ScriptedDecode(ScriptedPeer):
+    """The KV socket of a decode worker."""
+
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", **security: Any) -> None:
+        super().__init__()
+        self.peer = b""
+        self.is_left = asyncio.Event()  # by a peer whose connection ended
+        self._hub = Hub(self._on_message, on_lost=lambda _: self.is_left.set(), **security)
+        self.endpoint = self._hub.bind(endpoint)
+
+    async def close(self) -> None:
         await self._hub.close(0)
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
         self.peer = peer
         self._messages.put_nowait(decode(parts))
 
-    async def receive(self) -> Message:
-        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
-
     async def receive_past_keepalives(self) -> Message:
         """The next message that is no keepalive."""
         while (message := await self.receive()).tag is Tag.KV_CACHE and not message.payload:
             pass
         return message
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._messages.empty()
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         self._hub.send(self.peer, encode(frame, *payload))
@@ -362,22 +366,16 @@ def offer_of(prompt: list[int], **changes: Any) -> bytes:
     return encode_map(Offer(**fields))
 
 
-class ScriptedPrefill:
+class ScriptedPrefill(ScriptedPeer):
     """The KV socket of a prefill worker, connected to a decode worker."""
 
     def __init__(
         self, to: ScriptedRouter | str, name: bytes = b"prefill-0-1", **security: Any
     ) -> None:
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        super().__init__()
         self.is_refused = asyncio.Event()  # or its connection ended otherwise
         endpoint = to if isinstance(to, str) else to.details[Role.DECODE].kv_endpoint
         self._link = Link(name, endpoint, self._on_message, on_down=self.is_refused.set, **security)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         await self._link.close(0)
@@ -390,13 +388,6 @@ class ScriptedPrefill:
 
     def send_raw(self, *parts: Buffer) -> None:
         self._link.send(parts)
-
-    async def receive(self) -> Message:
-        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._messages.empty()
 
     async def error(self) -> tuple[int, int]:
         """Request id and code of the next message, which must be an ERROR."""

@@ -1,7 +1,7 @@
 """Settings of a role: one frozen declaration is its flags, environment, validation and help.
 
     class Config(Settings):
-        max_kv_transfer_bytes: int = Field(default=1 << 30, ge=1, description="Refuse more KV.")
+        max_kv_transfer_bytes: int = setting(1 << 30, "Refuse more KV.", ge=1)
 
     config = parse(Config, sys.argv[1:])   # --max-kv-transfer-bytes, BATON_MAX_KV_TRANSFER_BYTES
 
@@ -9,8 +9,7 @@ A flag beats the environment, the environment beats a systemd credential, that b
 A bad value ends the process with one line and status 78 (EX_CONFIG), which systemd does not
 restart.  A secret is never a setting, only the path of its file is: a command line can be read.
 
-pydantic-settings reads the environment and pydantic validates; the flags are argparse's, because
-the library's own command line names neither flag nor range in its errors and exits with 2 or 1.
+Flags are argparse's, because pydantic-settings names neither flag nor range in its errors.
 """
 
 from __future__ import annotations
@@ -32,20 +31,28 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 # sysexits.h; the units restart after neither.
 EX_CONFIG: Final = 78
-# Of a worker whose rank another one has: its settings may be right, and the place become free.
+# For a worker whose rank is taken: its settings may be right, and the rank may become free.
 EX_TEMPFAIL: Final = 75
-# The most bytes, and the most blocks or tokens, that a frame can say.  SPEC 5.1.
+# The most bytes, and the most blocks or tokens, in a frame.  SPEC 5.1.
 MAX_BYTES: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_PORT: Final = 65_535
+MAKE_KEYS: Final = "make keys with scripts/keys and say --keys DIR"
 # What every variable begins with.
 PREFIX: Final = "BATON_"
 
 _S = TypeVar("_S", bound=BaseSettings)
+_T = TypeVar("_T")
 
 
 class ConfigError(Exception):
     """The configuration cannot work; the message says which setting to change, and how."""
+
+
+def setting(default: _T, help_text: str, **bounds: Any) -> _T:
+    """Declare a field of `Settings`; `bounds` are pydantic's: ge, gt, le, lt."""
+    field: _T = Field(default=default, description=help_text, **bounds)
+    return field
 
 
 class Settings(BaseSettings):
@@ -71,43 +78,33 @@ class Settings(BaseSettings):
         return [item.strip() for item in value.split(",") if item.strip()]
 
 
+def open_port(port: str, advice: str, may: str = "connect") -> ValueError:
+    """Make the error for a port that other machines can reach and that no key guards."""
+    return ValueError(
+        f"{port} can be reached from other machines, and there is no key to tell who may {may}: "
+        f"{advice}, or add --insecure if you trust everybody on the network"
+    )
+
+
 class SharedSettings(Settings):
     """Settings that a router and its workers share; a router passes them to its local workers."""
 
-    model: str = Field(
-        default="demo", description="a model directory, 'demo', or a name on the Hugging Face hub"
+    model: str = setting("demo", "a model directory, 'demo', or a name on the Hugging Face hub")
+    executor: str = setting("torch", "what a worker computes with: torch, hash or module:factory")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where a worker computes")
+    memory_share: float = setting(
+        0.9, "share of a GPU's memory for a worker, or for all local workers together", gt=0, le=1
     )
-    executor: str = Field(
-        default="torch", description="what a worker computes with: torch, hash or module:factory"
+    max_kv_transfer_bytes: int = setting(
+        4 << 30, "largest KV cache of one request that may be transferred", ge=1, le=MAX_BYTES
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where a worker computes"
+    keys: Path | None = setting(
+        None,
+        "directory with router.key or <role>-<rank>.key, and authorized_keys, as scripts/keys "
+        "writes them; none: these systemd credentials, if there are any",
     )
-    memory_share: float = Field(
-        default=0.9,
-        gt=0,
-        le=1,
-        description="share of a GPU's memory that a worker takes, its model included; a router "
-        "divides it among its local workers",
-    )
-    max_kv_transfer_bytes: int = Field(
-        default=4 << 30,
-        ge=1,
-        le=MAX_BYTES,
-        description="largest KV cache of one request that may be transferred",
-    )
-    # A path, like all that is secret: never in a command line or a variable itself.
-    keys: Path | None = Field(
-        default=None,
-        description="directory with router.key or <role>-<rank>.key, and authorized_keys, as "
-        "scripts/keys writes them; none: these systemd credentials, if there are any",
-    )
-    drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="time to finish open requests after SIGTERM"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level that is logged"
-    )
+    drain_s: float = setting(30.0, "time to finish open requests after SIGTERM", ge=0, le=3600)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least log level")
 
     @field_validator("model", "executor")
     @classmethod

@@ -1,7 +1,7 @@
-"""Checks a program's arguments as strictly as frames of a peer.
+"""Validates the arguments of `ServingEngine` as strictly as frames from the network.
 
-Neither msgspec nor the engine checks an object that Python code constructs.  With a wrong value in
-it a step could raise, which ends all requests, or change the text of another request.
+An invalid value could make an engine step raise, which would end all requests, or could change the
+output of another request.
 """
 
 from __future__ import annotations
@@ -16,34 +16,28 @@ import msgspec
 
 from wire.options import Options
 
-# Where msgspec found the fault: "... - at `$.logit_bias[0][0]`".
+# The field's name in an error message of msgspec: "... - at `$.logit_bias[0][0]`".
 _FIELD: Final = re.compile(r"`\$\.(\w+)")
 
 
 def checked_ids(token_ids: Iterable[int]) -> list[int]:
-    """Return the ids as plain integers; those of NumPy and torch are integers too.
-
-    Whether the model has such tokens is not asked here.
-
-    Raises:
-        TypeError: One is not an integer, or they are no sequence; the message says which.
-    """
+    """Convert token ids, which may be NumPy or torch scalars, to `int`.  Raises TypeError."""
     ids: list[int] = []
     for token_id in token_ids:
         try:
             ids.append(index(token_id))
         except TypeError:
-            place = f"token_ids[{len(ids)}]"
-            raise TypeError(f"{place} is {token_id!r:.80}, not an integer") from None
+            name = f"token_ids[{len(ids)}]"
+            raise TypeError(f"{name} is {token_id!r:.80}, not an integer") from None
     return ids
 
 
 def checked_options(options: Options | None) -> Options:
-    """Return the options as they would come over the wire; None means every default.
+    """Validate options as if they were decoded from a frame; for None return the defaults.
 
     Raises:
-        TypeError: They are no `Options`.
-        ValueError: A field is not of its type or not in its range; the message has all three.
+        TypeError: `options` is not an `Options`.
+        ValueError: A field has a wrong type or is out of range; the message names the field.
     """
     if options is None:
         return Options()
@@ -59,7 +53,7 @@ def checked_options(options: Options | None) -> Options:
 
 
 def _plain(value: Any) -> object:
-    """Return a NumPy number as one of Python; of anything else its repr, for the error message."""
+    """Convert a NumPy scalar to a Python number; else return repr(), for the error message."""
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else repr(value)

@@ -1,16 +1,8 @@
-"""The engine inside a program, without any network: `ServingEngine` (seed 004).
+"""`ServingEngine`: the engine as a library inside a Python program, without a network.
 
-    with ServingEngine(executor) as serving:                    # a thread steps the engine
-        result = await serving.submit_async([1, 2, 3], Options(max_tokens=9))
-        async for output in serving.stream([1, 2, 3]): ...
-
-    serving = ServingEngine(executor)                           # or the caller does
-    request_id = serving.submit([1, 2, 3], callback=print)
-    while not serving.is_complete(request_id):
-        serving.run_iteration()
-
-Every request ends exactly once: its last output has a `finish_reason`, and nothing follows.  Ids of
-tokens in and out; text, stop strings and HTTP are the router's.
+Engine steps run on a thread, or the caller runs them; `scripts/examples/program.py` shows both.
+Every request ends exactly once: its last output has a `finish_reason`, and no output follows it.
+Prompts and outputs are token ids.  Tokenization, stop strings and HTTP belong to the router.
 """
 
 from __future__ import annotations
@@ -19,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Self
 
 from wire.errors import ErrorCode, LocalProtocolError, WireError
@@ -41,7 +32,7 @@ DEFAULT_MEMORY_BYTES: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ServingMetrics:
-    """Totals since the start, and how things are now."""
+    """Totals since the engine was created, and the current load."""
 
     submitted: int
     completed: int
@@ -57,11 +48,11 @@ class ServingMetrics:
 
 
 class ServingEngine:
-    """Requests in, tokens out.
+    """An engine, its requests and their results.
 
-    `submit` and `cancel` may be called from any thread while the engine's thread runs (from
-    `start` to `close`), and from one thread only while the caller steps with `run_iteration`.
-    Callbacks run where the engine steps.
+    After `start`, `submit` and `cancel` are thread-safe until `close`.  If the caller runs the
+    steps with `run_iteration` instead, all calls must come from one thread.  Callbacks run on the
+    thread that runs the steps.
     """
 
     def __init__(
@@ -73,11 +64,11 @@ class ServingEngine:
         block_size: int = 16,
         **settings: Any,
     ) -> None:
-        """Allocate the KV cache and warm up.
+        """Allocate the KV cache and warm up the executor.
 
         Args:
-            memory_bytes: For weights, activations and KV blocks; `num_blocks` wins over it.
-            settings: Those of `worker.engine.settings.EngineSettings`.
+            memory_bytes: Total for weights, activations and KV blocks; ignored with `num_blocks`.
+            settings: Fields of `worker.engine.settings.EngineSettings`.
 
         Raises:
             ValueError: The memory is too small for this model.
@@ -94,27 +85,27 @@ class ServingEngine:
         self._thread: EngineThread | None = None
         self._ledger = Ledger()
 
-    # Stepping: by a thread, or by the caller.
+    # Running the engine steps: on a thread, or by the caller.
 
     def start(self) -> None:
-        """Let a thread step the engine from now on."""
+        """Start a thread that runs the engine steps."""
         if self._thread is not None or self._ledger.closed is not None:
             raise LocalProtocolError("a serving engine starts once")
         self._thread = EngineThread(self._engine, self._deliver, self._crash)
         self._thread.start()
 
     def run_iteration(self) -> list[TokenOutput]:
-        """Compute one step, call the callbacks and return their outputs."""
+        """Run one engine step, call the callbacks and return the outputs passed to them."""
         if self._thread is not None:
             raise LocalProtocolError("the engine's own thread runs the iterations")
         if self._ledger.closed is not None:
             raise self._ledger.closed
         with self._crashing():
             outputs = self._engine.step() if self._engine.has_work() else []
-            return self._tell(outputs)
+            return self._deliver(outputs)
 
     def close(self) -> None:
-        """Cancel all open requests, and free the executor's resources."""
+        """Cancel all open requests and free the executor's resources."""
         if self._thread is not None:
             self._thread.stop()
         error = WireError(ErrorCode.DRAINING, "the serving engine is closed")
@@ -125,12 +116,7 @@ class ServingEngine:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Requests.
@@ -141,14 +127,14 @@ class ServingEngine:
         options: Options | None = None,
         callback: Callback | None = None,
     ) -> int:
-        """Queue a prompt and return its id; `callback` hears every output, the last included.
+        """Queue a request and return its id; `callback` is called with each `TokenOutput`.
 
-        A prompt the model cannot take ends with an error like any other request.
+        If the model cannot process the prompt, for example because it is too long, the request
+        ends with an output that has an error.
 
         Raises:
-            TypeError: The ids are not integers, the options no `Options`.
-            ValueError: An option is out of its range.  In both cases nothing was queued.
-            WireError: The engine is closed, or broke.
+            TypeError, ValueError: The ids or options are invalid; nothing was queued.
+            WireError: The engine is closed or has failed.
         """
         sequence = EngineSequence(0, checked_ids(token_ids), checked_options(options))
         sequence.request_id = self._ledger.open(sequence.prompt_len, callback)
@@ -156,24 +142,29 @@ class ServingEngine:
         return sequence.request_id
 
     def cancel(self, request_id: int) -> None:
-        """End a request, wherever it is; one that has ended is left alone."""
-        self._post(lambda engine: self._cancel(engine, request_id))
+        """Cancel a request unless it has ended."""
+
+        def cancel(engine: Engine) -> None:
+            engine.cancel(request_id)
+            error = WireError(ErrorCode.CANCELLED, f"request {request_id} was cancelled")
+            self._ledger.end(request_id, "cancelled", error)
+
+        self._post(cancel)
 
     def is_complete(self, request_id: int) -> bool:
-        """Whether there is a result (of the latest `MAX_RESULTS`)."""
+        """Whether the request has a result; only the latest `MAX_RESULTS` results are kept."""
         return self._ledger.result(request_id) is not None
 
     def get_result(self, request_id: int) -> Result | None:
-        """Return what became of a request; None while it runs and when it is long forgotten."""
+        """Return the result of a request, or None while it runs."""
         return self._ledger.result(request_id)
 
     async def submit_async(
         self, token_ids: Sequence[int], options: Options | None = None
     ) -> Result:
-        """Submit and wait for the end; a task that is cancelled meanwhile cancels the request.
+        """Submit a request and wait for its result; cancelling the task cancels the request.
 
-        Raises:
-            WireError: The request failed, or somebody else cancelled it.
+        Raises WireError if the request fails or is cancelled by `cancel`.
         """
         outputs = [output async for output in self.stream(token_ids, options)]
         last = outputs[-1]
@@ -184,11 +175,11 @@ class ServingEngine:
     async def stream(
         self, token_ids: Sequence[int], options: Options | None = None
     ) -> AsyncIterator[TokenOutput]:
-        """Submit and yield outputs, the final one included; leaving early cancels the request.
+        """Submit a request and yield its outputs; closing the generator early cancels the request.
 
         Raises:
-            LocalProtocolError: No thread steps the engine.
-            WireError: The request failed, or somebody else cancelled it.
+            LocalProtocolError: `start` was not called.
+            WireError: The request failed or was cancelled by `cancel`.
         """
         if self._thread is None:
             raise LocalProtocolError("start the engine's thread first: nothing would ever come")
@@ -228,7 +219,7 @@ class ServingEngine:
         )
 
     def slots(self) -> Slots:
-        """Return which requests run at this moment, how far each is, and how fast."""
+        """Return the running requests with their progress and speed."""
         return self._engine.slots()
 
     def _post(self, call: Callable[[Engine], object]) -> None:
@@ -238,30 +229,22 @@ class ServingEngine:
             with self._crashing():
                 call(self._engine)
 
-    # Where the engine steps.
+    # Called on the thread that runs the engine steps.
 
-    def _cancel(self, engine: Engine, request_id: int) -> None:
-        engine.cancel(request_id)
-        error = WireError(ErrorCode.CANCELLED, f"request {request_id} was cancelled")
-        self._ledger.end(request_id, "cancelled", error)
-
-    def _deliver(self, outputs: list[Output]) -> None:
-        self._tell(outputs)
-
-    def _tell(self, outputs: list[Output]) -> list[TokenOutput]:
-        told: list[TokenOutput | None] = []
+    def _deliver(self, outputs: list[Output]) -> list[TokenOutput]:
+        delivered: list[TokenOutput | None] = []
         for output in outputs:
             match output:
                 case Token():
-                    told.append(self._ledger.on_token(output))
+                    delivered.append(self._ledger.on_token(output))
                 case Failed(request_id, code, message):
                     error = WireError(code, message)
-                    told.append(self._ledger.end(request_id, "error", error))
-        return [output for output in told if output is not None]
+                    delivered.append(self._ledger.end(request_id, "error", error))
+        return [output for output in delivered if output is not None]
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """End every request if the engine raises in the caller's thread, as in its own."""
+        """End every request with an error if the engine raises on the caller's thread."""
         try:
             yield
         except BaseException as error:

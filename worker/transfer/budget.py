@@ -1,10 +1,10 @@
-"""Divides the bytes that may be in flight to this worker among offers, in turn.
+"""Divides --max-kv-inflight-bytes among incoming transfers.  No I/O.
 
-Each takes a share of --max-kv-inflight-bytes when its turn comes, as much as it may have on its way
-at once, and gives it back after its last byte.  The oldest comes first, so that small ones do not
-pass a large one for ever.  But those that a router has asked for come before the others, and the
-others together hold a part of the bytes at most: a peer that offers KV and does not send it stops
-nobody else.  Pure.
+Before a transfer may start, it reserves a share of this budget: the largest number of bytes that
+it can have in flight.  It releases the share after its last byte.  Transfers start in order of
+arrival, so that small ones cannot starve a large one.  Transfers that a router has claimed come
+first, and all unclaimed ones together may only use a part of the budget: so a peer that offers KV
+and never sends it cannot block other peers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from worker.transfer.incoming import IncomingTransfer
 
 
 class TransferBudget:
-    """Shares `free_bytes` among transfers; calls `start(transfer)` in its turn."""
+    """A queue of transfers; calls `start(transfer)` once the transfer's share is reserved."""
 
     def __init__(self, budget_bytes: int, start: Callable[[IncomingTransfer], None]) -> None:
         self.free_bytes = budget_bytes
@@ -26,25 +26,21 @@ class TransferBudget:
         self._waiting: deque[IncomingTransfer] = deque()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of queued transfers."""
         return len(self._waiting)
 
-    def __contains__(self, transfer: IncomingTransfer) -> bool:
-        """Whether it waits."""
-        return transfer in self._waiting
-
     def wait(self, transfer: IncomingTransfer) -> None:
-        """Start it when it is the oldest that may start and its share is free, perhaps now."""
+        """Queue a transfer; start it once it is first in the queue and its share is free."""
         self._waiting.append(transfer)
         self._start_next()
 
     def claim(self, transfer: IncomingTransfer) -> None:
-        """A router has asked for it."""
+        """Record that a router has claimed the transfer, which may then start earlier."""
         self._unclaimed.release(transfer.receiver.request_id)
         self._start_next()
 
     def end(self, transfer: IncomingTransfer) -> None:
-        """Nothing more of it will come: give its share back, or its place; idempotent."""
+        """Release the transfer's share of the budget, or remove it from the queue.  Idempotent."""
         if transfer in self._waiting:
             self._waiting.remove(transfer)
         self.free_bytes += transfer.share_bytes

@@ -1,9 +1,8 @@
-"""The decode workers that a prefill worker sends KV to, by the names that routers use.
+"""The decode workers that a prefill worker sends KV to; routers list them in PEERS frames.
 
-Routers name them in PEERS frames.  An endpoint has one link, whichever routers name it: a decode
-worker hears nothing over a second connection of the same identity.  So a link that no router names
-any more is kept for a while, in case one names it again; and a link over which nothing is heard is
-closed before another is made.  SPEC 5.4.
+There is one link per endpoint, even if several routers list it, because a decode worker ignores a
+second connection with the same identity.  For that reason a link that no router lists any more is
+kept for a while, and an unresponsive link is closed before a new one is opened.  SPEC 5.4.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from worker.transfer.segment_link import SegmentLink
 
 log = structlog.get_logger("worker")
 
-# How long a link is kept that no router names and nothing needs.
+# How long an unused link is kept that no router lists.
 KEEP_S: Final = 60.0
-# How many such links are kept, however often decode workers come and go: each is two sockets,
-# and a socket, a thread and five other descriptors for segments.
+# Maximum number of such links.  Each needs two sockets, and its segment connection another socket,
+# a thread and five other descriptors.
 MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
-    """The receiver of the replies to one transfer (`worker.transfer.sender`)."""
+    """Handles the decode worker's replies to one transfer (`worker.transfer.sender`)."""
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None: ...
     def on_error(self, code: int, message: str) -> None: ...
@@ -44,7 +43,7 @@ class Receiver(Protocol):
 
 
 class DecodePeer:
-    """A decode worker: its KV link, and if wanted a second one for `segments`."""
+    """A decode worker: its KV link, and its segment connection if there is one."""
 
     def __init__(
         self,
@@ -56,11 +55,11 @@ class DecodePeer:
         segment_traffic: Traffic | None = None,
     ) -> None:
         self.detail = detail
-        self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
-        self.num_heard = 0
-        self.is_mute = False  # a whole lease passed and it said nothing at all
+        self.receivers: dict[int, Receiver] = {}  # of the running transfers, by request id
+        self.num_messages = 0
+        self.is_mute = False  # the peer has sent nothing at all for a whole lease
         self.needed_at = now
-        self.expected = self.name
+        self.expected = self.name  # the worker whose public key the link accepts
         self._link = plane.link(
             identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
@@ -77,22 +76,22 @@ class DecodePeer:
         return self._link.is_up
 
     def send(self, frame: Frame, *payload: Buffer, track: bool = False) -> Sending | None:
-        """Send now or as soon as the peer takes it.
+        """Queue a frame for the peer.
 
         Raises:
-            WireError: Too much waits for this peer already, or the link is closed.
+            WireError: The queue for this peer is full, or the link is closed.
         """
         return self._link.send(encode(frame, *payload), track=track)
 
     def tell(self, frame: Frame, *payload: Buffer) -> None:
-        """Send a frame that may get lost: the peer's lease ends the transfer without it."""
+        """Send a frame, or log that it was dropped: the peer's lease makes up for its loss."""
         try:
             self.send(frame, *payload)
         except WireError as error:
             log.warning("frame dropped", peer=self.name, tag=frame.tag.name, reason=error.message)
 
     def fail_all(self) -> None:
-        """Fail every transfer under way: none of them will be answered."""
+        """Fail all transfers to this peer."""
         for receiver in list(self.receivers.values()):
             receiver.fail(PeerLost(self.name))
 
@@ -102,7 +101,7 @@ class DecodePeer:
         await self._link.close(0.5)
 
     def _on_message(self, parts: list[Buffer]) -> None:
-        self.num_heard += 1
+        self.num_messages += 1
         self.is_mute = False
         try:
             self._dispatch(decode(parts))
@@ -116,7 +115,7 @@ class DecodePeer:
                 receiver = self.receivers.get(frame.request_id)
             case _:
                 raise RemoteProtocolError(f"a decode worker does not send {frame.tag.name}")
-        if receiver is None:  # it has ended here, or is about no transfer at all
+        if receiver is None:  # the transfer has ended, or never existed
             log.debug("late answer", peer=self.name, tag=frame.tag.name, request=frame.request_id)
             return
         try:
@@ -136,11 +135,7 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All decode workers known here.
-
-    With `has_segments`, segments take a connection of their own where that can be, and
-    `segment_traffic` counts those.
-    """
+    """All known decode workers; on Linux with segment connections, if `has_segments`."""
 
     def __init__(
         self,
@@ -151,12 +146,11 @@ class DecodePeers:
         has_segments: bool = False,
     ) -> None:
         self.segment_traffic = Traffic()
-        # Elsewhere there is no epoll to watch them by: the KV socket takes all.
         self._has_segments = has_segments and sys.platform == "linux"
         self._identity = identity
         self.plane = plane
         self._clock = clock
-        self._named: dict[str, list[PeerDetail]] = {}  # by router endpoint
+        self._listed: dict[str, list[PeerDetail]] = {}  # by router endpoint
         self._peers: dict[str, DecodePeer] = {}  # by KV endpoint
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -171,61 +165,60 @@ class DecodePeers:
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that an answer may still come for."""
+        """The number of transfers that may still get a reply."""
         return sum(len(peer.receivers) for peer in self._peers.values())
 
     def update(self, router: str, details: list[PeerDetail]) -> None:
-        """Apply a router's PEERS frame: connect to the workers in it."""
-        self._named[router] = details
+        """Apply a router's PEERS frame: connect to the workers that it lists."""
+        self._listed[router] = details
         for detail in details:
             self._connect(detail)
-        named = self._named_endpoints()
+        listed = self._listed_endpoints()
         kept = [
             endpoint
             for endpoint, peer in self._peers.items()
-            if endpoint not in named and not peer.receivers
+            if endpoint not in listed and not peer.receivers
         ]
         for endpoint in kept[:-MAX_KEPT]:
             self._close(self._peers.pop(endpoint))
 
     def find(self, router: str, rank: int) -> DecodePeer | None:
-        """The decode worker of this rank, or for `ANY_RANK` any, that this router named."""
-        for detail in self._named.get(router, ()):
+        """Return the decode worker that this router lists with `rank` (`ANY_RANK` for any)."""
+        for detail in self._listed.get(router, ()):
             if rank in (detail.rank, ANY_RANK):
                 return self._connect(detail)
         return None
 
     def tick(self, now: float) -> None:
-        """Close unused links, and links that are dead without having closed."""
-        named = self._named_endpoints()
+        """Close unused and unresponsive links."""
+        listed = self._listed_endpoints()
         for endpoint, peer in list(self._peers.items()):
-            if endpoint in named or peer.receivers:
+            if endpoint in listed or peer.receivers:
                 peer.needed_at = now
             if peer.is_mute or now - peer.needed_at >= KEEP_S:
                 peer.fail_all()
                 self._close(self._peers.pop(endpoint))
 
     async def close(self) -> None:
-        """Close all, and open no more: a new socket would keep the plane from closing."""
+        """Close all links and open no new ones: an open socket would block `KVPlane.close`."""
         self._is_closed = True
         for peer in self._peers.values():
             self._close(peer)
         self._peers.clear()
         await asyncio.gather(*self._closing)
 
-    def _named_endpoints(self) -> set[str]:
-        return {detail.kv_endpoint for details in self._named.values() for detail in details}
+    def _listed_endpoints(self) -> set[str]:
+        return {detail.kv_endpoint for details in self._listed.values() for detail in details}
 
     def _connect(self, detail: PeerDetail) -> DecodePeer | None:
         if self._is_closed:
             return None
         peer = self._peers.get(detail.kv_endpoint)
         if peer is not None and (peer.is_up or peer.expected == f"decode-{detail.rank}"):
-            peer.detail = detail  # a restarted worker may listen where the old one did
+            peer.detail = detail  # a restarted worker may reuse its predecessor's endpoint
             return peer
         if peer is not None:
-            # The link expects a worker of another rank and is not up: with keys it never will be,
-            # if the worker that listens there is the one named now.
+            # The link expects the key of another rank, so it would never connect to this one.
             peer.fail_all()
             self._close(self._peers.pop(detail.kv_endpoint))
         try:

@@ -1,8 +1,8 @@
-"""A prefill worker's end of a segment connection: `SegmentLink`.  SPEC 6.9.
+"""A prefill worker's end of a segment connection: a TCP connection for KV only.  SPEC 6.9.
 
-Plain TCP, and a thread that reads KV from where it lies and hands it to the system: no queue, no
-other thread, and no copy between.  With keys it seals what it sends.  Offers, credit and ends stay
-on the KV socket, and so do segments until this connection is up, or where it never is.
+A thread sends KV directly from the blocks to the socket, without a queue or a copy.  If the workers
+have keys, the KV is encrypted.  All other frames use the KV socket.  Segments use it as well while
+this connection is not up.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ log = structlog.get_logger("worker")
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
-# How long it may take to connect.
-PATIENCE_S: Final = 10.0
-# After so long without a sign that anything arrives, the system takes the connection for ended.
+CONNECT_TIMEOUT_S: Final = 10.0
+# TCP_USER_TIMEOUT: how long sent data may stay unacknowledged before the connection ends.
 SILENCE_S: Final = 30.0
 
 
 class SegmentLink:
-    """The connection to one decode worker, whose KV socket is at `kv_endpoint`.
+    """The segment connection to the decode worker whose KV socket is at `kv_endpoint`.
 
-    `token` is what the next offer carries; a connection that ended needs another one.  `connecting`
-    is there while one is being made.  `on_down` is called when one that was up has ended.
+    An offer carries `token`, and the connection sends it first; each connection needs a new one.
+    `connecting` is the running attempt.  `on_down` is called when an open connection has ended.
     """
 
     def __init__(self, kv_endpoint: str, traffic: Traffic, on_down: Callable[[], None]) -> None:
@@ -54,21 +53,14 @@ class SegmentLink:
         return self._connection is not None
 
     def open(self, port: int, token: bytes | None) -> None:
-        """Connect to the port that the decode worker said in answer to an offer with `token`.
-
-        Nothing happens if that has been done already, or another token is due.
-        """
+        """Start connecting to the port from an ACK, unless `token`, the offer's, is outdated."""
         if self.connecting is None and not self.is_up and token == self.token:
             self.connecting = self._loop.create_task(self._connect(port))
 
     async def run(
         self, send: Callable[[socket.socket, *Args], R], *args: *Args, num_bytes: int
     ) -> R:
-        """Run `send`, of so many bytes, with the socket, on the thread of this connection.
-
-        Raises:
-            PeerLost: The connection has ended.
-        """
+        """Call `send(socket, *args)` on the connection's thread.  Raises PeerLost if it ends."""
         connection = self._connection
         if connection is None:
             raise PeerLost(self._host)
@@ -76,15 +68,15 @@ class SegmentLink:
             return await connection.thread.run(send, connection.socket, *args, num_bytes=num_bytes)
         except OSError as error:
             if self._connection is connection:
-                self._lose()
+                self._on_lost()
             raise PeerLost(self._host) from error
         except asyncio.CancelledError:
             if self._connection is connection:
                 raise
-            raise PeerLost(self._host) from None  # it ended before this began
+            raise PeerLost(self._host) from None  # the connection ended before `send` was called
 
     def reset(self) -> None:
-        """End the connection, and wait for nothing; the next one needs the next token."""
+        """Close the connection in the background, and change the token."""
         if self.connecting is not None:
             self.connecting.cancel()
             self.connecting = None
@@ -102,10 +94,11 @@ class SegmentLink:
 
     async def _connect(self, port: int) -> None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                connected = await _greeted(self._loop, self._host, port, self.token)
-            self._connection = Connection(connected, self._lose)
-        except (OSError, RuntimeError, UnicodeError) as error:  # of a thread, of a host's name
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                connected = await _open_socket(self._loop, self._host, port, self.token)
+            self._connection = Connection(connected, self._on_lost)
+        # RuntimeError: no thread could be started.  UnicodeError: the host name is invalid.
+        except (OSError, RuntimeError, UnicodeError) as error:
             if not self._is_warned:
                 self._is_warned = True
                 log.warning(
@@ -118,7 +111,7 @@ class SegmentLink:
         self.connecting, self._is_warned = None, False
         log.info("segments have a connection of their own", to=f"{self._host}:{port}")
 
-    def _lose(self) -> None:
+    def _on_lost(self) -> None:
         if self.is_up:
             log.warning("connection for segments lost", to=self._host)
             self.reset()
@@ -126,10 +119,9 @@ class SegmentLink:
 
 
 class Connection:
-    """An open connection: its `socket`, and the `thread` that sends.
+    """An open connection and its sending `thread`; `on_end` is called when the peer closes it.
 
-    `on_end` is called when the other side ends it.  Raises OSError or RuntimeError where there is
-    no descriptor or thread.
+    Raises OSError or RuntimeError if no file descriptor or thread is available.
     """
 
     def __init__(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
@@ -137,9 +129,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         with ExitStack() as undo:
             undo.callback(connected.close)
-            # Nothing is said here any more, so it is readable when it has ended.  It is watched by
-            # way of another descriptor: a loop makes nonblocking what it watches, and the thread
-            # sleeps on this one.
+            # The peer sends nothing more, so the socket becomes readable only when it is closed.
+            # The event loop watches an epoll descriptor, because uvloop would make a socket that it
+            # watches nonblocking.
             self._end = undo.enter_context(select.epoll())
             self._end.register(connected, select.EPOLLIN)
             self.thread = Copies()
@@ -147,15 +139,14 @@ class Connection:
             undo.pop_all()
 
     def shut(self) -> None:
-        """End it."""
         self._loop.remove_reader(self._end)
         self._end.close()
-        with suppress(OSError):  # it has ended by itself
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        with suppress(OSError):  # the peer has closed it already
+            self.socket.shutdown(socket.SHUT_RDWR)  # ends a blocking send on the thread
         self.thread.stop()
 
     async def close(self) -> None:
-        """After `shut`, wait for what is read from blocks at this moment, off the loop."""
+        """Wait until the thread has ended and reads no blocks; call `shut` before."""
         await asyncio.to_thread(self.thread.join)
         self.thread.close()
         self.socket.close()
@@ -163,19 +154,19 @@ class Connection:
 
 def send_all(connected: socket.socket, parts: Sequence[Buffer]) -> None:
     """Send all bytes of `parts`.  Raises OSError."""
-    waiting = [memoryview(part).cast("B") for part in parts]
-    while waiting:
-        sent = connected.sendmsg(waiting)
-        while waiting and sent >= len(waiting[0]):
-            sent -= len(waiting.pop(0))
-        if sent:
-            waiting[0] = waiting[0][sent:]
+    unsent = [memoryview(part).cast("B") for part in parts]
+    while unsent:
+        num_sent = connected.sendmsg(unsent)
+        while unsent and num_sent >= len(unsent[0]):
+            num_sent -= len(unsent.pop(0))
+        if num_sent:
+            unsent[0] = unsent[0][num_sent:]
 
 
-async def _greeted(
+async def _open_socket(
     loop: asyncio.AbstractEventLoop, host: str, port: int, token: bytes
 ) -> socket.socket:
-    """Return a blocking socket behind which this token was admitted.  Raises OSError."""
+    """Connect and send the token; return a blocking socket after the reply.  Raises OSError."""
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
     connected = socket.socket(family, kind, protocol)

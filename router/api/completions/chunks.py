@@ -14,9 +14,8 @@ import msgspec
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta
-from router.api.completions.events import DONE, PING, event
 from router.api.completions.logprobs import Render
-from router.api.completions.response import Head
+from router.api.completions.response import DONE, PING, Head, event
 from router.api.completions.usage import UsageBody, running_usage, usage_body
 from router.api.errors import HttpError
 
@@ -25,9 +24,9 @@ Around = tuple[bytes, bytes] | tuple[()]
 
 
 class CompletionAnswer:
-    """Renders the pieces of one completion; `router.api.completions.completion.Answer`.
+    """Renders a completion; an `Answer`.
 
-    A subclass says what a choice looks like: whole (`entry`), or what is new of it (`delta`).
+    A subclass renders a choice: whole (`entry`), or its next part (`delta`).
     """
 
     id_prefix: str
@@ -49,7 +48,7 @@ class CompletionAnswer:
         self._is_rich = request.has_logprobs or request.has_ids or request.has_running_usage
         # Tokens that are in events already, where every event counts them.
         self._shown: Counter[Choice] = Counter()
-        self._begun: set[Choice] = set()
+        self._started: set[Choice] = set()
         # What stands around the text in a chunk, nothing where every chunk is rendered anew:
         # of each choice that has gone on after its first chunk, and of the only one if it is plain.
         self._around: dict[Choice, Around] = {}
@@ -60,7 +59,7 @@ class CompletionAnswer:
         raise NotImplementedError
 
     def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
-        """Return what is new of a choice, under its name."""
+        """Return the field of a chunk that has the next part of a choice."""
         raise NotImplementedError
 
     def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
@@ -82,8 +81,8 @@ class CompletionAnswer:
     def take(self) -> bytes:
         parts: list[bytes] = []
         for choice, pieces in self._completion.take():
-            if choice not in self._begun and pieces:
-                self._begun.add(choice)
+            if choice not in self._started and pieces:
+                self._started.add(choice)
                 parts.append(self._chunk(choice, pieces.pop(0), is_first=True))
             around = self._around_text(choice) if pieces else ()
             for piece in pieces:

@@ -1,15 +1,12 @@
 """A completion: the core requests of one HTTP request, and the choices that answer it.
 
 A `Choice` is the sink of one request to the core.  Its `on_…` methods only take note and wake the
-writer once for however many tokens arrive together; `take` then does the work: text, stop strings,
-end.  Every token has a piece, for who measures a stream counts them.  Where text is held back (half
-a character, the beginning of a stop string) the piece is empty and a later one has it.
+writer once for however many tokens arrive together; `take` then does the work.  Every token has a
+delta, because load generators count them: where text is held back (half a character, the beginning
+of a stop string) the delta is empty and a later one has it.
 
-A `Completion` holds the choices of one HTTP request.  It is all or nothing: when one of them is
-refused or fails, the others are cancelled.
-
-Pure: no clock, no loop.  What a piece looks like on the network is the `Answer`'s affair: each
-endpoint has its own.
+When one choice of a `Completion` is refused or fails, the others are cancelled.  Pure: no clock, no
+loop.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     answer: NewAnswer
     requests: Sequence[tuple[Request, str]] = ()
     num_choices: int = 1
-    # What the answers call themselves; empty: as the HTTP request is called.
+    # The id of the responses; empty: that of the HTTP request.
     request_id: str = ""
     # Names the model and its files.
     fingerprint: str = ""
@@ -66,13 +63,13 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     # Tokens that end an answer besides the model's own EOS.
     stop_token_ids: frozenset[int] = frozenset()
-    # Whether a stop string or token that ends the text is part of it.
+    # Whether the text includes the stop string or token that ends it.
     has_stop_text: bool = False
     # Special tokens that have a text.
     shown: frozenset[int] = frozenset()
     # Reads tool calls and reasoning in an answer; None where all of it is content.
     reader: Callable[[], Reader] | None = None
-    # Whether what it reasons is among its parts.
+    # Whether the response includes reasoning.
     shows_reasoning: bool = True
     is_streamed: bool = True
     # Whether only the prompt is wanted, and not the token that is drawn after it.
@@ -85,10 +82,10 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     has_ids_as_names: bool = False
     # Whether pieces name their tokens.
     has_ids: bool = False
-    # Whether a stream ends with what it has cost, and whether every event says what it has so far.
+    # Whether a stream ends with its usage, and whether every event has the usage so far.
     has_usage: bool = False
     has_running_usage: bool = False
-    # Whether it says too what only Baton knows.
+    # Whether usage includes the cost of the KV transfer.
     has_baton_usage: bool = False
     # The structure of its answers, before it is checked: see `held_to`.
     wanted: Wanted | None = None
@@ -108,7 +105,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def is_eager(self) -> bool:
-        """Whether somebody looks at the tokens before the end, and is to be woken by them."""
+        """Whether tokens wake the writer before the end: for a stream, or to find stop strings."""
         return self.is_streamed or self.stops is not None
 
 
@@ -116,7 +113,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 class Choice:
     """The sink of one request.  `wake` is called when `take` has something to do.
 
-    Its tokens may be lent to somebody with a shorter way for them: `lend`.
+    A faster path may take its tokens: `divert`.
     """
 
     index: int
@@ -138,8 +135,6 @@ class Choice:
     error: WireError | None = None
     usage: Usage | None = None
     end: RequestEnd | None = None
-    # A stop string is in the first token: it can be ended before a decode worker gets it.
-    is_stopped_at_once: bool = False
 
     _pending: list[int] = field(default_factory=list)
     # The last token, until the end comes that it goes out with.
@@ -155,17 +150,17 @@ class Choice:
     _num_parts: Counter[type[Part]] = field(default_factory=Counter)
     # The text that came last is reasoning.
     _is_reasoning: bool = False
-    # Its tokens show nothing but their text, and nobody looks for anything in that.
+    # Its tokens show nothing but their text, in which nothing is looked for.
     is_plain: bool = field(init=False)
     _is_eager: bool = field(init=False)
-    # `_note`, or who the tokens are lent to.
+    # `_note`, or the faster path.
     on_token: OnToken = field(init=False)
-    # `wake`, as it was before they were lent.
+    # `wake`, as it was before the tokens were diverted.
     _own_wake: Callable[[Choice], None] | None = None
 
     def __post_init__(self) -> None:
         self.on_token = self._note
-        self._decoder = self._detokenizer()
+        self._decoder = self.request.tokenizer.detokenizer(self.prompt, self.request.shown)
         self._stops = StopMatcher(self.request.stops) if self.request.stops else None
         self._reader = self.request.reader() if self.request.reader else None
         request, self._is_eager = self.request, self.request.is_eager
@@ -184,23 +179,21 @@ class Choice:
         return len(self._pending)
 
     @property
-    def is_begun(self) -> bool:
+    def awaits_second_token(self) -> bool:
         """Whether only the first token has arrived and more will follow."""
         return not self.num_tokens and self.lag == 1 and self._awaits_end
 
     @property
     def _awaits_end(self) -> bool:
-        return self.usage is None and self.error is None and not self.is_stopped_at_once
+        return self.usage is None and self.error is None
 
     # The sink.
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.cached_tokens = result.cached_tokens
         self._prompt_logprobs = result.prompt_logprobs
-        if self.request.is_echo_only:
-            return
-        if result.finish_reason != "stop":  # else the token is EOS, which has no text
-            self.is_stopped_at_once = self._stops_at(result.token_id)
+        # The token of "stop" is EOS, which has no text.
+        if not self.request.is_echo_only and result.finish_reason != "stop":
             self.on_token(result.token_id, result.logprobs)
 
     def _note(self, token_id: int, logprobs: Logprobs | None) -> None:
@@ -249,20 +242,24 @@ class Choice:
         return pieces
 
     @property
-    def num_lendable(self) -> int:
-        """How many tokens, from the next on, show nothing but their text; the last is none."""
+    def num_divertible(self) -> int:
+        """How many of the next tokens show nothing but their text; the last one shows the end."""
         is_idle = self.is_plain and self._awaits_end and not self._pending
         return self.max_tokens - self.num_tokens - 1 if is_idle else 0
 
-    def lend(self, on_token: OnToken, on_other: Callable[[Choice], None]) -> Callable[[int], bytes]:
-        """Have `on_token` take the next `num_lendable` tokens, and `on_other` called when anything
-        else comes.  Return what says the text of each, as a string in JSON."""
+    def divert(
+        self, on_token: OnToken, on_other: Callable[[Choice], None]
+    ) -> Callable[[int], bytes]:
+        """Give the next `num_divertible` tokens to `on_token`; call `on_other` for anything else.
+
+        Return the function that makes a JSON string of each token.
+        """
         self._own_wake = self.wake
         self.on_token, self.wake = on_token, on_other
         return self._decoder.feed_json
 
-    def take_back(self, num_taken: int) -> None:
-        """Go on by oneself, after so many tokens."""
+    def end_diversion(self, num_taken: int) -> None:
+        """Take tokens again, after so many that were diverted."""
         assert self._own_wake is not None
         self.num_tokens += num_taken
         self.on_token, self.wake = self._note, self._own_wake
@@ -314,14 +311,6 @@ class Choice:
             is_own = stop_token in request.stop_token_ids
             self._finish(pieces, piece, STOP, stop_token if is_own else None)
 
-    def _stops_at(self, token_id: int) -> bool:
-        """Whether the first token alone contains a stop string."""
-        if self.request.stops is None or self.request.min_tokens:
-            return False
-        matcher = StopMatcher(self.request.stops)
-        matcher.feed(self._detokenizer().feed(token_id))
-        return matcher.is_stopped
-
     def _text_of(self, token_id: int) -> str:
         self.num_tokens += 1
         text = self._decoder.feed(token_id)
@@ -352,9 +341,6 @@ class Choice:
         if not self.request.shows_reasoning:
             return [part for part in parts if not isinstance(part, Reasoning)]
         return parts
-
-    def _detokenizer(self) -> Detokenizer:
-        return self.request.tokenizer.detokenizer(self.prompt, self.request.shown)
 
     def _finish(
         self, pieces: list[Delta], last: Delta, reason: str, stop_reason: str | int | None = None
@@ -480,19 +466,18 @@ class Completion:
 
     def _cancel(self, choice: Choice) -> None:
         if choice.handle is not None and choice.usage is None and choice.error is None:
-            if choice.finish_reason is not None or choice.is_stopped_at_once:
+            if choice.finish_reason is not None:
                 self._core.stop(choice.handle)  # a stop string ended it
             else:
                 self._core.cancel(choice.handle)
         choice.handle = None
 
     def _on_wake(self, choice: Choice) -> None:
-        if choice.is_stopped_at_once:
-            self._cancel(choice)
         if choice in self._dirty:
             if choice.lag > MAX_PENDING_TOKENS:
                 self._writer.overrun()
         elif choice.finish_reason is None:  # else these tokens come after a stop string
             self._dirty[choice] = None
-            # The first token goes out before the core asks a decode worker for the next.
-            (self._writer.write if choice.is_begun else self._writer.wake)()
+            # The first token goes out before the core asks a decode worker for the next, and asks
+            # none if that token ends the choice.
+            (self._writer.write if choice.awaits_second_token else self._writer.wake)()

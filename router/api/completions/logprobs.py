@@ -91,11 +91,7 @@ def prompt_logprobs(choice: Choice, piece: Delta) -> dict[str, Any]:
 
 
 def encoded(render: Render, choice: Choice, scores: Sequence[ScoredToken]) -> dict[str, Any] | None:
-    """Return the logprobs of a whole choice, each token's encoded already.
-
-    There may be millions of numbers: given all of them at once, the encoder would hold the GIL for
-    longer than others should wait.
-    """
+    """Return the logprobs of a whole choice, encoded in slices, between which others may run."""
     if not choice.request.has_logprobs:
         return None
     body = render(choice.request.names, ())

@@ -1,12 +1,23 @@
-"""Types of a response: its encoder, and the fields that every response has."""
+"""Responses: the frames of a stream, and what encodes a response.
+
+Events never carry ``id:`` (after one, a client may take a later comment for an empty event).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from router.api.completions.deltas import Delta
-from router.api.errors import HttpError
+from router.api.errors import Header, HttpError
+
+DONE: Final = b"data: [DONE]\n\n"
+PING: Final = b": ping\n\n"
+HEADERS: Final[tuple[Header, ...]] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class Head(NamedTuple):
@@ -36,3 +47,9 @@ class Answer(Protocol):
 
     def failure(self, error: HttpError) -> bytes:
         """Return the end of a stream that broke."""
+
+
+def event(body: bytes, kind: str | None = None) -> bytes:
+    """Frame one JSON document; `kind` names the event where the API has names for them."""
+    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
+    return name + b"data: " + body + b"\n\n"

@@ -77,11 +77,7 @@ KINDS: Final[Mapping[str, Kinds]] = {
 
 
 def read_typed(kinds: Kinds, sent: object, place: str) -> Any:
-    """Return an object of the body as what its `type` says that it is; `place` is where it stands.
-
-    Raises:
-        HttpError: 400; there is no such type here, or it is not as it should be.
-    """
+    """Return an object of the body at `place` as the type that it says it is."""
     if not isinstance(sent, dict):
         raise invalid(place, "expected an object")
     said = sent.get("type")
@@ -96,11 +92,7 @@ def read_typed(kinds: Kinds, sent: object, place: str) -> Any:
 
 
 def text_of(content: str | Sequence[object], place: str) -> str:
-    """Return the text of a content that can be nothing else.
-
-    Raises:
-        HttpError: 400; there is another block in it.
-    """
+    """Return the text of a content that can be nothing else."""
     if isinstance(content, str):
         return content
     blocks = [read_typed(TEXT, sent, f"{place}[{n}]") for n, sent in enumerate(content)]
@@ -120,11 +112,7 @@ class Chat:
         self._calls: dict[str, dict[str, Any]] = {}
 
     def add(self, message: Message, place: str) -> None:
-        """Add a message of the body; `place` is where in it that stands.
-
-        Raises:
-            HttpError: 400; names the block that cannot be understood.
-        """
+        """Add a message of the body; `place` is where in it that stands."""
         if isinstance(message.content, str):
             self.say(message.role, message.content)
             return

@@ -18,7 +18,7 @@ from router.api.errors import invalid
 from router.api.messages.blocks import Chat, Kinds, Message, Nothing, Strict, read_typed, text_of
 from router.api.messages.response import MessageAnswer
 from router.api.model import SWITCHES, Asker, ServedModel
-from router.api.requests.body import MAX_STOPS, Sampled, StopString, parse
+from router.api.requests.body import MAX_STOPS, Body, Sampled, StopString, parse
 from router.api.requests.conversation import (
     MAX_TOOLS,
     Conversation,
@@ -28,8 +28,6 @@ from router.api.requests.conversation import (
     check_tools,
 )
 from router.api.requests.structures import Wanted, wanted_schema
-from router.api.requests.value_count import MAX_NUMBERS
-from router.text.tokenizer import TooManyTokens
 
 # Far beyond what a context holds: a limit that is reached is the context's.
 MAX_TOKENS: Final = 2**31 - 1
@@ -90,7 +88,7 @@ class ContextManagement(Struct, forbid_unknown_fields=True):
     edits: Nothing = None
 
 
-class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
+class PromptBody(Body, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/messages/count_tokens: what makes the prompt."""
 
     model: str
@@ -108,11 +106,7 @@ class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
     speed: Literal["standard"] | None = None
 
     def conversation(self, model: ServedModel) -> Conversation:
-        """Return what is said so far, and the tools.
-
-        Raises:
-            HttpError: 400; names what cannot be understood, or what the model cannot do.
-        """
+        """Return what is said so far, and the tools."""
         chat = Chat()
         if self.system:
             chat.say("system", text_of(self.system, "system"))
@@ -170,9 +164,6 @@ class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
             raise invalid("thinking", "this model does not think before it answers; leave it out")
         return dict.fromkeys(SWITCHES, True)
 
-    def check(self) -> None:
-        """The rest is checked where the conversation is made."""
-
 
 class MessageSampled(Sampled, kw_only=True):
     """How the answer is drawn, as other endpoints know it."""
@@ -212,24 +203,16 @@ class MessagesBody(PromptBody, kw_only=True):
     def sampled(self) -> MessageSampled:
         """How the answer is drawn."""
         config = self.output_config or OutputConfig()
+        same = ("stream", "temperature", "top_p", "top_k", "seed", "max_tokens")
         return MessageSampled(
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
+            **{name: getattr(self, name) for name in same},
             stop=self.stop_sequences,
-            max_tokens=self.max_tokens,
             output_format=config.format,
         )
 
 
 def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
-    """Understand a body.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+    """Understand a body."""
     body = parse(MessagesBody, raw)
     model.check_name(body.model)
     conversation = body.conversation(model)
@@ -239,16 +222,9 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
 
 
 def count_tokens(model: ServedModel, raw: bytes) -> bytes:
-    """Answer count_tokens, in JSON.
-
-    Raises:
-        HttpError, WireError: There is no tokenizer, or no template, or a bad body.
-    """
+    """Answer count_tokens, in JSON."""
     body = parse(PromptBody, raw)
     model.check_name(body.model)
     text = model.render(body.conversation(model))
-    try:
-        token_ids = model.tokenizer.encode(text, add_special_tokens=False, max_tokens=MAX_NUMBERS)
-    except TooManyTokens as count:
-        raise invalid("messages", f"have {count} tokens, over {MAX_NUMBERS}") from None
+    token_ids = model.encode("messages", text, add_special_tokens=False)
     return msgspec.json.encode({"input_tokens": len(token_ids)})

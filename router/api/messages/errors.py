@@ -1,7 +1,7 @@
 """Errors in the form that Anthropic's clients parse.
 
-The statuses are those of every route, also where Anthropic has one of its own (529 for 503): who
-stands between, a proxy or a balancer, knows these, and the clients ask again after either.
+The statuses are those of every route, also where Anthropic has one of its own (529 for 503):
+proxies know these, and clients retry after either.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ def message_error(error: HttpError, request_id: str) -> bytes:
 
 
 def check_version(given: bytes | None) -> None:
-    """Refuse an unsupported version of the API; no version means a supported one.
-
-    Raises:
-        HttpError: 400.
-    """
+    """Refuse an unsupported version of the API; no version means a supported one."""
     version = VERSIONS[0] if given is None else given.decode("latin-1")
     if version not in VERSIONS:
         known = " or ".join(VERSIONS)

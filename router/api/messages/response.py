@@ -17,8 +17,7 @@ from pydantic_core import from_json
 
 from router.api.completions.completion import Completion
 from router.api.completions.deltas import Delta
-from router.api.completions.events import event
-from router.api.completions.response import Head
+from router.api.completions.response import Head, event
 from router.api.completions.usage import usage_body
 from router.api.errors import HttpError
 from router.api.messages.errors import message_error

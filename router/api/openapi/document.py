@@ -53,19 +53,15 @@ def _kinds(operation: Operation) -> list[Any]:
 
 
 def _described(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "responses": {
-            **_answers(operation, known),
-            **{
-                str(status): {
-                    "description": STATUSES[status],
-                    "content": _content(_refusal(operation, status, known)),
-                }
-                for status in operation.refusals
-            },
-        },
-    }
+    responses: dict[str, Any] = {}
+    if operation.answer is not None:
+        responses["200"] = {"description": "The answer.", "content": _answer(operation, known)}
+    for status in operation.refusals:
+        schema = known[operation.refusal]
+        if status == 503 and operation.unready is not None:
+            schema = {"anyOf": [schema, known[operation.unready]]}
+        responses[str(status)] = {"description": STATUSES[status], "content": _content(schema)}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.is_open:
         described["security"] = []
     if parameters := _parameters(operation):
@@ -76,24 +72,11 @@ def _described(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
     return described
 
 
-def _answers(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
-    if operation.answer is None:
-        return {}
-    return {"200": {"description": "The answer.", "content": _answer(operation, known)}}
-
-
 def _answer(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
     if isinstance(operation.answer, str):
         return {operation.answer: {"schema": {"type": "string"}}}
     content = _content(known[operation.answer])
     return content | {EVENTS: {"schema": EVENT}} if operation.is_streamed else content
-
-
-def _refusal(operation: Operation, status: int, known: dict[Any, Any]) -> Any:
-    refusal = known[operation.refusal]
-    if status == 503 and operation.unready is not None:
-        return {"anyOf": [refusal, known[operation.unready]]}
-    return refusal
 
 
 def _content(schema: Any) -> dict[str, Any]:

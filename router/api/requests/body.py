@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Final, Literal, Protocol, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
@@ -71,10 +71,18 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(Struct, kw_only=True):
-    """Fields that both kinds of completion share."""
+class Body(Struct, kw_only=True):
+    """A request body; without a model it is for the served one."""
 
     model: str | None = None
+
+    def check(self) -> None:
+        """Refuse what no single field's range can say."""
+
+
+class Sampled(Body, kw_only=True):
+    """Fields that both kinds of completion share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -156,11 +164,7 @@ class Sampled(Struct, kw_only=True):
 
     @property
     def wanted(self) -> Wanted | None:
-        """The structure that the answer's text must match.
-
-        Raises:
-            HttpError: 400; two fields ask for two structures, or one for what is not there.
-        """
+        """The structure that the answer's text must match."""
         found = [
             *wanted_of_format(self.response_format),
             *wanted_of_structured(self.structured_outputs),
@@ -176,11 +180,7 @@ class Sampled(Struct, kw_only=True):
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as (token id, bias).
-
-        Raises:
-            HttpError: 400; names the keys that are no token ids.
-        """
+        """`logit_bias` as (token id, bias)."""
         biases = self.logit_bias
         if not biases:
             return ()
@@ -212,11 +212,6 @@ class Sampled(Struct, kw_only=True):
         )
 
     def check(self) -> None:
-        """Refuse what no single field's range can say.
-
-        Raises:
-            HttpError: 400.
-        """
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "only allowed when stream is true")
         if self.min_tokens and self.token_limit and self.min_tokens > self.token_limit:
@@ -227,17 +222,6 @@ class Sampled(Struct, kw_only=True):
             raise invalid("truncate_prompt_tokens", "0 leaves no prompt")
 
 
-class Body(Protocol):
-    """The type that `parse` reads."""
-
-    @property
-    def model(self) -> str | None:
-        """The requested model; None for the served one."""
-
-    def check(self) -> None:
-        """Refuse, with an HttpError, what no single field's range can say."""
-
-
 _Body = TypeVar("_Body", bound=Body)
 # It takes milliseconds, and a wrong request must not hold up others.
 _type_info: Final = cache(inspect.type_info)
@@ -245,12 +229,7 @@ _WHERE: Final = re.compile(r"^(.*?)(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
 
 
 def parse(kind: type[_Body], raw: bytes, fields: Fields | None = None) -> _Body:
-    """Read and check a body; `fields` are those that it does not have.
-
-    Raises:
-        HttpError: 400; `param` names the field, the message what is allowed there.  413; there are
-            more values than can be decoded without holding up others.
-    """
+    """Read and check a body; `fields` are those that it does not have."""
     check_values(raw)
     try:
         if fields is not None:

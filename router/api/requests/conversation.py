@@ -108,34 +108,26 @@ class Conversation:
         return "" if self.add_generation_prompt else self.messages[-1].get("content") or ""
 
     @property
-    def told_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of: with the tool choice none, none at all."""
+    def visible_tools(self) -> tuple[Tool, ...]:
+        """The tools in the prompt: with the tool choice none, none at all."""
         return () if self.tool_choice.mode == "none" else tuple(self.tools)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those of them that it may call."""
+        """The tools in the prompt that the model may call."""
         names = self.tool_choice.names
-        return tuple([tool for tool in self.told_tools if not names or tool.name in names])
+        return tuple([tool for tool in self.visible_tools if not names or tool.name in names])
 
 
 def has_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
-    """Tell whether the prompt ends with the beginning of a new message: unless the client says no.
-
-    Raises:
-        HttpError: 400; it says yes, and that the answer is to go on with the last message.
-    """
+    """Tell whether the prompt ends with the beginning of a new message."""
     if asked and continue_final_message:
         raise invalid("add_generation_prompt", "begins a message; leave it out to go on with one")
     return asked is not False and not continue_final_message
 
 
 def tool_choice(word: str | None) -> ToolChoice:
-    """Return the tool choice given by one word; None means auto.
-
-    Raises:
-        HttpError: 400; it is another word.
-    """
+    """Return the tool choice given by one word; None means auto."""
     match word:
         case None | "auto":
             return AUTO
@@ -148,9 +140,6 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice, allowed: str = "tool_
     """Refuse tools that nobody could tell apart, and a choice of none of them.
 
     `allowed` is where a name stands that is one of several, with `{}` for which of them.
-
-    Raises:
-        HttpError: 400.
     """
     names = [tool.name for tool in tools]
     for index, tool in enumerate(tools):
@@ -173,9 +162,6 @@ def flat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose contents are strings, as chat templates want them.
 
     A content may be a list of parts: those of text and refusals are joined, others are refused.
-
-    Raises:
-        HttpError: 400; names the message.
     """
     return [_flat_message(f"messages[{index}]", each) for index, each in enumerate(messages)]
 

@@ -29,9 +29,6 @@ def held(
     """Return what the answer is held to; `wanted` is the format that the body asks for.
 
     Calls that must be made come before any format: such an answer has no content.
-
-    Raises:
-        HttpError, WireError: The model cannot be held to such calls.
     """
     choice, is_several = conversation.tool_choice, conversation.has_parallel_calls
     tools = conversation.callable_tools
@@ -43,7 +40,7 @@ def held(
         return wanted._replace(tools=known)
     if wanted is not None:
         return _format(syntax, tools, wanted, is_several=is_several, is_reasoning=is_reasoning)
-    if tools != conversation.told_tools or any(tool.is_strict for tool in tools):
+    if tools != conversation.visible_tools or any(tool.is_strict for tool in tools):
         known = [_forced(tool) if tool.is_strict else _loose(tool) for tool in tools]
         rules = syntax.call_rules(known, is_required=False, is_several=is_several)
         wanted = _grammar("tools", syntax, rules, is_reasoning=is_reasoning)

@@ -22,7 +22,7 @@ from wire.process.structured_output import problem_of
 
 ANY_OBJECT: Final = '{"type": "object"}'
 FORMATS: Final = ("text", "json_object", "json_schema")
-# How a grammar in Lark's syntax is told from one in the EBNF of llama.cpp.
+# Distinguishes a grammar in Lark's syntax from one in the EBNF of llama.cpp.
 _LARK: Final = re.compile(r"\s*(start\s*:|%llguidance)")
 
 
@@ -63,7 +63,7 @@ class StructuredOutputs(Struct):
 
 
 class Wanted(NamedTuple):
-    """A structure that a request asks for, not looked at yet; `param` is the field that has it."""
+    """A requested structure, not checked yet; `param` is the field that has it."""
 
     param: str
     kind: Literal["json_schema", "regex", "lark", "ebnf"]
@@ -72,11 +72,7 @@ class Wanted(NamedTuple):
     tools: Sequence[lark.Tool] = ()
 
     def settle(self) -> Structure:
-        """Return the structure for workers.  It takes up to 0.3 s: call it in a thread.
-
-        Raises:
-            HttpError: 400; no answer can be held to it.
-        """
+        """Return the structure for workers.  It takes up to 0.3 s: call it in a thread."""
         structure = _lark(self) if self.kind == "ebnf" else Structure(self.kind, self.text)
         if (reason := problem_of(structure)) is not None:
             for tool in self.tools:
@@ -88,11 +84,7 @@ class Wanted(NamedTuple):
 
 
 def wanted_of_format(asked: ResponseFormat | None) -> Iterator[Wanted]:
-    """Find what `response_format` asks for.
-
-    Raises:
-        HttpError: 400; that is not there.
-    """
+    """Find what `response_format` asks for."""
     if asked is None or asked.type == "text":
         return
     if asked.type not in FORMATS:
@@ -108,11 +100,7 @@ def wanted_of_format(asked: ResponseFormat | None) -> Iterator[Wanted]:
 
 
 def wanted_of_structured(asked: StructuredOutputs | None) -> Iterator[Wanted]:
-    """Find what `structured_outputs` asks for.
-
-    Raises:
-        HttpError: 400; nothing, or what is not supported.
-    """
+    """Find what `structured_outputs` asks for."""
     if asked is None:
         return
     for name in (
@@ -158,22 +146,14 @@ def wanted_of_guided(
 
 
 def one_of(found: list[Wanted]) -> Wanted | None:
-    """Return the only given structure, if any.
-
-    Raises:
-        HttpError: 400; there are two.
-    """
+    """Return the only given structure, if any."""
     if len(found) > 1:
         raise invalid(found[1].param, f"an answer is held to one structure; leave {found[0].param}")
     return found[0] if found else None
 
 
 def wanted_schema(param: str, raw: msgspec.Raw) -> Wanted:
-    """Return what a JSON schema asks for; `param` is the field that has it.
-
-    Raises:
-        HttpError: 400; it is none, or too long.
-    """
+    """Return what a JSON schema asks for; `param` is the field that has it."""
     try:
         text = bytes(raw).decode()
     except UnicodeDecodeError:

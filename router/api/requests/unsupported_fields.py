@@ -66,6 +66,11 @@ _REFUSED: Final = {
     "routed_experts_prompt_start": Refused("experts are not reported", (0,)),
     "guided_whitespace_pattern": Refused("JSON has one space after a comma and a colon"),
 }
+# Of pictures and sound.
+_MEDIA: Final = {
+    name: Refused("models here read and write text", ({},))
+    for name in ("media_io_kwargs", "mm_processor_kwargs")
+}
 _WITHOUT_EFFECT: Final = {
     "user": "nothing is kept of who asked",
     "session_id": "requests go where their prefix is cached, whatever session they are of",
@@ -93,8 +98,7 @@ CHAT: Final = Fields(
         **_REFUSED,
         "audio": Refused("models here read and write text", ({},)),
         "modalities": Refused("models here read and write text", (["text"], [])),
-        "media_io_kwargs": Refused("models here read and write text", ({},)),
-        "mm_processor_kwargs": Refused("models here read and write text", ({},)),
+        **_MEDIA,
         "functions": Refused("it is the older name of tools", ([],)),
         "function_call": Refused("it is the older name of tool_choice", ("none", "auto")),
         "web_search_options": Refused("nothing is searched"),
@@ -115,14 +119,7 @@ CHAT: Final = Fields(
     },
 )
 
-TOKENIZE: Final = Fields(
-    {
-        "media_io_kwargs": Refused("models here read and write text", ({},)),
-        "mm_processor_kwargs": Refused("models here read and write text", ({},)),
-        "tools": Refused("leave it out", ([],)),
-    },
-    {},
-)
+TOKENIZE: Final = Fields(_MEDIA | {"tools": Refused("leave it out", ([],))}, {})
 
 RESPONSES: Final = Fields(
     {
@@ -139,8 +136,7 @@ RESPONSES: Final = Fields(
         "truncation": Refused("too long an input is an error", ("disabled",)),
         "enable_response_messages": Refused("the output is in items", (False,)),
         "previous_input_messages": Refused("send input", ([],)),
-        "media_io_kwargs": Refused("models here read and write text", ({},)),
-        "mm_processor_kwargs": Refused("models here read and write text", ({},)),
+        **_MEDIA,
         # Of other endpoints; bodies here have them too.
         "n": Refused("a response is one answer", (1,)),
         "max_tokens": Refused("here it is max_output_tokens"),

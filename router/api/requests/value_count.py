@@ -1,8 +1,7 @@
 """Bounds the number of values in a body, before it is decoded.
 
-Decoding holds the GIL from the first byte to the last, and four megabytes of ``[],[],…`` become a
-million objects meanwhile: the event loop would wait for all of them.  Counting takes a few
-milliseconds, in steps between which the loop may run.
+Decoding holds the GIL, and four megabytes of ``[],[],…`` become a million objects: the event loop
+would wait for all of them.  Counting takes a few milliseconds, in steps between which it may run.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ class Values(NamedTuple):
 
 
 def check_values(raw: bytes) -> None:
-    """Refuse a body of more values than can be decoded without holding up others.
-
-    Raises:
-        HttpError: 413.
-    """
+    """Refuse a body of more values than can be decoded without holding up others."""
     if len(raw) <= MAX_OBJECTS:
         return
     values = count_values(raw)

@@ -198,11 +198,7 @@ class ResponseBody(Sampled, kw_only=True):
                 return tool_choice(word)
 
     def go_on(self, items: Iterable[Item], model: ServedModel) -> Conversation:
-        """Return the conversation of these items, of earlier responses and our own.
-
-        Raises:
-            HttpError: 400.
-        """
+        """Return the conversation of these items, of earlier responses and our own."""
         effort = self.reasoning.effort if self.reasoning else None
         return Conversation(
             messages=messages_of(items, self.instructions),

@@ -34,11 +34,7 @@ def read(
     asker: Asker,
     previous: KeptResponse | None = None,
 ) -> CompletionRequest:
-    """Understand a body that goes on from `previous`, if that was found.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+    """Understand a body that goes on from `previous`, if that was found."""
     body = parse(ResponseBody, raw, RESPONSES)
     model.check_name(body.model)
     items = body.items

@@ -1,8 +1,7 @@
 """Items: the parts of a conversation in this API, and the chat messages that they become.
 
-A message, reasoning, a call of a function and what it returned are an item each, in the input as in
-the output, so that a client can send an output back as it came.  Chat templates know messages only:
-what the assistant reasoned, said and called in one turn is one message there.
+A message, reasoning, a call of a function and its output are an item each.  What the assistant
+reasoned, said and called in one turn is one message of a chat template.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class Item(Struct):
     output: str | list[Part] | None = None
 
     def check(self, where: str) -> None:
-        """Refuse what a chat template has no place for; `where` names the item.
-
-        Raises:
-            HttpError: 400.
-        """
+        """Refuse what a chat template has no place for; `where` names the item."""
         needed = _NEEDED.get(self.type)
         if needed is None:
             known = ", ".join(_NEEDED)

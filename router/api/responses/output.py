@@ -1,9 +1,8 @@
 """The output of a response: items made of the parts of an answer, and their events.
 
-An item is open while parts of it come and done when a part of another one does.  It is completed,
-but for an unfinished call and for the last one where the answer was cut.  The items are a
-function of the parts, not of how many pieces these came in: so a stream's last event has the very
-response that is answered whole.
+An item is open until a part of another one comes.  It is completed, except for an unfinished call
+and for the last item of an answer that was cut.  The items depend on the parts alone, so the last
+event of a stream has the response that is answered whole.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from router.api.completions.events import event
+from router.api.completions.response import event
 from router.api.requests.conversation import new_call_id
 from router.api.responses.items import item_name, said
 from router.text.output_parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning

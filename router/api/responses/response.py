@@ -9,9 +9,8 @@ import msgspec
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta
-from router.api.completions.events import PING
 from router.api.completions.logprobs import chat_logprobs, encoded
-from router.api.completions.response import Head
+from router.api.completions.response import PING, Head
 from router.api.completions.usage import usage_body
 from router.api.errors import HttpError
 from router.api.responses.output import Output, content_of
@@ -49,7 +48,7 @@ class ResponseAnswer:
             **fixed.echo,
         }
         self._output = Output(fixed.key, is_streamed=completion.request.is_streamed)
-        self._is_begun = False
+        self._is_started = False
         self._status = "in_progress"
         self._is_over_limit = False
 
@@ -61,7 +60,7 @@ class ResponseAnswer:
     def take(self) -> bytes:
         for choice, pieces in self._completion.take():
             for piece in pieces:
-                if not self._is_begun:
+                if not self._is_started:
                     self._begin()
                 self._add(choice, piece)
         return self._output.take_events()
@@ -77,7 +76,7 @@ class ResponseAnswer:
         return self._output.take_events()
 
     def _begin(self) -> None:
-        self._is_begun = True
+        self._is_started = True
         response = msgspec.Raw(msgspec.json.encode(self._document("in_progress")))
         self._output.say("response.created", response=response)
         self._output.say("response.in_progress", response=response)

@@ -1,10 +1,8 @@
 """Kept responses, for later ones to continue: a bounded number, private to each client.
 
-Kept as bytes, which can be counted and which nobody has to walk through: for every response its
-answer, and the items that came before it, those of earlier responses included.  So each stands
-alone: it can be gone on from when what it came from is long forgotten.  Where there is no room, the
-asker who keeps most loses the one that it has not used for longest.  A router that starts again
-remembers none.
+Kept as bytes, which can be counted: the response, and the items before it, those of earlier
+responses included, so that each can be continued when the earlier ones are long forgotten.  Where
+there is no room, the client that keeps most loses its least recently used one.
 """
 
 from __future__ import annotations
@@ -123,11 +121,7 @@ def previous_id(raw: bytes) -> str | None:
 
 
 def list_items(kept: KeptResponse, query: dict[str, str]) -> dict[str, Any]:
-    """Return the items before a response, as GET …/input_items has them: the latest first.
-
-    Raises:
-        HttpError: 400; the query asks for what there is not.
-    """
+    """Return the items before a response, as GET …/input_items has them: the latest first."""
     order, after = query.get("order", "desc"), query.get("after")
     limit = query.get("limit", str(DEFAULT_ITEMS))
     if order not in ("asc", "desc"):

@@ -7,41 +7,33 @@ them as a grammar (`grammar`) and knows its templates (`speaks`), a row here, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, Protocol
 
 from router.text.scan import Scan, Steps
 from router.text.tools import hermes, llama, mistral, pythonic
 from router.text.tools.lark import Wanted
 
 
-class Family(NamedTuple):
-    """One syntax of tool calls."""
+class Family(Protocol):
+    """One syntax of tool calls: a module."""
 
-    read: Callable[[Scan], Steps[None]]
-    grammar: Callable[[Wanted], str]
-    speaks: Callable[[str], bool]
-    # What the model writes around calls; some are special tokens, which have no text otherwise.
-    marks: tuple[str, ...]
+    @property
+    def MARKS(self) -> tuple[str, ...]:
+        """Texts around calls; some are special tokens, which have no text otherwise."""
 
+    def read(self, scan: Scan, /) -> Steps[None]: ...
+    def grammar(self, wanted: Wanted, /) -> str: ...
+    def speaks(self, template: str, /) -> bool: ...
 
-_HERMES: Final = Family(hermes.read, hermes.grammar, hermes.speaks, (hermes.OPEN, hermes.CLOSE))
-_MISTRAL: Final = Family(
-    mistral.read, mistral.grammar, mistral.speaks, (mistral.MARK, mistral.ARGS, mistral.CALL_ID)
-)
-_PYTHONIC: Final = Family(
-    pythonic.read, pythonic.grammar, pythonic.speaks, (pythonic.OPEN, pythonic.CLOSE)
-)
-_LLAMA: Final = Family(llama.read, llama.grammar, llama.speaks, llama.MARKS)
 
 # In the order in which a template is asked: what follows may be met in those before, too.
-FAMILIES: Final = {
-    "hermes": _HERMES,
-    "mistral": _MISTRAL,
-    "pythonic": _PYTHONIC,
-    "llama3_json": _LLAMA,
-    "llama4_json": _LLAMA,
-    "llama4_pythonic": _PYTHONIC,
+FAMILIES: Final[dict[str, Family]] = {
+    "hermes": hermes,
+    "mistral": mistral,
+    "pythonic": pythonic,
+    "llama3_json": llama,
+    "llama4_json": llama,
+    "llama4_pythonic": pythonic,
 }
 
 

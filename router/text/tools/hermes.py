@@ -9,10 +9,11 @@ from typing import Final
 
 from router.text.scan import Scan, Steps
 from router.text.tools.json_call import json_call
-from router.text.tools.lark import Wanted, objects, repeated, upto
+from router.text.tools.lark import Wanted, marked, repeated
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
+MARKS: Final = (OPEN, CLOSE)
 
 
 def read(scan: Scan) -> Steps[None]:
@@ -28,19 +29,9 @@ def read(scan: Scan) -> Steps[None]:
 
 
 def grammar(wanted: Wanted) -> str:
-    if wanted.is_required:
-        answer = repeated("call", "\n", wanted.is_several)
-    else:
-        answer = f"(upto rest){'*' if wanted.is_several else '?'} TEXT"
-    return "\n".join(
-        [
-            f"answer: {answer}",
-            f"call: {wanted.mark(OPEN)} rest",
-            upto(wanted.mark(OPEN)),
-            rf'rest: "\n" object "\n" {wanted.mark(CLOSE)}',
-            objects(wanted.tools, "arguments"),
-        ]
-    )
+    calls = repeated("call", "\n", wanted.is_several)
+    rest = rf'"\n" object "\n" {wanted.mark(CLOSE)}'
+    return marked(wanted, OPEN, calls, rest, is_several=wanted.is_several)
 
 
 def speaks(template: str) -> bool:

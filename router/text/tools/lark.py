@@ -71,6 +71,19 @@ def repeated(item: str, separator: str, is_several: bool) -> str:
     return f"{item} ({literal(separator)} {item})*" if is_several else item
 
 
+def marked(wanted: Wanted, mark: str, calls: str, rest: str, *, is_several: bool) -> str:
+    """A grammar of calls that begin with `mark`: required, they are `calls`; else after content."""
+    written = wanted.mark(mark)
+    rules = (
+        calls if wanted.is_required else f"(upto rest){'*' if is_several else '?'} TEXT",
+        f"call: {written} rest",
+        upto(written),
+        f"rest: {rest}",
+        objects(wanted.tools, "arguments"),
+    )
+    return "answer: " + "\n".join(rules)
+
+
 def upto(mark: str, rule: str = "upto") -> str:
     """Text up to and with `mark`.  A mark that is no token ends it lazily."""
     is_token = mark.startswith("<[")

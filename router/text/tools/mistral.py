@@ -10,11 +10,12 @@ from typing import Final
 
 from router.text.scan import Scan, Steps
 from router.text.tools.json_call import json_call, named_call
-from router.text.tools.lark import Wanted, arguments, literal, objects, repeated, upto
+from router.text.tools.lark import Wanted, arguments, literal, marked, repeated
 
 MARK: Final = "[TOOL_CALLS]"
 ARGS: Final = "[ARGS]"
 CALL_ID: Final = "[CALL_ID]"
+MARKS: Final = (MARK, ARGS, CALL_ID)
 
 
 def read(scan: Scan) -> Steps[None]:
@@ -51,19 +52,8 @@ def grammar(wanted: Wanted) -> str:
             f"{literal(tool.name)} {args} {arguments(tool)}" for tool in wanted.tools
         )
         is_several = wanted.is_several
-    if wanted.is_required:
-        answer = "call+" if is_several else "call"
-    else:
-        answer = f"(upto rest){'*' if is_several else '?'} TEXT"
-    return "\n".join(
-        [
-            f"answer: {answer}",
-            f"call: {wanted.mark(MARK)} rest",
-            upto(wanted.mark(MARK)),
-            f"rest: {rest}",
-            objects(wanted.tools, "arguments"),
-        ]
-    )
+    calls = "call+" if is_several else "call"
+    return marked(wanted, MARK, calls, rest, is_several=is_several)
 
 
 def speaks(template: str) -> bool:

@@ -21,6 +21,7 @@ from router.text.tools.lark import Tool, Wanted, literal, refused, repeated, sch
 
 OPEN: Final = "<|python_start|>"
 CLOSE: Final = "<|python_end|>"
+MARKS: Final = (OPEN, CLOSE)
 # Of an argument: brackets in brackets, and characters outside strings.  Python's parser takes some
 # milliseconds for so many numbers, during which nothing else runs.
 MAX_DEPTH: Final = 32

@@ -275,12 +275,6 @@ def test_what_is_required_is_named(lacking: str) -> None:
         parse(MessagesBody, raw(**fields))
 
 
-def test_another_model_is_not_here(model: ServedModel) -> None:
-    with pytest.raises(HttpError) as caught:
-        ask(model, model="claude")
-    assert caught.value.status == 404
-
-
 def test_tokens_are_counted_as_they_would_be_read(model: ServedModel) -> None:
     fields = {"model": "letters", "messages": USER, "system": "s"}
     counted = json.loads(count_tokens(model, raw(**fields)))

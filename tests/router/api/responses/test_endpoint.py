@@ -58,10 +58,6 @@ def talk(tmp_path: Path) -> Talk:
     return Talk(letters(tmp_path))
 
 
-def test_the_input_is_the_prompt(talk: Talk) -> None:
-    assert talk.prompt(instructions="Be.") == "system:Be.\nuser:hi\nassistant:"
-
-
 def test_a_response_goes_on_from_another(talk: Talk) -> None:
     first = talk.answer("hello", instructions="Be.")
     second = talk.answer("two", input="more", previous_response_id=first)
@@ -76,12 +72,6 @@ def test_each_stands_alone(talk: Talk) -> None:
     second = talk.answer("two", input="more", previous_response_id=first)
     talk.kept.pop("anna", first)
     assert "user:hi\nassistant:hello\n" in talk.prompt(previous_response_id=second)
-
-
-def test_input_of_calls_becomes_messages(talk: Talk) -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "c", "output": "rain"}
-    assert talk.prompt(input=[call, output]).endswith("tool:rain\nassistant:")
 
 
 def test_what_is_not_to_be_kept_is_not(talk: Talk) -> None:
