@@ -1,7 +1,7 @@
 """The forward pass on a CPU: programs of compiled loops over packed weights.
 
-A program is built once for a number of tokens; its operations read and write the same buffers each
-time it runs.  A shard has several programs, with an all-reduce between two of them.
+A program is a list of operations, built once for each number of tokens; it reads and writes the
+same buffers each time it runs.  A shard runs several programs with all-reduces between them.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from worker.model.config import ModelConfig
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import Attention, ExpertMLP, Layer, Weights
 
-# The size of the cache of programs: decode steps have few numbers of tokens, prompts have any.
+# The size of the LRU cache of programs; prompts can have any number of tokens.
 MAX_PROGRAMS = 64
 
 
 class CompiledTransformer:
-    """Takes over the weights and packs them layer by layer; has the attributes of `Transformer`.
+    """The compiled forward pass on a CPU, with the attributes of `Transformer`.
 
-    In bfloat16 every matrix product has bfloat16 on both sides, otherwise float32, whatever dtype
-    the weights are stored in.  With `in_int8` weights are rounded to 8 bits, and only attention
-    uses the dtype.  All else is float32.  With `ranks` it is a shard.
+    The constructor empties `weights` while it packs them layer by layer.  If `dtype` is bfloat16,
+    both inputs of every matrix product are bfloat16, otherwise float32, whatever dtype stores the
+    weights.  With `in_int8`, weights are quantized to int8 and only attention uses `dtype`.
+    Everything else is float32.  With `ranks`, this object computes one shard of the model.
     """
 
     dtype = torch.float32
@@ -69,7 +70,7 @@ class CompiledTransformer:
         config, self._ranks = self.config, ranks
         self.arithmetic = arithmetic_of(self.device, dtype)
         if dtype is torch.bfloat16:
-            # The system may refuse tiles on one of two equal processors.
+            # The OS may disable AMX tiles, so equal processors can use different methods.
             self.arithmetic += f" {best_way().name.lower()}"
         if in_int8:
             self.arithmetic += " int8"
@@ -79,18 +80,18 @@ class CompiledTransformer:
         self._packed: Packed = Int8Weight if in_int8 else in_floats
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm
-        # Only the last stage has one.
+        # Only the last pipeline stage has an output head.
         self._head = self._packed(weights.head) if len(weights.head) else None
-        # A tied head's panels hold the embeddings, too.
+        # If the head is tied to the embedding, embedding rows are read from its packed weights.
         is_tied = weights.head is weights.embed
         self._embedding = self._head if self._head is not None and is_tied else weights.embed
-        # Rounded as models were trained with it.
+        # Models were trained with the scale rounded to their dtype.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._frequencies = {
             layer.rope: inverse_frequencies(layer.rope, self.device) for layer in config.layers
         }
         num_shared = config.num_heads // config.num_kv_heads
-        # By whether layers have a window: such layers have their own pool, tables and slots.
+        # Keyed by whether layers have a window: those have their own pool, tables and slots.
         self._items = {
             it: WorkItems(num_shared) for it in {own.window is not None for own in config.layers}
         }
@@ -105,14 +106,14 @@ class CompiledTransformer:
 
     @staticmethod
     def best_dtype(config: ModelConfig) -> torch.dtype:
-        """Return the fastest dtype on this processor that loses no precision of the weights."""
+        """Return the fastest dtype on this processor that represents the weights exactly."""
         is_paired = config.dtype == "bfloat16" and best_way() is not Way.VECTORS
         fits = CompiledTransformer.fits(config, torch.bfloat16)
         return torch.bfloat16 if is_paired and fits else torch.float32
 
     @staticmethod
     def knows(config: ModelConfig) -> bool:
-        """Return whether there are loops for all kinds of layers of this model."""
+        """Return whether compiled loops exist for all kinds of layers of this model."""
         has_shared = any(it.experts is not None and it.experts.shared_size for it in config.layers)
         return not (config.delta_layers or config.has_output_gate or has_shared)
 
@@ -120,10 +121,10 @@ class CompiledTransformer:
     def fits(
         config: ModelConfig, dtype: torch.dtype, *kept: torch.dtype, in_int8: bool = False
     ) -> bool:
-        """Return whether the loops know the model's layers, and its widths are whole panels.
+        """Return whether compiled loops support the model's layers, sizes and dtypes.
 
-        In bfloat16 and `in_int8` gate and up need whole panels each.  `kept` are the dtypes of
-        weights and KV.
+        Each matrix must have a multiple of PANEL output columns.  In float32 that applies to gate
+        and up together, in bfloat16 and int8 to each.  `kept` are the dtypes of weights and KV.
         """
         if not CompiledTransformer.knows(config):
             return False
@@ -160,11 +161,11 @@ class CompiledTransformer:
         return logits if self._ranks is None else self._gathered(logits, self._ranks)
 
     def _int8_bytes(self) -> int:
-        parts = {self._norm, self._head, self._embedding}  # the last two may be one
+        parts = {self._norm, self._head, self._embedding}  # the last two may be the same object
         return bytes_of((*parts, *self._layers))
 
     def _gathered(self, logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Gather the logits of all tokens in the leader."""
+        """Gather the shards' columns of the logits in the leader."""
         vocab_size = self.config.vocab_size
         if not ranks.shard.is_last:
             return logits.new_empty(0, vocab_size)
@@ -183,7 +184,7 @@ class CompiledTransformer:
         return program
 
     def _make_room(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> None:
-        """Allocate larger buffers if needed, and drop the programs that use the old ones."""
+        """Allocate larger buffers if needed, and discard the programs that use the old ones."""
         if any(pool is not self._pools.get(it) for it, pool in pools.items()):
             self._programs.clear()
             self._pools = pools
@@ -194,8 +195,8 @@ class CompiledTransformer:
             self._window_slots = torch.empty(num_tokens, dtype=torch.int32)
         if num_rows > len(self._logits):
             self._programs.clear()
-            # In powers of two, as sequences come one by one.  Allocated once: 32 rows of a large
-            # vocabulary are a thousand pages that the system would have to clear in each step.
+            # The number of rows grows in powers of two, because sequences arrive one by one.  A
+            # new buffer in each step would cost page faults: 32 rows can be a thousand pages.
             room = 1 << (num_rows - 1).bit_length()
             self._logits = torch.empty(room, self._logits.shape[1])
 
@@ -203,7 +204,7 @@ class CompiledTransformer:
         return StepInputs(num_tokens, torch.stack([*self._frequencies.values()]))
 
     def _operations(self, num_tokens: int, num_rows: int) -> list[Operation | Call]:
-        """Return the operations from token ids to logits."""
+        """Return the operations that compute logits from token ids."""
         config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
@@ -244,7 +245,7 @@ class CompiledTransformer:
         return [*program, *self._end(hidden, num_rows)]
 
     def _begin(self, hidden: torch.Tensor) -> list[Operation | Call]:
-        """Return the operations that embed tokens or receive the stage before's hidden states."""
+        """Return the operations that embed tokens, or receive the previous stage's output."""
         if self._ranks is not None and not self._ranks.shard.is_first:
             return [partial(self._ranks.receive, hidden)]
         token_ids = self._inputs.token_ids[: len(hidden)]
@@ -256,7 +257,7 @@ class CompiledTransformer:
         if self._head is None:
             assert self._ranks is not None
             ranks = self._ranks
-            # A copy, as the next step overwrites these hidden states.
+            # Send a copy, because the next step overwrites these hidden states.
             return [lambda: ranks.send(hidden.clone())]
         last, rows = self._buffers.normed[:num_rows], self._inputs.rows[:num_rows]
         return [
@@ -265,7 +266,7 @@ class CompiledTransformer:
         ]
 
     def _feed_forward(self, layer: _PackedLayer, num_tokens: int) -> list[Operation | Call]:
-        """Return the operations from normalized rows to the addition to `hidden`."""
+        """Return the operations that add the feed-forward of the normalized rows to `hidden`."""
         config, buffers, mlp, ranks = self.config, self._buffers, layer.mlp, self._ranks
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         if isinstance(mlp, PackedExperts):
@@ -308,7 +309,7 @@ class _PackedLayer(NamedTuple):
 
 
 class _Buffers:
-    """The buffers of a step of up to `num_tokens` tokens."""
+    """Intermediate results of a step of up to `num_tokens` tokens, reused in each step."""
 
     def __init__(
         self, config: ModelConfig, num_tokens: int, packed: Packed, dtype: torch.dtype

@@ -1,12 +1,12 @@
-"""The meeting of a model's processes: they find each other, compare settings, and connect.
+"""Connects the processes of a model: they find each other, compare settings, and connect.
 
-Process 0 listens at the rendezvous, and the others call it.  Only when all are there, with the same
-settings, do they connect to each other.  Until then a signal can end the wait.  Afterwards no
-process listens.
+Process 0 listens at the rendezvous, and the others connect to it.  When all have connected and have
+the same settings, they connect to each other.  A signal can interrupt the wait.  Afterwards no
+process listens.  The rendezvous is one of these URLs:
 
-    file:///PATH        a Unix socket of that name, for this user alone; others add .1, .2, ...
-    abstract://NAME     the same under names that are in no file system, which Linux has
-    tcp://HOST:PORT     a port of process 0; others listen at any free one
+    file:///PATH        a Unix socket for this user only; process 1 listens at PATH.1, and so on
+    abstract://NAME     the same in Linux's abstract socket namespace, without files
+    tcp://HOST:PORT     the port of process 0; the other processes listen at any free port
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from worker.model.shard import Shard
 Connections = dict[tuple[int, Purpose], Connection]
 Settings = Mapping[str, object]
 
-# The interval of attempts to reach process 0, and the longest delay of a signal.
+# The interval between connection attempts, and so the longest delay of a signal.
 _LOOK_S: Final = 0.05
 _LENGTH: Final = struct.Struct("<I")
 MAX_MESSAGE_BYTES: Final = 1 << 20
@@ -48,27 +48,27 @@ class Address(NamedTuple):
 def meet(
     rendezvous: str, shard: Shard, settings: Settings, timeout_s: float, secret: bytes = b""
 ) -> Connections:
-    """Return this process's connections, by process and purpose, once all processes are there.
+    """Connect to all other processes; return the connections by peer and purpose.
 
     Args:
-        rendezvous: One of the URLs above.
-        settings: Must be equal in all processes; the names are those that an operator knows.
-        secret: The secret of this worker's processes.  Without one everybody who reaches a port is
-            trusted, and messages cross the network unsealed.
+        rendezvous: A URL; see the module's docstring.
+        settings: Settings that must be equal in all processes, by their names in error messages.
+        secret: The shared secret of this worker's processes.  If it is empty, every peer that
+            reaches a port is trusted, and messages are sent unencrypted.
 
     Raises:
-        ValueError: This process has come twice, or has other settings or another secret.
-        TimeoutError: A process has not come.
-        ProcessLost: A process that had come is gone.
-        OSError: The address cannot be opened.
+        ValueError: Another process has this number, other settings or another secret.
+        TimeoutError: A process did not connect in time.
+        ProcessLost: A process that had connected died.
+        OSError: This process cannot listen at its address.
     """
     return asyncio.run(_Meeting(rendezvous, shard, settings, timeout_s, secret).hold())
 
 
 def other_connections(size: int, stages: int) -> list[Caller]:
-    """Return the connections besides the first one of each process to process 0.
+    """Return all connections except the first one from each process to process 0.
 
-    Shards of a stage add up their summands, and a shard sends to the same shard of the next stage.
+    A shard all-reduces with the shards of its stage, and sends to its rank in the next stage.
     """
     shards = [Shard.of_process(it, size, stages) for it in range(size * stages)]
     found = list[Caller]()
@@ -97,8 +97,9 @@ class _Meeting:
         self._listening = ExitStack()
 
     async def hold(self) -> Connections:
+        """Make all connections, or close them on failure; stop listening in either case."""
         try:
-            with self._listening:  # which closes it
+            with self._listening:
                 await (self._follow() if self._number else self._lead())
         except BaseException:
             for connection in self._made.values():
@@ -107,8 +108,9 @@ class _Meeting:
         return self._made
 
     async def _lead(self) -> None:
+        """Run process 0: accept the others, compare settings, send all of them the addresses."""
         family, place = _find(self._rendezvous)
-        # The name of this machine may resolve to its loopback, only here.
+        # This machine's own name may resolve to loopback here, but not on the other machines.
         if family != socket.AF_UNIX and ip_address(place[0]).is_loopback:
             place = (_EVERYWHERE[family], *place[1:])
         listener, secret = self._listen(Address(family, place)), secrets.token_bytes()
@@ -127,6 +129,7 @@ class _Meeting:
         await self._admit(listener, self._others)
 
     async def _follow(self) -> None:
+        """Run a process other than 0: connect to lower numbers, then accept higher ones."""
         first = await self._call(Caller(self._number, 0), self._secret)
         family = first.socket.family
         if family == socket.AF_UNIX:
@@ -139,11 +142,11 @@ class _Meeting:
         self._send(first, {"settings": self._settings, "address": address})
         theirs = self._receive(first)
         self._compare(theirs["settings"], 0)
-        addresses = dict(self._receive(first))  # once all have come
+        addresses = dict(self._receive(first))  # process 0 sends it after all have connected
         listener.secret = bytes.fromhex(theirs["secret"])
         for it in self._others:
             if it.caller == self._number:
-                place = addresses.get(it.called)  # of process 0 it is known
+                place = addresses.get(it.called)  # missing for process 0, at the rendezvous
                 place = tuple(place) if isinstance(place, list) else place
                 called = Address(family, place) if place else None
                 await self._call(it, listener.secret, called)
@@ -169,7 +172,7 @@ class _Meeting:
     async def _call(
         self, caller: Caller, secret: bytes, address: Address | None = None
     ) -> Connection:
-        """Connect to a process at the address or the rendezvous; retry until it listens."""
+        """Connect to a process at `address`, by default the rendezvous; retry until it listens."""
         while True:
             family, place = address or _find(self._rendezvous)
             sock = socket.socket(family)
@@ -209,7 +212,7 @@ class _Meeting:
                 ) from None
             if not place.startswith("\0"):
                 self._listening.callback(os.unlink, place)
-                os.chmod(place, 0o600)  # before anybody can connect
+                os.chmod(place, 0o600)  # before `listen`, so no other user can connect
             listening.listen(_BACKLOG)
         return Listener(listening, self._secret, is_sealed=self._is_sealed)
 

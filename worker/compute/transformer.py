@@ -1,7 +1,7 @@
-"""The forward pass over paged KV by torch and the kernels, on any device.
+"""The forward pass over paged KV by torch and our kernels, on any device.
 
-One step computes T tokens of any number of sequences; only the kernels of attention need to know
-which token belongs to which sequence.  No autograd and no torch modules: tensors and functions.
+One step computes T tokens of any number of sequences; only the attention and delta rule kernels
+depend on which token belongs to which sequence.  It uses no autograd and no torch modules.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from worker.model.weights import Attention, DeltaNet, Weights
 
 
 class Transformer:
-    """Computes in the dtype of its weights.
+    """A decoder-only transformer that computes in the dtype of its weights.
 
     Attributes:
-        arithmetic: See `arithmetic_of`.
-        parameter_bytes: The size of the checkpoint's tensors when they were read.
+        arithmetic: The name of the rounding behaviour; see `arithmetic_of`.
+        parameter_bytes: The total size of the tensors as they were loaded from the checkpoint.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -36,12 +36,12 @@ class Transformer:
         self.kv_dtype, self.dtype = weights.kv_dtype, weights.weight_dtype
         self.arithmetic = arithmetic_of(self.device, self.dtype)
         self.parameter_bytes = weights.parameter_bytes
-        # Rounded as models were trained with it.
+        # Models were trained with the scale rounded to their dtype.
         self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
         self._ropes = list(dict.fromkeys(layer.rope for layer in self.config.layers))
         frequencies = [inverse_frequencies(rope, self.device) for rope in self._ropes]
         self._frequencies = torch.stack(frequencies)
-        # The index of each layer in its pool of KV, or in that of states.
+        # The index of each layer in its KV pool or, for a delta net, in the pool of states.
         in_pool, in_states = iter(places(self.config.windows)), count()
         self._places = [
             next(in_pool if layer.delta is None else in_states) for layer in self.config.layers
@@ -57,14 +57,15 @@ class Transformer:
         rows: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute one step and write its KV into the pool.
+        """Compute one step and append its KV to the pool.
 
         Args:
-            token_ids: [T] on the device; `positions` likewise.
-            pool: [N, L, 2, Hkv, B, D] of the layers that see every position, in the order of
-                `worker.compute.pool_shape`; the others' pool is in `batch.windowed`.
-            rows: [R] tokens whose logits are computed; None for all of them.
-            out: [R, vocab] float32 for the logits; None for a new tensor.
+            token_ids: [T] on the device.
+            positions: [T] on the device.
+            pool: [N, L, 2, Hkv, B, D] KV of the layers that see every position, in the order of
+                `worker.compute.pool_shape`; the pool of other layers is in `batch.windowed`.
+            rows: [R] indices of the tokens whose logits are computed; None for all tokens.
+            out: [R, vocab] float32 buffer for the logits; None allocates one.
 
         Returns:
             [R, vocab] float32 logits, valid until the next step.
@@ -94,7 +95,7 @@ class Transformer:
         logits = self._logits(hidden, normed if rows is None else normed[rows])
         return logits.float() if out is None else out.copy_(logits)
 
-    # `worker.compute.sharded` overrides these three.
+    # ShardedTransformer overrides `_embed`, `_all_reduce` and `_logits`.
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         hidden = embedding(token_ids, self._weights.embed)
@@ -142,7 +143,7 @@ class Transformer:
         states, heads, eps = batch.states, layer.config, self.config.norm_eps
         assert states is not None, "layers with a state need the states of a step"
         number, per_key, depth = heads.num_heads, heads.values_per_key, heads.key_dim
-        # In float32 from here to the norm, whatever the model's dtype.
+        # Everything up to the norm is float32, whatever the model's dtype.
         rows, betas = layer.inputs(hidden).float().tensor_split((-2 * number * per_key,), dim=1)
         of_heads = torch.unflatten(rows, 1, (number, -1))
         mixed, gate = of_heads.tensor_split((heads.channels,), dim=-1)
@@ -167,5 +168,5 @@ class Transformer:
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
-    """Normalize heads to length 1."""
+    """Normalize each head's vector to length 1."""
     return heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
