@@ -304,7 +304,7 @@ def test_a_leader_says_which_settings_of_others_must_be_the_same(tmp_path: Path)
         try:
             ours = {"the fingerprint of --model": fingerprint(path), **numbers, "--dtype": "auto"}
             with pytest.raises(ValueError, match="--dtype is auto for process 1 and float32 for"):
-                meeting.meet(place, Shard.of_process(1, 2, 1), ours, 60.0)
+                meeting.connect(place, Shard.of_process(1, 2, 1), ours, 60.0)
             _, log = leader.communicate(timeout=60)
         finally:
             leader.kill()

@@ -27,17 +27,17 @@ from kernels.cpu.work_items import WorkItems
 from worker.compute.device import arithmetic_of
 from worker.compute.packed import (
     Call,
-    ExpertRoom,
+    ExpertBuffers,
     Packed,
     PackedExperts,
     PackedMLP,
     Projection,
-    added_up,
+    all_reduce_calls,
     bytes_of,
     gated_rows,
     in_one_call,
 )
-from worker.compute.pool_shape import places
+from worker.compute.pool_shape import indices_in_pool
 from worker.compute.ranks import Ranks
 from worker.model.config import ModelConfig
 from worker.model.rope import inverse_frequencies
@@ -112,7 +112,7 @@ class CompiledTransformer:
         return torch.bfloat16 if is_paired and fits else torch.float32
 
     @staticmethod
-    def knows(config: ModelConfig) -> bool:
+    def supports_layers(config: ModelConfig) -> bool:
         """Return whether compiled loops exist for all kinds of layers of this model."""
         has_shared = any(it.experts is not None and it.experts.shared_size for it in config.layers)
         return not (config.delta_layers or config.has_output_gate or has_shared)
@@ -126,7 +126,7 @@ class CompiledTransformer:
         Each matrix must have a multiple of PANEL output columns.  In float32 that applies to gate
         and up together, in bfloat16 and int8 to each.  `kept` are the dtypes of weights and KV.
         """
-        if not CompiledTransformer.knows(config):
+        if not CompiledTransformer.supports_layers(config):
             return False
         factor = 1 if in_int8 or dtype is torch.bfloat16 else 2
         inner = (size * factor for size in config.intermediate_sizes)
@@ -145,6 +145,7 @@ class CompiledTransformer:
     ) -> torch.Tensor:
         """Compute one step; see `worker.compute.transformer.Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
+        # Keyed by whether layers have a window, like `_items`.
         pools, batches = {False: pool}, {False: batch}
         if batch.windowed is not None:
             pools[True], batches[True] = batch.windowed
@@ -173,7 +174,7 @@ class CompiledTransformer:
         return ranks.gather(own.contiguous())[:, :vocab_size]
 
     def _program(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> Call:
-        self._make_room(pools, num_tokens, num_rows)
+        self._reserve(pools, num_tokens, num_rows)
         program = self._programs.get((num_tokens, num_rows))
         if program is None:
             program = in_one_call(self._operations(num_tokens, num_rows))
@@ -183,7 +184,7 @@ class CompiledTransformer:
         self._programs.move_to_end((num_tokens, num_rows))
         return program
 
-    def _make_room(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> None:
+    def _reserve(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> None:
         """Allocate larger buffers if needed, and discard the programs that use the old ones."""
         if any(pool is not self._pools.get(it) for it, pool in pools.items()):
             self._programs.clear()
@@ -197,8 +198,8 @@ class CompiledTransformer:
             self._programs.clear()
             # The number of rows grows in powers of two, because sequences arrive one by one.  A
             # new buffer in each step would cost page faults: 32 rows can be a thousand pages.
-            room = 1 << (num_rows - 1).bit_length()
-            self._logits = torch.empty(room, self._logits.shape[1])
+            capacity = 1 << (num_rows - 1).bit_length()
+            self._logits = torch.empty(capacity, self._logits.shape[1])
 
     def _inputs_for(self, num_tokens: int) -> StepInputs:
         return StepInputs(num_tokens, torch.stack([*self._frequencies.values()]))
@@ -222,20 +223,20 @@ class CompiledTransformer:
             inputs.load(num_tokens, num_rows),
             *self._begin(hidden),
         ]
-        in_pool = places(config.windows)
-        for layer, own, place in zip(self._layers, config.layers, in_pool, strict=True):
+        in_pool = indices_in_pool(config.windows)
+        for layer, own, index in zip(self._layers, config.layers, in_pool, strict=True):
             rotation, window = rotations[own.rope], own.window
             scale = config.attention_scale * own.rope.score_factor
             has_window, query = window is not None, heads[:, : config.num_heads]
             items, pool = self._items[has_window], self._pools[has_window]
             attention = attend(
-                query, pool, place, items, by_head, scale=scale, window=window, sinks=layer.sinks
+                query, pool, index, items, by_head, scale=scale, window=window, sinks=layer.sinks
             )
             program += [
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
                 rotate_and_append(
-                    heads, rotation, pool, place, slots[has_window], layer.qk_norm, eps
+                    heads, rotation, pool, index, slots[has_window], layer.qk_norm, eps
                 ),
                 attention,
                 *layer.o.added(attended, hidden, planes, added, eps, self._ranks),
@@ -250,7 +251,7 @@ class CompiledTransformer:
             return [partial(self._ranks.receive, hidden)]
         token_ids = self._inputs.token_ids[: len(hidden)]
         rows = embed(token_ids, self._embedding, hidden, self._embedding_scale)
-        return [rows, *added_up(hidden, self._ranks)]
+        return [rows, *all_reduce_calls(hidden, self._ranks)]
 
     def _end(self, hidden: torch.Tensor, num_rows: int) -> list[Operation | Call]:
         """Return the operations that compute logits, or send hidden states to the next stage."""
@@ -270,10 +271,10 @@ class CompiledTransformer:
         config, buffers, mlp, ranks = self.config, self._buffers, layer.mlp, self._ranks
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         if isinstance(mlp, PackedExperts):
-            room, exact_norm = buffers.experts[mlp.config], None
+            moe, exact_norm = buffers.experts[mlp.config], None
             if self._packed is not PackedWeight:
-                exact_norm = norm(hidden, layer.mlp_norm, config.norm_eps, room.exact[:num_tokens])
-            return mlp.added(hidden, normed, exact_norm, room, config.activation, ranks)
+                exact_norm = norm(hidden, layer.mlp_norm, config.norm_eps, moe.exact[:num_tokens])
+            return mlp.added(hidden, normed, exact_norm, moe, config.activation, ranks)
         wide, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
         planes, added = buffers.planes[:num_tokens], buffers.added[:num_tokens]
         return [
@@ -294,7 +295,7 @@ class _PackedLayer(NamedTuple):
     @classmethod
     def of(cls, layer: Layer, packed: Packed) -> _PackedLayer:
         attention = layer.attention
-        assert isinstance(attention, Attention), "`fits` knows"
+        assert isinstance(attention, Attention), "`fits` is true"
         return cls(
             attention_norm=layer.attention_norm,
             qkv=Projection.packed(attention.qkv, packed),
@@ -326,7 +327,9 @@ class _Buffers:
         self.gate_up = torch.empty(num_tokens, 2 * inner if packed is PackedWeight else 0)
         self.gated = gated_rows(num_tokens, inner, packed)
         kinds = {layer.experts for layer in config.layers if layer.experts is not None}
-        self.experts = {it: ExpertRoom(it, config.hidden_size, num_tokens, packed) for it in kinds}
+        self.experts = {
+            it: ExpertBuffers(it, config.hidden_size, num_tokens, packed) for it in kinds
+        }
         if packed is Int8Weight:
             kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
             self.attended = torch.empty(num_tokens, width, dtype=kept)

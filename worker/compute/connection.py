@@ -63,7 +63,7 @@ class Connection:
         self._num_sent += 1
         return self._ciphers[0].encrypt(_nonce(self._num_sent), message, None)
 
-    def room_for(self, message: memoryview) -> memoryview:
+    def receive_buffer(self, message: memoryview) -> memoryview:
         """Return the buffer to receive into: a longer one for a sealed message, else `message`."""
         sealed_bytes = len(message) + _TAG_BYTES
         return message if self._ciphers is None else memoryview(bytearray(sealed_bytes))
@@ -110,26 +110,26 @@ def exchange(
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     unsent = {it: memoryview(it.seal(message)) for it, message in sends}
-    rooms = {it: it.room_for(message) for it, message in receives}
-    unread = dict(rooms)
+    buffers = {it: it.receive_buffer(message) for it, message in receives}
+    unfilled = dict(buffers)
     while True:
-        unsent = {it: rest for it, of in unsent.items() if (rest := it.send_some(of))}
-        unread = {it: rest for it, of in unread.items() if (rest := it.receive_some(of))}
-        if not unsent and not unread:
+        unsent = {it: rest for it, left in unsent.items() if (rest := it.send_some(left))}
+        unfilled = {it: rest for it, left in unfilled.items() if (rest := it.receive_some(left))}
+        if not unsent and not unfilled:
             break
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not _wait(unsent.keys(), unread.keys(), left_s):
-            peer = min(it.peer for it in (*unsent, *unread))
+        if not _wait(unsent.keys(), unfilled.keys(), left_s):
+            peer = min(it.peer for it in (*unsent, *unfilled))
             raise ProcessLost(f"process {peer} has not answered for {timeout_s:g} s")
     for it, message in receives:
-        it.open(rooms[it], message)
+        it.open(buffers[it], message)
 
 
-def _wait(unsent: Set[Connection], unread: Set[Connection], timeout_s: float | None) -> bool:
+def _wait(unsent: Set[Connection], unfilled: Set[Connection], timeout_s: float | None) -> bool:
     """Wait until a connection is ready to send or receive; return False on timeout."""
     poll = select.poll()
-    for it in unsent | unread:
-        wanted = select.POLLOUT * (it in unsent) | select.POLLIN * (it in unread)
+    for it in unsent | unfilled:
+        wanted = select.POLLOUT * (it in unsent) | select.POLLIN * (it in unfilled)
         poll.register(it.socket, wanted)
     return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 

@@ -132,7 +132,7 @@ class DecodeGraphs:
         """Capture a CUDA graph for each batch size, which takes seconds; log the progress."""
         # Start with the largest: the others fit into the memory pool that its capture allocates.
         for number, size in enumerate(reversed(SIZES), 1):
-            self._of(size)
+            self._captured(size)
             if number % _PROGRESS == 0 or number == len(SIZES):
                 log.info("recorded decode steps", done=number, of=len(SIZES))
 
@@ -162,13 +162,13 @@ class DecodeGraphs:
         """
         count = len(token_ids)
         size = next(size for size in SIZES if size >= count)
-        it = self._of(size)
+        it = self._captured(size)
         it.step.set(token_ids, positions, batch, drawn)
         cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
         return it.step.logits[:count]
 
-    def _of(self, size: int) -> _Recorded:
+    def _captured(self, size: int) -> _Recorded:
         if size not in self._recorded:
             step = self._make_step(size)
             self._recorded[size] = _Recorded(step, self._record(step))
@@ -192,20 +192,20 @@ def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGr
         cache,
         max_model_len=max_model_len,
         gpu=cuda.gpu(cache.pool.device.index or 0),
-        record=partial(record_graph, room=torch.cuda.graph_pool_handle()),
+        record=partial(record_graph, memory_pool=torch.cuda.graph_pool_handle()),
     )
 
 
-def record_graph(step: DecodeStep, room: Any) -> Callable[[], None]:
-    """Capture a step as a CUDA graph in the memory pool `room`; implements `Record`."""
+def record_graph(step: DecodeStep, memory_pool: Any) -> Callable[[], None]:
+    """Capture a step as a CUDA graph in the memory pool `memory_pool`; implements `Record`."""
     # The first run compiles, loads and allocates, which must not happen during capture.
-    aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    warmup: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    warmup.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warmup):
         step()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(warmup)
     graph = torch.cuda.CUDAGraph()
     # Other threads continue to copy KV meanwhile, and may allocate memory.
-    with torch.cuda.graph(graph, pool=room, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
         step()
     return graph.replay

@@ -111,11 +111,11 @@ class TorchKVCache(KVCache):
             self._lane.mark()
 
     def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        whole = self._whole(block_table, rectangle)
+        whole = self._host_bytes(block_table, rectangle)
         return None if whole is None else whole.reshape(-1).data
 
     def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
-        block = self._block(block_table, rectangle)
+        block = self._whole_block(block_table, rectangle)
         if self.memory is None or block is None:
             return None
         windowed, number, layers = block
@@ -131,21 +131,21 @@ class TorchKVCache(KVCache):
                 raise OSError(staging.why_plain)
         return DeviceMemory.map(self._lane, descriptor, about)
 
-    def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
+    def _host_bytes(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
         """Return the bytes of a rectangle that is one block in host memory, uncopied; else None."""
-        block = self._block(block_table, rectangle) if self._layers else None
+        block = self._whole_block(block_table, rectangle) if self._layers else None
         if block is None:
             return None
         windowed, number, layers = block
         return self._layers[windowed][number, layers.start : layers.stop]
 
-    def _block(
+    def _whole_block(
         self, block_table: Sequence[int], rectangle: Rectangle
     ) -> tuple[bool, int, range] | None:
         """Return (has a window, block, layers) if the rectangle is one block of some layers."""
         if self.is_state(rectangle):
             return None
-        windowed, layers, heads, tokens = self._place(rectangle)
+        windowed, layers, heads, tokens = self._in_pool(rectangle)
         index, before = divmod(tokens.start, self.block_size)
         num_heads = self._shapes[windowed].num_kv_heads
         is_whole = (before, len(tokens), len(heads)) == (0, self.block_size, num_heads)
@@ -157,7 +157,7 @@ class TorchKVCache(KVCache):
         if self.is_state(rectangle):
             slot = self.state_slots.find(block_table, rectangle.tokens.start)
             return self.pack_state(slot, rectangle)
-        windowed, layers, heads, tokens = self._place(rectangle)
+        windowed, layers, heads, tokens = self._in_pool(rectangle)
         if (staging := self._stagings.get(windowed)) is None:
             pool = self._pools[windowed]
             segment = kernels.pack_kv(pool, block_table, layers, tokens, heads=heads)
@@ -174,10 +174,10 @@ class TorchKVCache(KVCache):
             slot = self.state_slots.take(block_table, rectangle.tokens.start)
             self.unpack_state(slot, rectangle, segment)
             return
-        if (whole := self._whole(block_table, rectangle)) is not None:
+        if (whole := self._host_bytes(block_table, rectangle)) is not None:
             whole[:] = np.frombuffer(segment, np.uint8).reshape(whole.shape)
             return
-        windowed, layers, heads, tokens = self._place(rectangle)
+        windowed, layers, heads, tokens = self._in_pool(rectangle)
         pool = self._pools[windowed]
         shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
         received = tensor_over(segment)
@@ -199,22 +199,22 @@ class TorchKVCache(KVCache):
         return self.states[slot, layers.start : layers.stop, heads.start : heads.stop]
 
     def pack_state(self, slot: int, rectangle: Rectangle) -> memoryview:
-        with self._working():
+        with self._after_mark():
             state = self._state(slot, rectangle).to("cpu", copy=True)
         return state.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def unpack_state(self, slot: int, rectangle: Rectangle, segment: Buffer) -> None:
         # Copy before viewing as float32: a received segment may be unaligned.
         received = tensor_over(segment).clone().view(torch.float32)
-        with self._working():
+        with self._after_mark():
             state = self._state(slot, rectangle)
             state.copy_(received.view(state.shape))
 
-    def _working(self) -> AbstractContextManager[None]:
+    def _after_mark(self) -> AbstractContextManager[None]:
         """Return a context whose GPU copies wait for the steps before the last `mark` only."""
         return nullcontext() if self._lane is None else self._lane.working()
 
-    def _place(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
+    def _in_pool(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
         """Return the rectangle as (has a window, layers of that pool, heads, tokens)."""
         group, layers, heads, tokens = rectangle
         windowed = group in self._shapes[True].first_layers

@@ -52,7 +52,7 @@ def load_model(
     # Use the layers of all pipeline stages, so that all processes choose the same forward pass.
     config = replace(shard, stage=0, stages=1).of(read_config(path))
     dtype = dtype or CompiledTransformer.best_dtype(config)
-    if in_int8 and not CompiledTransformer.knows(config):
+    if in_int8 and not CompiledTransformer.supports_layers(config):
         raise ModelError(
             f"{path / 'config.json'}: weights cannot be int8: layers of {config.family} have what "
             "there are no loops for; leave --weights out"

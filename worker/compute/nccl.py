@@ -83,17 +83,17 @@ def common_store(
     """
     from torch._C._distributed_c10d import FileStore, TCPStore
 
-    where = torch.zeros(2, dtype=torch.int64)
+    address = torch.zeros(2, dtype=torch.int64)
     if connection.family == socket.AF_UNIX:
         if process == 0:
-            where = torch.tensor([os.getpid(), os.memfd_create("baton-nccl")])
-        broadcast(where)
-        return FileStore("/proc/{}/fd/{}".format(*where.tolist()), count)
+            address = torch.tensor([os.getpid(), os.memfd_create("baton-nccl")])
+        broadcast(address)
+        return FileStore("/proc/{}/fd/{}".format(*address.tolist()), count)
     if process == 0:
         host = connection.getsockname()[0]
         store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
-        where[0] = store.port
-        broadcast(where)
+        address[0] = store.port
+        broadcast(address)
         return store
-    broadcast(where)
-    return TCPStore(connection.getpeername()[0], int(where[0]), count, is_master=False)
+    broadcast(address)
+    return TCPStore(connection.getpeername()[0], int(address[0]), count, is_master=False)

@@ -81,10 +81,10 @@ class Projection(NamedTuple):
         program, x = self._as_input(x, planes)
         if self.norm is None:
             times = self.weight.times(x, y, bias=self.bias, is_added=adds_residual(ranks))
-            return [*program, times, *added_up(y, ranks)]
+            return [*program, times, *all_reduce_calls(y, ranks)]
         times = self.weight.times(x, added, bias=self.bias)
         norm_added = norm(added, self.norm, eps, y, is_added=True)
-        return [*program, times, *added_up(added, ranks), norm_added]
+        return [*program, times, *all_reduce_calls(added, ranks), norm_added]
 
     def added_by_token(
         self, x: torch.Tensor, y: torch.Tensor, planes: torch.Tensor, groups: Groups
@@ -158,21 +158,21 @@ class PackedExperts(NamedTuple):
         hidden: torch.Tensor,
         normed: torch.Tensor,
         exact_norm: Operation | None,
-        room: ExpertRoom,
+        buffers: ExpertBuffers,
         activation: Activation,
         ranks: Ranks | None = None,
     ) -> list[Operation | Call]:
         """Return the operations that add the experts' outputs for `normed` rows to `hidden`.
 
-        `exact_norm` writes the same rows in float32 to `room.exact`; None if they are float32.
+        `exact_norm` writes the same rows in float32 to `buffers.exact`; None if they are float32.
         """
         config, num_tokens = self.config, len(hidden)
         num_rows = num_tokens * config.top_k
-        logits, spread = room.logits[:num_tokens], room.spread[:num_rows]
-        wide, gated = room.wide[:num_rows], room.gated[:num_rows]
-        planes = room.planes[:num_rows]
+        logits, spread = buffers.logits[:num_tokens], buffers.spread[:num_rows]
+        wide, gated = buffers.wide[:num_rows], buffers.gated[:num_rows]
+        planes = buffers.planes[:num_rows]
         routes = Routes(num_tokens, config.num_experts, config.top_k)
-        exact = normed if exact_norm is None else room.exact[:num_tokens]
+        exact = normed if exact_norm is None else buffers.exact[:num_tokens]
         return [
             *([] if exact_norm is None else [exact_norm]),
             self.router.of(exact, logits),
@@ -181,11 +181,11 @@ class PackedExperts(NamedTuple):
             *self.gate_up.gated(spread, wide, gated, activation, routes.groups),
             *([] if adds_residual(ranks) else [hidden.zero_]),
             *self.down.added_by_token(gated, hidden, planes, routes.groups),
-            *added_up(hidden, ranks),
+            *all_reduce_calls(hidden, ranks),
         ]
 
 
-class ExpertRoom:
+class ExpertBuffers:
     """Intermediate results of a mixture of experts, for up to `num_tokens` tokens.
 
     Attributes:
@@ -232,9 +232,9 @@ def adds_residual(ranks: Ranks | None) -> bool:
     return ranks is None or ranks.shard.rank == 0
 
 
-def added_up(summand: torch.Tensor, ranks: Ranks | None) -> list[Call]:
+def all_reduce_calls(summand: torch.Tensor, ranks: Ranks | None) -> list[Call]:
     """Return the call that all-reduces `summand` in place; an empty list for a single shard."""
-    return [] if ranks is None or ranks.shard.size == 1 else [partial(ranks.add_up, summand)]
+    return [] if ranks is None or ranks.shard.size == 1 else [partial(ranks.all_reduce, summand)]
 
 
 def gated_rows(num_rows: int, size: int, packed: Packed) -> torch.Tensor:

@@ -18,12 +18,12 @@ def layers_by_window(windows: Sequence[Window]) -> dict[Window, list[int]]:
     return groups
 
 
-def places(windows: Sequence[Window]) -> list[int]:
+def indices_in_pool(windows: Sequence[Window]) -> list[int]:
     """Return the index of each attention layer in its pool."""
     order = [layer for layers in layers_by_window(windows).values() for layer in layers]
     num_whole = windows.count(None)  # layers without a window, which are first in `order`
     found = (order.index(layer) for layer in range(len(windows)))
-    return [place if place < num_whole else place - num_whole for place in found]
+    return [index if index < num_whole else index - num_whole for index in found]
 
 
 class PoolShape(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from worker.compute.connection import Connection, ProcessLost, exchange
 from worker.compute.handshake import Purpose
 from worker.compute.nccl import NCCL
-from worker.compute.rendezvous import meet
+from worker.compute.rendezvous import connect
 from worker.model.shard import Shard
 
 # All processes must use the same kind: with fewer GPUs than processes, `auto` would mix them.
@@ -41,22 +41,22 @@ class Ranks:
         settings: Mapping[str, object] | None = None,
         secret: bytes = b"",
     ):
-        """Connect to all other processes; see `worker.compute.rendezvous.meet`.
+        """Connect to all other processes; see `worker.compute.rendezvous.connect`.
 
         A process is considered dead if another waits for it for `timeout_s`, here or in a step.
         """
         self.shard, self._timeout_s = shard, timeout_s
-        ours = {
+        own_settings = {
             "--tensor-parallel": shard.size,
             "--pipeline-parallel": shard.stages,
             _DEVICE: device.type,
             "the release of torch": torch.__version__,
             **(settings or {}),
         }
-        self._connections = meet(rendezvous, shard, ours, timeout_s, secret)
+        self._connections = connect(rendezvous, shard, own_settings, timeout_s, secret)
         self._sender = ThreadPoolExecutor(1, "hand-on")
         self._sending: Future[None] | None = None
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._gather_buffer = torch.empty(0, dtype=torch.uint8)
         self.is_ending = False  # the leader sets it before it tells the others to exit
         self._nccl = None
         if device.type == "cuda":
@@ -122,7 +122,7 @@ class Ranks:
         """Receive a tensor that `process` sends with `send_to`."""
         exchange([], [(self._connections[process, Purpose.COPIES], _bytes_of(tensor))])
 
-    def add_up(self, summand: torch.Tensor) -> None:
+    def all_reduce(self, summand: torch.Tensor) -> None:
         """All-reduce `summand` in place within the stage, always adding in order of rank."""
         if self.shard.size == 1:
             return
@@ -169,10 +169,12 @@ class Ranks:
     def _gather_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all shards of the stage, by rank, valid until the next call."""
         size, num_bytes = self.shard.size, tensor.numel() * tensor.itemsize
-        if len(self._room) < size * num_bytes:  # reused: a new one would cost page faults
-            self._room = tensor.new_empty(size * num_bytes, dtype=torch.uint8)
+        if len(self._gather_buffer) < size * num_bytes:  # reused: a new one would cost page faults
+            self._gather_buffer = tensor.new_empty(size * num_bytes, dtype=torch.uint8)
         parts = [
-            self._room[it * num_bytes : (it + 1) * num_bytes].view(tensor.dtype).view(tensor.shape)
+            self._gather_buffer[it * num_bytes : (it + 1) * num_bytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
             for it in range(size)
         ]
         if self._nccl is not None:

@@ -27,11 +27,11 @@ class ShardedTransformer(Transformer):
         rows = self._shard.rows(token_ids, self.config.vocab_size)
         hidden = super()._embed(rows.clamp(min=0))
         hidden.masked_fill_((rows < 0)[:, None], 0)
-        self._ranks.add_up(hidden)
+        self._ranks.all_reduce(hidden)
         return hidden
 
     def _all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
-        self._ranks.add_up(summand)
+        self._ranks.all_reduce(summand)
         return summand
 
     def _logits(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import kernels
 from kernels import PagedBatch
 from kernels.delta_rule import convolve, delta_rule
 from worker.compute.device import arithmetic_of
-from worker.compute.pool_shape import places
+from worker.compute.pool_shape import indices_in_pool
 from worker.model.config import LayerConfig
 from worker.model.rope import inverse_frequencies, rotation_of
 from worker.model.weights import Attention, DeltaNet, Weights
@@ -42,8 +42,8 @@ class Transformer:
         frequencies = [inverse_frequencies(rope, self.device) for rope in self._ropes]
         self._frequencies = torch.stack(frequencies)
         # The index of each layer in its KV pool or, for a delta net, in the pool of states.
-        in_pool, in_states = iter(places(self.config.windows)), count()
-        self._places = [
+        in_pool, in_states = iter(indices_in_pool(self.config.windows)), count()
+        self._pool_indices = [
             next(in_pool if layer.delta is None else in_states) for layer in self.config.layers
         ]
 
@@ -60,8 +60,7 @@ class Transformer:
         """Compute one step and append its KV to the pool.
 
         Args:
-            token_ids: [T] on the device.
-            positions: [T] on the device.
+            token_ids, positions: [T] on the device.
             pool: [N, L, 2, Hkv, B, D] KV of the layers that see every position, in the order of
                 `worker.compute.pool_shape`; the pool of other layers is in `batch.windowed`.
             rows: [R] indices of the tokens whose logits are computed; None for all tokens.
@@ -76,13 +75,13 @@ class Transformer:
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         normed = kernels.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            place = self._places[index]
+            pool_index = self._pool_indices[index]
             if isinstance(layer.attention, DeltaNet):
-                added = self._delta_net(layer.attention, normed, place, batch)
+                added = self._delta_net(layer.attention, normed, pool_index, batch)
             else:
                 rotation = rotations[layer.config.rope]
                 added = self._attention(
-                    layer.attention, layer.config, normed, rotation, pool, place, batch
+                    layer.attention, layer.config, normed, rotation, pool, pool_index, batch
                 )
             added = self._all_reduce(added)
             if layer.attention_post_norm is not None:
@@ -116,7 +115,7 @@ class Transformer:
         hidden: torch.Tensor,
         rotation: torch.Tensor,
         pool: torch.Tensor,
-        place: int,
+        pool_index: int,
         batch: PagedBatch,
     ) -> torch.Tensor:
         config, window = self.config, own.window
@@ -127,18 +126,18 @@ class Transformer:
         gates_from = config.num_heads + 2 * config.num_kv_heads
         heads, gate = heads[:, :gates_from], heads[:, gates_from:]
         query = kernels.rotate_and_append(
-            heads, rotation, pool, place, batch, layer.qk_norm, config.norm_eps
+            heads, rotation, pool, pool_index, batch, layer.qk_norm, config.norm_eps
         )
         scale = config.attention_scale * own.rope.score_factor
         attended = kernels.paged_attention(
-            query, pool, place, batch, scale=scale, window=window, sinks=layer.sinks
+            query, pool, pool_index, batch, scale=scale, window=window, sinks=layer.sinks
         )
         if config.has_output_gate:
             attended = attended * gate.sigmoid()
         return layer.o(attended.reshape(hidden.shape[0], -1))
 
     def _delta_net(
-        self, layer: DeltaNet, hidden: torch.Tensor, place: int, batch: PagedBatch
+        self, layer: DeltaNet, hidden: torch.Tensor, pool_index: int, batch: PagedBatch
     ) -> torch.Tensor:
         states, heads, eps = batch.states, layer.config, self.config.norm_eps
         assert states is not None, "layers with a state need the states of a step"
@@ -149,7 +148,7 @@ class Transformer:
         mixed, gate = of_heads.tensor_split((heads.channels,), dim=-1)
         beta, decay = torch.unflatten(betas, 1, (number, -1)).tensor_split(2, dim=-1)
         num_seen = heads.channels * (heads.width - 1)
-        seen, matrices = states.pool[:, place].tensor_split((num_seen,), dim=-1)
+        seen, matrices = states.pool[:, pool_index].tensor_split((num_seen,), dim=-1)
         seen = torch.unflatten(seen, -1, (heads.channels, -1))
         mixed = convolve(mixed, layer.convolution, seen, states)
         query, key, value = mixed.tensor_split((depth, 2 * depth), dim=-1)

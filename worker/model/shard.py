@@ -177,7 +177,7 @@ class Shard:
         own = self.heads(heads.num_heads)
         if part == "conv1d":  # rows: the queries of all heads, then their keys, then their values
             first, *further = (
-                _wide(own, width, before * heads.num_heads)
+                _head_indices(own, width, before * heads.num_heads)
                 for width, before in (
                     (heads.key_dim, 0),
                     (heads.key_dim, heads.key_dim),
@@ -190,7 +190,7 @@ class Shard:
             "in_proj_ba": 2 * heads.values_per_key,
             "out_proj": values,
         }.get(part, heads.values_per_key)
-        return Cut(dim, _wide(own, width), heads.num_heads * width)
+        return Cut(dim, _head_indices(own, width), heads.num_heads * width)
 
     def _divided(self, layer: LayerConfig) -> LayerConfig:
         experts, delta = layer.experts, layer.delta
@@ -226,7 +226,7 @@ class Shard:
 WHOLE: Final = Shard()
 
 
-def _wide(heads: range, width: int, before: int = 0) -> range:
+def _head_indices(heads: range, width: int, before: int = 0) -> range:
     """Return the indices of these heads, with `width` indices each, after `before` other ones."""
     return range(before + heads.start * width, before + heads.stop * width)
 
