@@ -39,7 +39,7 @@ from kernels.cpu.rowwise import norm
 from scripts.bench.tables import Table
 from worker.compute.packed import (
     Call,
-    ExpertRoom,
+    ExpertBuffers,
     Packed,
     PackedExperts,
     PackedMLP,
@@ -101,7 +101,7 @@ def experts_program(
     """Return a call that runs the experts on the rows `x`, and its output tensor."""
     rows, ones = packed.inputs(*x.shape), torch.ones(layer.hidden)
     out = x.clone()
-    room = ExpertRoom(experts.config, layer.hidden, len(x), packed)
+    room = ExpertBuffers(experts.config, layer.hidden, len(x), packed)
     exact = None if packed is PackedWeight else norm(x, ones, EPS, room.exact)
     Program([norm(x, ones, EPS, rows)]).run()
     return in_one_call(experts.added(out, rows, exact, room, SILU)), out

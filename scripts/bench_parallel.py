@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ranks = join_processes(config, os._exit)
     waits = Waits()
     if ranks is not None:
-        for name in ("add_up", "receive", "gather"):
+        for name in ("all_reduce", "receive", "gather"):
             setattr(ranks, name, waits.timed(getattr(ranks, name)))
     executor = load(config, ranks)
     most = max(args.rows)

@@ -135,7 +135,7 @@ def test_blocks_that_lack_less_are_shared_instead_and_others_stay() -> None:
     pool = BlockPool(9, 2, windows=windows_over(9, 2, [2]))
     one, two, three = (admitted([1, 2, 3, 4, 5, 6], pool) for _ in range(3))
     for sequence in (one, two, three):
-        sequence.look(0, 6, pool)
+        sequence.move_window(0, 6, pool)
     for sequence, whole_from, shared in (
         (one, 5, (one, one, one)),  # they lack 2, 2 and 1 of their tokens
         (two, 3, (one, two, two)),  # 2, 1, 0

@@ -20,7 +20,7 @@ from worker.engine.sequence import Sequence
 from worker.executor.contract import SequenceFailed
 from worker.executor.forward import Float32, GetKV
 from worker.executor.functions import serve_functions
-from worker.executor.stepwise import Answer, StepwiseExecutor, describe
+from worker.executor.stepwise import Prediction, StepwiseExecutor, describe
 
 
 def functions() -> StepwiseExecutor:
@@ -128,10 +128,10 @@ def test_logits_that_say_nothing_are_refused(value: float) -> None:
 class Undecided:
     """Says what comes next after small tokens, and leaves it to us after others."""
 
-    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Prediction | None]:
         return np.zeros((len(token_ids), 4), np.uint8), None
 
-    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Prediction]:
         logits = np.zeros(100, np.float64)
         logits[token_id + 1] = 1.0
         return np.zeros(4, np.uint8), np.int64(9) if token_id < 5 else logits  # type: ignore[return-value]
