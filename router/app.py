@@ -300,6 +300,7 @@ def limits(config: Config, num_tokens: int | None = None) -> Limits:
         max_attempts=config.max_attempts,
         retry_burst=4 * config.max_running_per_worker,
         vocab_size=num_tokens or MAX_TOKEN_ID + 1,
+        local_prefill=config.local_prefill == "auto",
     )
 
 

@@ -13,7 +13,7 @@ import structlog
 
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet, Worker, WorkerState, check_version
-from router.core.policy import PrefixIndex
+from router.core.prefixes import PrefixIndex
 from router.core.replies import MAX_LOGGED
 from router.core.state import Limits, RequestIds
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
@@ -33,7 +33,6 @@ log = structlog.get_logger("router")
 
 # For each of these frames, the only role that sends it.
 _ANSWERED_BY: Final = {
-    Tag.PREFILL_DONE: Role.PREFILL,
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }
@@ -131,6 +130,7 @@ class Bus:
             self.lose(peer, "its queue is full")
         if now >= self._next_beat:
             self._next_beat = now + self.fleet.heartbeat_s
+            self.fleet.compare()
             for role in (Role.PREFILL, Role.DECODE):
                 for worker in self.fleet.live(role):
                     self.send(worker.identity, Heartbeat(0, len(worker.attempts), 0))
@@ -193,8 +193,8 @@ class Bus:
         welcome = Welcome(self._epoch, round(self.fleet.heartbeat_s * 1000), self._lease_ms)
         limit = WelcomeDetail(max_kv_transfer_bytes=self.fleet.own_max_kv_transfer_bytes)
         self.send(peer, welcome, encode_map(limit))
+        self.index.add(peer, detail.num_blocks)
         if worker.role is Role.DECODE:
-            self.index.add(peer, detail.num_blocks)
             self._send_peers(self.fleet.live(Role.PREFILL))
         else:
             self._send_peers([worker])
@@ -218,15 +218,14 @@ class Bus:
         if worker.is_stalled and not was_stalled:
             log.warning("worker stands still", worker=worker.name, step_ms=load.step_ms)
             self.dispatcher.on_lost(peer)
-        if worker.role is Role.DECODE:
-            self.index.evict(peer, load.evicted)
-            self.index.store(peer, load.stored)
+        self.index.evict(peer, load.evicted)
+        self.index.store(peer, load.stored)
         self.dispatcher.on_capacity()
 
     def _on_removed(self, worker: Worker) -> None:
+        # If the same identity has joined again, `_on_hello` adds it after this.
+        self.index.remove(worker.identity)
         if worker.role is Role.DECODE:
-            # If a worker with the same identity has joined, `_on_hello` adds it again later.
-            self.index.remove(worker.identity)
             self._send_peers(self.fleet.live(Role.PREFILL))
         self.dispatcher.on_lost(worker.identity)
 

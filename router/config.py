@@ -100,6 +100,11 @@ class Config(SharedSettings):
     max_running_per_worker: int = setting(
         256, "requests on one worker at a time; others are queued", ge=1
     )
+    local_prefill: Literal["auto", "off"] = setting(
+        "off",
+        "whether decode workers read prompts: auto is where that costs less time, or where no "
+        "prefill worker is there",
+    )
     max_connections: int = setting(
         4096, "limit for HTTP connections, and for raw TCP connections", ge=1
     )

@@ -44,6 +44,7 @@ SUMS: Final = (
     ),
     ("generated_tokens", "Tokens of ended requests.", "completion_tokens"),
     ("kv_transfer_bytes", "KV bytes handed to decode workers.", "kv_bytes"),
+    ("local_prefills", "Prompts given to decode workers to read.", "num_local"),
     (
         "kv_skipped_tokens",
         "Prompt tokens not sent because the decode worker held them.",

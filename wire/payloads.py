@@ -93,7 +93,9 @@ class WelcomeDetail(Map, frozen=True, kw_only=True):
 class Load(Map, frozen=True, kw_only=True):
     """HEARTBEAT of a worker: its blocks, its progress, what its prefix cache gained and lost.
 
-    `step_ms`: age of the step under way.  Prefix hashes are `wire.prefix`'s (u64).  SPEC 5.3.
+    `step_ms`: age of the step under way.  A step takes about `step_s`, `token_s` more for each
+    prompt token in it, and `sequence_s` more for each sequence that gets a token; None as long as
+    that is not known.  Prefix hashes are `wire.prefix`'s (u64).  SPEC 5.3.
     """
 
     total: Count
@@ -103,6 +105,9 @@ class Load(Map, frozen=True, kw_only=True):
     kv_inflight_bytes: Count = 0
     preemptions: Count = 0
     step_ms: Count = 0
+    step_s: Seconds | None = None
+    token_s: Seconds | None = None
+    sequence_s: Seconds | None = None
     stored: Hashes = ()
     evicted: Hashes = ()
 

@@ -45,7 +45,7 @@ def state_of(
         pid=os.getpid(),
         running=dispatcher.num_running,
         waiting=dispatcher.num_waiting,
-        reasons=unready(fleet, is_draining=is_draining),
+        reasons=unready(dispatcher.missing_roles(), fleet, is_draining=is_draining),
         workers=[_worker(worker, now) for worker in fleet],
     )
 
@@ -112,6 +112,12 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
             "free": load.free,
         },
         "kv_inflight_bytes": load.kv_inflight_bytes,
+        "costs": {
+            "step_s": worker.step_s,
+            "token_s": worker.token_s,
+            "sequence_s": worker.sequence_s,
+            "kv_byte_s": worker.byte_s,
+        },
         "computes": {
             "arithmetic": worker.detail.arithmetic,
             "threads": worker.detail.threads,
@@ -122,13 +128,9 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
     }
 
 
-def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
-    """Return the reasons why requests cannot be served now."""
-    reasons = [
-        f"no {role.name.lower()} worker is ready" + _others(fleet, role)
-        for role in (Role.PREFILL, Role.DECODE)
-        if not fleet.ready(role)
-    ]
+def unready(missing: Sequence[Role], fleet: Fleet, *, is_draining: bool) -> list[str]:
+    """Return the reasons why requests cannot be served now; `missing` are roles without workers."""
+    reasons = [f"no {role.name.lower()} worker is ready" + _others(fleet, role) for role in missing]
     return [*reasons, "the router is draining"] if is_draining else reasons
 
 

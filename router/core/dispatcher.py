@@ -26,7 +26,7 @@ from msgspec import structs
 from router.core.failover import AGAIN, RetryBudget, at_fault, given_up, pause_s
 from router.core.fleet import Fleet, Worker, WorkerState
 from router.core.placement import Placement
-from router.core.policy import PrefixIndex
+from router.core.prefixes import PrefixIndex
 from router.core.queue import Queue, heaviest_first
 from router.core.replies import Replies
 from router.core.request import Request, Sink
@@ -38,10 +38,9 @@ from router.core.state import (
     RequestState,
     Send,
     new_tokens,
-    no_worker,
 )
 from wire.errors import ErrorCode, PeerLost, WireError
-from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
+from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest
 from wire.parts import Message
 from wire.payloads import Usage, encode_continuation, encode_prompt
 from wire.process.log_limit import RepeatedLine
@@ -81,6 +80,7 @@ class Dispatcher:
         self._send = send
         self._clock = clock
         self._placement = Placement(fleet, index, limits=limits, request_ids=request_ids)
+        self.missing_roles = self._placement.missing_roles
         self._budget = RetryBudget(limits.retry_burst, clock())
         self._replies = Replies(self, self._placement, limits=limits, clock=clock)
         self._followed = RepeatedLine(log.warning, "attempt failed, another follows", clock)
@@ -235,6 +235,8 @@ class Dispatcher:
         elif num_left is not None and attempt.decode is not None:
             state.phase, state.due = Phase.DECODE, state.deadline
             attempt.num_due = num_left
+            if attempt.is_local:
+                return  # the worker goes on by itself
             self._send(
                 attempt.decode.identity,
                 DecodeRequest(attempt.request_id, num_left),
@@ -244,7 +246,9 @@ class Dispatcher:
     def finish_early(self, state: RequestState, usage: Usage) -> None:
         """Complete a request after prefill: its first token was also its last."""
         attempt = state.attempt
-        if attempt is not None and attempt.decode is None:
+        if attempt is not None and attempt.is_local:
+            self.release_decode(attempt)
+        elif attempt is not None and attempt.decode is None:
             self.release_prefill(attempt)  # no KV transfer: the worker is done
         self.finish(state, structs.replace(usage, kv_bytes=state.kv_bytes))
 
@@ -409,23 +413,22 @@ class Dispatcher:
         for state in [state for state in self._open.values() if state.due <= now]:
             error = state.overdue(now)
             if state.phase is Phase.WAITING and error.code is ErrorCode.OVERLOADED:
-                error = self._missing_worker(state) or error
+                error = self._placement.missing_worker(state) or error
             self._fail(state, error)
 
     def _place(self, state: RequestState) -> bool:
-        """Start an attempt on two workers; return False if none has capacity."""
-        attempt = self._placement.place(state)
+        """Start an attempt; return False if no worker has capacity."""
+        now = self._clock()
+        attempt = self._placement.place(state, now)
         if attempt is None:
             return False
-        assert attempt.prefill is not None
-        now = self._clock()
         self._attempts[attempt.request_id] = state.attempt = attempt
         state.num_attempts += 1
         state.phase, state.due = Phase.PREFILL, state.deadline
         state.placed_at = state.placed_at or now
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
         self._send(
-            attempt.prefill.identity,
+            attempt.reader.identity,
             PrefillRequest(attempt.request_id, attempt.seq_len, rank),
             encode_prompt(state.token_ids, attempt.options(now)),
         )
@@ -450,8 +453,8 @@ class Dispatcher:
         held = Counter(each.request.client for each in self._parked())
         displaced = self._waiting.displaced_by(state, held)
         if displaced is None:
-            raise self._missing_worker(state) or overloaded
-        self._fail(displaced, self._missing_worker(displaced) or overloaded)
+            raise self._placement.missing_worker(state) or overloaded
+        self._fail(displaced, self._placement.missing_worker(displaced) or overloaded)
 
     def _no_retry(self, state: RequestState, error: WireError, now: float) -> str | None:
         """Return why a failed request is not retried, or None if it is retried.
@@ -491,7 +494,3 @@ class Dispatcher:
                 if worker is not spare:
                     self._send(worker.identity, Cancel(attempt.request_id, code))
                 release(attempt)
-
-    def _missing_worker(self, state: RequestState) -> WireError | None:
-        roles = (Role.PREFILL,) if state.num_left == 1 else (Role.PREFILL, Role.DECODE)
-        return next((no_worker(role) for role in roles if not self._fleet.ready(role)), None)

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from ipaddress import ip_address
+from statistics import fmean
 from typing import Final, NamedTuple
 
+from router.core.mean import Mean
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
 from wire.identity import Identity
@@ -73,11 +75,21 @@ class Worker:
     # The part of `running` and `waiting` that other routers placed.
     num_others: int = 0
 
+    # Measured costs in seconds: of a step, of each prompt token and each sequence in it, and of a
+    # byte of KV sent to the worker.  `Fleet.compare` fills in what is not measured yet.
+    step_s: float = 0.0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    byte_s: float = 0.0
+
     # For this router only: the ids of its attempts on the worker, how many of them are being
-    # computed, and the number of prompt tokens not yet prefilled.
+    # computed, how many of those are in prefill, and the number of prompt tokens not yet prefilled.
     attempts: set[int] = field(default_factory=set)
     num_active: int = 0
-    prompt_tokens: int = 0
+    num_reading: int = 0
+    unread_tokens: int = 0
+    # When the current prefill started.
+    reading_since: float = 0.0
     # Blocks reserved for each attempt, and their sum, until a heartbeat counts them as used.
     promised: dict[int, int] = field(default_factory=dict)
     promised_blocks: int = 0
@@ -85,6 +97,8 @@ class Worker:
     returning_blocks: int = 0
     # Attempts whose blocks the worker allocated since its last heartbeat.
     _settling: set[int] = field(default_factory=set)
+    # Seconds per byte of KV, measured from transfers to the worker.
+    kv_byte_s: Mean = field(default_factory=Mean)
 
     @property
     def name(self) -> str:
@@ -100,6 +114,18 @@ class Worker:
         if self.load is None:
             return 0
         return self.load.free + self.load.cached - self.promised_blocks
+
+    @property
+    def free_tokens(self) -> int:
+        """How many tokens fit into free blocks, without evicting cached ones."""
+        return 0 if self.load is None else self.load.free * self.detail.block_size
+
+    def wait_s(self, now: float) -> float:
+        """Return how many seconds a new prompt waits until its prefill starts."""
+        if not self.num_reading:
+            return 0.0
+        unread_s = self.unread_tokens * self.token_s
+        return unread_s - min(now - self.reading_since, unread_s / self.num_reading)
 
     def promise(self, request_id: int, num_blocks: int) -> None:
         """Reserve blocks for an attempt, until a heartbeat counts them as used."""
@@ -258,6 +284,7 @@ class Fleet:
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)
         self._note_limits()
+        self.compare()
         return Joined(worker, replaced)
 
     def heartbeat(self, identity: bytes, beat: Heartbeat, load: Load, now: float) -> Worker | None:
@@ -304,6 +331,24 @@ class Fleet:
         worker.state, worker.load, worker.lost_at = WorkerState.LOST, None, now
         worker.running = worker.waiting = worker.num_others = 0
         return worker
+
+    def compare(self) -> None:
+        """Update the costs of all workers; a cost that a worker has not measured yet is the mean of
+        those that have.
+
+        Call it about once per heartbeat.
+        """
+        workers = list(self._workers.values())
+        measured: dict[str, list[float | None]] = {
+            name: [getattr(worker.load, name, None) for worker in workers]
+            for name in ("step_s", "token_s", "sequence_s")
+        }
+        measured["byte_s"] = [worker.kv_byte_s.value for worker in workers]
+        for name, values in measured.items():
+            known = [value for value in values if value is not None]
+            mean = fmean(known) if known else 0.0
+            for worker, value in zip(workers, values, strict=True):
+                setattr(worker, name, mean if value is None else value)
 
     def overdue(self, now: float) -> list[Worker]:
         """Return the workers that were silent for too long, and mark less late ones as suspect.

@@ -11,18 +11,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from router.core.fleet import Fleet, Worker
+from router.core.mean import Mean
 from router.core.policy import (
-    PrefixIndex,
+    UNKNOWN_NEW_TOKENS,
+    Choice,
+    Prompt,
     blocks_to_promise,
     can_ever_fit,
+    choose,
     num_blocks,
-    pick_decode,
     pick_prefill,
 )
+from router.core.prefixes import PrefixIndex
 from router.core.state import Attempt, Limits, RequestState, no_worker
 from wire.errors import ErrorCode, TransferTooLarge, WireError
 from wire.frames import Role
 from wire.logprobs import prompt_logprobs_problem
+from wire.payloads import Usage
 
 
 class Placement:
@@ -34,8 +39,11 @@ class Placement:
         self._fleet = fleet
         self._index = index
         self._max_running = limits.max_running_per_worker
+        self._local_prefill = limits.local_prefill
         self._vocab_size = limits.vocab_size
         self._request_ids = request_ids
+        # Tokens: of an answer; of a prompt, those that its prefill worker had cached or read.
+        self._answer, self._cached, self._read = Mean(UNKNOWN_NEW_TOKENS), Mean(), Mean()
 
     def check(self, state: RequestState) -> None:
         """Check that a request can be served at all.
@@ -74,8 +82,10 @@ class Placement:
             WireError: NO_WORKER or OUT_OF_BLOCKS.
         """
         seq_len = state.seq_len
-        self._check_role(Role.PREFILL, seq_len, now)
-        if state.num_left != 1:
+        is_alone = self._may_be_local(state) and not self._fleet.expected(Role.PREFILL, now)
+        if not is_alone:
+            self._check_role(Role.PREFILL, seq_len, now)
+        if is_alone or state.num_left != 1:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, state: RequestState) -> None:
@@ -108,42 +118,101 @@ class Placement:
             raise no_worker(Role.PREFILL)
         return max(0, limit - len(state.request.token_ids) - 1)
 
-    def place(self, state: RequestState) -> Attempt | None:
-        """Choose workers and count a new attempt on them; None if no worker has capacity now."""
-        num_left = state.num_left
-        token_ids = state.token_ids
-        prefill = pick_prefill(
-            self._candidates(Role.PREFILL, state),
-            len(token_ids),
-            self._max_running,
-            state.arithmetic,
-        )
-        if prefill is None:
+    def place(self, state: RequestState, now: float) -> Attempt | None:
+        """Choose workers and count an attempt there; return None if there is no room now."""
+        prompt = self._prompt(state, now)
+        choice = self._choose(state, prompt)
+        if choice is None:
             return None
-        if num_left == 1:
-            attempt = Attempt(next(self._request_ids), state, prefill, None, len(state.generated))
-        else:
-            choice = pick_decode(
-                self._candidates(Role.DECODE, state),
-                token_ids,
-                None if num_left is None else num_left - 1,
-                self._index,
-                self._max_running,
-                state.arithmetic,
-            )
-            if choice is None:
-                return None
-            decode = choice.worker
+        prefill, decode = choice
+        attempt = Attempt(
+            next(self._request_ids),
+            state,
+            prefill,
+            decode,
+            len(state.generated),
+            is_local=prefill is None,
+        )
+        state.num_local += attempt.is_local
+        if decode is not None:
             state.arithmetic = state.arithmetic or decode.detail.arithmetic
-            attempt = Attempt(next(self._request_ids), state, prefill, decode, len(state.generated))
-            decode.attempts.add(attempt.request_id)
-            decode.num_active += 1
-            decode.promise(attempt.request_id, choice.num_blocks)
-            self._index.store(decode.identity, choice.hashes)
-        prefill.attempts.add(attempt.request_id)
-        prefill.num_active += 1
-        prefill.prompt_tokens += attempt.seq_len
+            self._count_decode(attempt, decode, prompt)
+        self._count_reading(attempt, prompt)
         return attempt
+
+    def missing_roles(self) -> list[Role]:
+        """Return the roles that requests need and that have no ready worker."""
+        needed = (Role.DECODE,) if self._local_prefill else (Role.PREFILL, Role.DECODE)
+        return [role for role in needed if not self._fleet.ready(role)]
+
+    def missing_worker(self, state: RequestState) -> WireError | None:
+        """Return the error of a request for which no worker of a role is ready, if so."""
+        missing = self.missing_roles()
+        if state.num_left == 1 and Role.PREFILL not in missing:
+            return None
+        return no_worker(missing[0]) if missing else None
+
+    def _choose(self, state: RequestState, prompt: Prompt) -> Choice | None:
+        prefills = self._candidates(Role.PREFILL, state)
+        decodes = self._candidates(Role.DECODE, state)
+        return choose(prefills, decodes, prompt, self._max_running)
+
+    def learn(self, worker: Worker, usage: Usage) -> None:
+        """Learn from an answer of this decode worker how long answers and bytes of KV take."""
+        self._answer.add(usage.completion_tokens)
+        if usage.kv_transfer_seconds and usage.kv_bytes:
+            worker.kv_byte_s.add(usage.kv_transfer_seconds / usage.kv_bytes)
+
+    def _may_be_local(self, state: RequestState) -> bool:
+        """Whether one worker may do it all: it has to know when to end."""
+        is_known = state.is_decode_asked and state.new_tokens is not None
+        return self._local_prefill and is_known
+
+    def _prompt(self, state: RequestState, now: float) -> Prompt:
+        """Return what there is to know about a request for its placement."""
+        sizes = {worker.detail.block_size for worker in self._fleet if worker.is_ready}
+        held: dict[bytes, int] = {}
+        for size in sizes:
+            for identity, count in self._index.matches(state.hashes(size)).items():
+                worker = self._fleet.get(identity)
+                if worker is not None and worker.detail.block_size == size:
+                    held[identity] = count * size
+        new_tokens = None if state.num_left is None else state.num_left - 1
+        answer_tokens = self._answer.value or 0.0
+        if new_tokens is not None:
+            answer_tokens = min(answer_tokens, new_tokens)
+        num_tokens = state.seq_len
+        kv_bytes = self._transfer_bytes(state) / num_tokens
+        return Prompt(
+            now=now,
+            num_tokens=num_tokens,
+            held=held,
+            arithmetic=state.arithmetic,
+            new_tokens=new_tokens,
+            answer_tokens=answer_tokens,
+            kv_bytes=kv_bytes,
+            may_be_local=self._may_be_local(state),
+            reuse=(self._cached.value or 0.0) / (self._read.value or 1.0),
+        )
+
+    def _count_reading(self, attempt: Attempt, prompt: Prompt) -> None:
+        worker = attempt.reader
+        if worker is attempt.prefill:
+            worker.attempts.add(attempt.request_id)
+            worker.num_active += 1
+        if not worker.num_reading:
+            worker.reading_since = prompt.now
+        worker.num_reading += 1
+        attempt.num_unread = prompt.missing(worker)
+        worker.unread_tokens += attempt.num_unread
+        self._index.store(worker.identity, attempt.state.hashes(worker.detail.block_size))
+
+    def _count_decode(self, attempt: Attempt, worker: Worker, prompt: Prompt) -> None:
+        worker.attempts.add(attempt.request_id)
+        worker.num_active += 1
+        blocks = blocks_to_promise(worker, prompt.num_tokens, prompt.new_tokens)
+        worker.promise(attempt.request_id, blocks)
+        self._index.store(worker.identity, attempt.state.hashes(worker.detail.block_size))
 
     def give_way(self, state: RequestState, parked: Iterable[RequestState]) -> list[RequestState]:
         """Return which of `parked` the caller must end so that `state` can be placed.
@@ -153,7 +222,10 @@ class Placement:
         """
         seq_len, num_left = state.seq_len, state.num_left
         prefills = self._candidates(Role.PREFILL, state)
-        if pick_prefill(prefills, seq_len, self._max_running) is None:
+        if (
+            pick_prefill(prefills, Prompt(now=0.0, num_tokens=seq_len, held={}), self._max_running)
+            is None
+        ):
             return []
         workers = {
             worker.identity: worker
@@ -213,15 +285,34 @@ class Placement:
         ]
         return others or workers
 
+    def on_read(self, attempt: Attempt, cached_tokens: int, now: float) -> None:
+        """Learn from PREFILL_DONE: the worker held `cached_tokens` and has read the others."""
+        if attempt.is_reading:
+            attempt.reader.reading_since = now
+            self._cached.add(cached_tokens)
+            self._read.add(attempt.seq_len - cached_tokens)
+            self._correct(attempt, attempt.reader, cached_tokens)
+            self.finish_reading(attempt)
+
     def finish_reading(self, attempt: Attempt) -> None:
         """Stop counting the attempt's prompt as not yet prefilled.  Idempotent."""
         if attempt.is_reading:
-            assert attempt.prefill is not None
+            reader = attempt.reader
             attempt.is_reading = False
-            attempt.prefill.num_active -= 1
-            attempt.prefill.prompt_tokens -= attempt.seq_len
+            reader.num_active -= reader is attempt.prefill
+            reader.num_reading -= 1
+            reader.unread_tokens -= attempt.num_unread
             if attempt.decode is not None:
                 attempt.decode.settle(attempt.request_id)
+
+    def _correct(self, attempt: Attempt, worker: Worker, cached_tokens: int) -> None:
+        """Forget that a worker holds a prompt if it held less of it than the router thought.
+
+        Its cache may be off, or smaller than it seems.  Heartbeats tell what it does hold.
+        """
+        size = worker.detail.block_size
+        if attempt.seq_len - cached_tokens >= attempt.num_unread + size:
+            self._index.evict(worker.identity, attempt.state.hashes(size))
 
     def release_prefill(self, attempt: Attempt) -> Worker | None:
         """Remove the attempt from its prefill worker and return that worker.  Idempotent."""
@@ -236,6 +327,8 @@ class Placement:
         """Remove the attempt from its decode worker and return that worker.  Idempotent."""
         worker = attempt.decode
         if worker is not None:
+            if attempt.is_local:
+                self.finish_reading(attempt)
             worker.attempts.discard(attempt.request_id)
             worker.num_active -= 1
             worker.unpromise(attempt.request_id)

@@ -1,101 +1,70 @@
-"""The choice of workers for a request, and the index of prefixes on decode workers.
+"""The choice of workers for a request: those where it costs the least time.
 
-Prefill: the worker with the fewest prompt tokens still to be read, then the fewest requests.
-Decode: the worker with the least ``missing prompt tokens + SEQUENCE_COST x requests there``, among
-those with enough free blocks; missing are the tokens whose KV it does not hold already.  Requests
-of other routers count as of its last heartbeat; those on a prefill worker are gone by then.
-A tie goes to more free blocks, then by turn and rank, so that the choice is deterministic and
-routers that share workers choose different ones.
+The cost of a worker is in seconds: those until it has done its part of this request, and those by
+which that delays other requests.  Nothing in it is set by hand.  Workers measure what a step, a
+prompt token and a sequence take (`wire.payloads.Speed`), the router what a byte between workers
+takes, and how long answers are.
 
-A retry prefers workers with the arithmetic of the first attempt: others may round differently and
-continue the text with another token.
+- A prompt waits until the tokens before it are read, and then until those of its own are read that
+  the worker does not hold.  Each second of reading delays by a second as many others as usually
+  wait on a worker.  What is read into a full cache drives as much out of it, of which some would
+  be found there again.
+- An answer waits for the KV that the worker does not hold, and takes a step for each token.  Its
+  sequence makes the steps of all others there longer, as long as it runs.
+- A decode worker that reads the prompt itself gets no KV, and delays all that generate there.
+
+A tie goes to the worker with the least to do, then by turn and rank, so that the choice is
+deterministic and routers that share workers choose different ones.  A retry prefers workers with
+the arithmetic of the first attempt: others may round differently and continue the text with another
+token.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from router.core.fleet import Worker
-from wire.prefix import prefix_hashes
 
-# Hashes kept per worker, however many blocks it claims: 40 MB of the router's memory.
-MAX_HELD: Final = 1 << 18
-# One more request on a worker weighs as much as this many prompt tokens whose KV has to be sent.
-# A request slows every step of its worker for as long as it runs; a missing prefix costs only once.
-# At 128 a shared prefix of 1000 tokens draws about 8 requests to the worker that holds it; the next
-# goes elsewhere, and then two workers hold it: no prefix can pile every request on one worker.
-SEQUENCE_COST: Final = 128
 # The assumed length of an answer while a raw TCP client has not sent DECODE_REQUEST.
 UNKNOWN_NEW_TOKENS: Final = 256
 
 
-class PrefixIndex:
-    """The prefixes whose KV each decode worker holds, as far as the router knows.
+class Prompt(NamedTuple):
+    """What placement looks at.
 
-    Each worker has a set of prefix hashes (`wire.prefix`) in LRU order, at most as many as it has
-    blocks, or `max_held`.  Heartbeats report stored and evicted blocks; the blocks of a placed
-    request are added at once, for equal prompts before the next heartbeat.  A wrong entry costs a
-    transfer, never a wrong answer: the decode worker itself says what it holds.
+    Attributes:
+        now: The time.
+        num_tokens: The prompt's, with the tokens of earlier attempts.
+        held: How many of these tokens each worker holds, by identity.
+        reuse: For each token that is read, so many are found in a cache, of all prompts lately.
+        arithmetic: That of an earlier attempt, or "".
+        new_tokens: The most tokens that the decode worker generates; None if unknown.
+        answer_tokens: The number expected.
+        kv_bytes: KV bytes of a token.
+        may_be_local: A decode worker may read the prompt.
     """
 
-    def __init__(self, max_held: int = MAX_HELD) -> None:
-        self._max_held = max_held
-        self._held: dict[bytes, OrderedDict[int, None]] = {}
-        self._capacity: dict[bytes, int] = {}
+    now: float
+    num_tokens: int
+    held: Mapping[bytes, int]
+    reuse: float = 0.0
+    arithmetic: str = ""
+    new_tokens: int | None = None
+    answer_tokens: float = 0.0
+    kv_bytes: float = 0.0
+    may_be_local: bool = False
 
-    def add(self, identity: bytes, num_blocks: int) -> None:
-        """Add a worker with this many blocks, all empty."""
-        self._held[identity] = OrderedDict()
-        self._capacity[identity] = min(num_blocks, self._max_held)
-
-    def remove(self, identity: bytes) -> None:
-        """Forget a worker; idempotent."""
-        self._held.pop(identity, None)
-        self._capacity.pop(identity, None)
-
-    def size(self, identity: bytes) -> int:
-        """Return the number of hashes kept of a worker."""
-        return len(self._held.get(identity, ()))
-
-    def store(self, identity: bytes, hashes: Sequence[int]) -> None:
-        """Note that the worker holds these blocks of one prompt, or will soon."""
-        held = self._held.get(identity)
-        if held is None:
-            return
-        # Backwards, so that the last block is evicted first: without the first, none is usable.
-        for value in reversed(hashes):
-            held[value] = None
-            held.move_to_end(value)
-        for _ in range(len(held) - self._capacity[identity]):
-            held.popitem(last=False)
-
-    def evict(self, identity: bytes, hashes: Iterable[int]) -> None:
-        """Note that the worker has evicted these blocks."""
-        held = self._held.get(identity)
-        if held is None:
-            return
-        for value in hashes:
-            held.pop(value, None)
-
-    def longest(self, identity: bytes, hashes: Sequence[int]) -> int:
-        """Return the number of leading blocks of this prompt that the worker holds."""
-        held = self._held.get(identity)
-        if not held:
-            return 0
-        for count, value in enumerate(hashes):
-            if value not in held:
-                return count
-        return len(hashes)
+    def missing(self, worker: Worker) -> int:
+        """The number of tokens that the worker has to read or receive; the last always."""
+        return self.num_tokens - min(self.held.get(worker.identity, 0), self.num_tokens - 1)
 
 
-class DecodeChoice(NamedTuple):
-    """A decode worker, the blocks to reserve there, and the prompt's prefix hashes."""
+class Choice(NamedTuple):
+    """The workers of an attempt; without a prefill worker the decode worker reads the prompt."""
 
-    worker: Worker
-    num_blocks: int
-    hashes: list[int]
+    prefill: Worker | None
+    decode: Worker | None
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
@@ -116,57 +85,117 @@ def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | Non
     return min(num_blocks(num_tokens + new_tokens, detail.block_size), detail.num_blocks)
 
 
-def pick_prefill(
-    workers: Sequence[Worker], num_tokens: int, max_running: int, arithmetic: str = ""
-) -> Worker | None:
-    """Return the prefill worker with the least left to read; None if none has room now."""
+def choose(
+    prefills: Sequence[Worker], decodes: Sequence[Worker], prompt: Prompt, max_running: int
+) -> Choice | None:
+    """Return where a request costs the least time; None if there is no room now.
+
+    One token needs no decode worker if there is a prefill worker.
+    """
+    prefill, alone = pick_prefill(prefills, prompt, max_running), None
+    if prefill is not None and prompt.new_tokens == 0:
+        return Choice(prefill, None)
+    if prompt.may_be_local:
+        alone = pick_decode(decodes, prompt, max_running, is_reader=True)
+    if prefill is None:
+        return None if alone is None else Choice(None, alone)
+    decode = pick_decode(decodes, prompt, max_running)
+    if decode is None:
+        return None
+    if alone is not None:
+        split_s = reading_s(prefill, prompt, mean_active(prefills)) + answering_s(decode, prompt)
+        if alone_s(alone, prompt) < split_s + sending_s(decode, prompt):
+            return Choice(None, alone)
+    return Choice(prefill, decode)
+
+
+def pick_prefill(workers: Sequence[Worker], prompt: Prompt, max_running: int) -> Worker | None:
+    """Return the prefill worker that reads the prompt; None if none has room now."""
     candidates = [
         worker
         for worker in workers
-        if worker.is_ready and worker.num_active < max_running and can_ever_fit(worker, num_tokens)
+        if worker.is_ready
+        and worker.num_active < max_running
+        and can_ever_fit(worker, prompt.num_tokens)
     ]
-    return min(candidates, key=lambda it: (_differs(it, arithmetic), *_load(it)), default=None)
+    num_delayed = mean_active(workers)
+
+    def order(worker: Worker) -> tuple[bool, float, int, float, int, int]:
+        return (
+            _differs(worker, prompt),
+            reading_s(worker, prompt, num_delayed),
+            worker.unread_tokens + prompt.missing(worker),
+            worker.reading_since,
+            worker.turn,
+            worker.rank,
+        )
+
+    return min(candidates, key=order, default=None)
 
 
 def pick_decode(
-    workers: Sequence[Worker],
-    token_ids: Sequence[int],
-    max_new_tokens: int | None,
-    index: PrefixIndex,
-    max_running: int,
-    arithmetic: str = "",
-) -> DecodeChoice | None:
-    """Return the decode worker that gets the KV of this prompt; None if none has room now.
+    workers: Sequence[Worker], prompt: Prompt, max_running: int, *, is_reader: bool = False
+) -> Worker | None:
+    """Return the decode worker of a request; None if none has room now.
 
-    A request whose answer might need more blocks than a worker has is placed when all are free:
-    most such answers end early, and the worker ends the others.
+    It gets the KV of the prompt, or with `is_reader` reads the prompt itself.  A request whose
+    answer might need more blocks than a worker has is placed when all are free: most such answers
+    end early, and the worker ends the others.
     """
-    hashes: dict[int, list[int]] = {}
-    best: DecodeChoice | None = None
-    least: tuple[bool, int, int, int, int] | None = None
-    for worker in workers:
-        if not worker.is_ready or worker.num_active >= max_running:
-            continue
-        if not can_ever_fit(worker, len(token_ids)):
-            continue
-        size = worker.detail.block_size
-        needed = blocks_to_promise(worker, len(token_ids), max_new_tokens)
-        if needed > worker.available_blocks:
-            continue
-        if size not in hashes:
-            hashes[size] = prefix_hashes(token_ids, size)
-        held = index.longest(worker.identity, hashes[size]) * size
-        cost = len(token_ids) - held + SEQUENCE_COST * (worker.num_active + worker.num_others)
-        order = worker.turn, worker.rank
-        key = _differs(worker, arithmetic), cost, -worker.available_blocks, *order
-        if least is None or key < least:
-            least, best = key, DecodeChoice(worker, needed, hashes[size])
-    return best
+    num_tokens, new_tokens = prompt.num_tokens, prompt.new_tokens
+    candidates = [
+        worker
+        for worker in workers
+        if worker.is_ready
+        and worker.num_active < max_running
+        and can_ever_fit(worker, num_tokens)
+        and blocks_to_promise(worker, num_tokens, new_tokens) <= worker.available_blocks
+    ]
+
+    def order(worker: Worker) -> tuple[bool, float, int, int, int, int, int]:
+        cost_s = sending_s(worker, prompt) + answering_s(worker, prompt)
+        return (
+            _differs(worker, prompt),
+            alone_s(worker, prompt) if is_reader else cost_s,
+            worker.num_active + worker.num_others,
+            prompt.missing(worker),
+            -worker.available_blocks,
+            worker.turn,
+            worker.rank,
+        )
+
+    return min(candidates, key=order, default=None)
 
 
-def _differs(worker: Worker, arithmetic: str) -> bool:
-    return bool(arithmetic) and worker.detail.arithmetic != arithmetic
+def reading_s(worker: Worker, prompt: Prompt, num_delayed: float) -> float:
+    """Return the cost of reading a prompt; each second of it delays so many others."""
+    missing = prompt.missing(worker)
+    tokens = (1 + num_delayed) * missing + prompt.reuse * max(0, missing - worker.free_tokens)
+    return worker.wait_s(prompt.now) + tokens * worker.token_s
 
 
-def _load(worker: Worker) -> tuple[int, int, int, int]:
-    return worker.prompt_tokens, worker.num_active, worker.turn, worker.rank
+def sending_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the time to send a decode worker the KV that it lacks."""
+    return prompt.missing(worker) * prompt.kv_bytes * worker.byte_s
+
+
+def answering_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the cost of an answer: its own steps, and those of others that it makes longer."""
+    num_others = worker.num_active + worker.num_others
+    step_s = worker.step_s + worker.sequence_s * (2 * num_others + 1)
+    return step_s * prompt.answer_tokens
+
+
+def alone_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the cost of a request that one worker reads and answers."""
+    num_delayed = worker.num_active + worker.num_others
+    return reading_s(worker, prompt, num_delayed) + answering_s(worker, prompt)
+
+
+def mean_active(workers: Sequence[Worker]) -> float:
+    """Return the mean number of requests on a worker."""
+    return sum([worker.num_active for worker in workers]) / max(1, len(workers))
+
+
+def _differs(worker: Worker, prompt: Prompt) -> bool:
+    return bool(prompt.arithmetic) and worker.detail.arithmetic != prompt.arithmetic

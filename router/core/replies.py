@@ -150,6 +150,7 @@ class Replies:
             _check_stop(usage.finish_reason, usage.stop_token_id, self._vocab_size)
             _check_logprobs(usage.stop_logprobs, state.request.options.logprobs, self._vocab_size)
             usage = _checked_usage(worker, attempt, usage, self._clock())
+            self._placement.learn(worker, usage)
             self._requests.release_prefill(attempt)
             self._requests.release_decode(attempt)
             self._requests.finish(state, usage)
@@ -161,8 +162,8 @@ class Replies:
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
     ) -> None:
         """Handle the token of a prefill: the first token, or the next one after a failover."""
-        self._placement.finish_reading(attempt)
         now = self._clock()
+        self._placement.on_read(attempt, result.cached_tokens, now)
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
         state.phase, state.due = Phase.HELD, min(state.deadline, now + self._lease_s)
         if result.finish_reason != "stop":
@@ -256,7 +257,8 @@ def _sender(
 ) -> Worker | None:
     """Return the worker that sent a frame, or None if it may not send it for the attempt."""
     prefill = None if isinstance(frame, DecodeDone) else attempt.prefill
-    decode = None if isinstance(frame, PrefillDone) else attempt.decode
+    is_of_other = isinstance(frame, PrefillDone) and not attempt.is_local
+    decode = None if is_of_other else attempt.decode
     for worker in (prefill, decode):
         if worker is not None and worker.identity == peer:
             return worker

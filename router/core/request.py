@@ -32,10 +32,9 @@ class Request(Struct, frozen=True):
 class RequestEnd(Struct, frozen=True, kw_only=True):
     """The summary of an accepted request that has ended.
 
-    `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  Times are in
-    seconds: `queue_s` from `submit` to the first placement, `ttft_s` from `submit` to the first
-    token, `decode_s` from the first token to the end, `total_s` from `submit` to the end.  A time
-    is None if the request did not get that far.
+    `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` is from
+    `submit` to the placement, `ttft_s` from `submit` to the first token, `decode_s` from there to
+    the end, `total_s` all of it.  `num_local` of the attempts had one worker for prompt and answer.
     """
 
     outcome: str
@@ -53,6 +52,7 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     decode_s: float | None
     total_s: float
     num_attempts: int
+    num_local: int = 0
 
 
 class Sink(Protocol):

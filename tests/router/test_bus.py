@@ -198,16 +198,27 @@ def test_a_worker_whose_heartbeats_wait_behind_tokens_is_not_silent() -> None:
     assert worker.last_seen == router.now
 
 
-def test_heartbeats_feed_the_prefix_index() -> None:
+@pytest.mark.parametrize("peer", [P, D])
+def test_heartbeats_feed_the_prefix_index(peer: bytes) -> None:
     router = Router()
     router.pair()
     hashes = prefix_hashes(range(32), 16)
-    router.beat(D, load(64, cached=2, stored=tuple(hashes)))
-    assert router.bus.index.longest(D, hashes) == 2
-    router.beat(D, load(64, evicted=tuple(hashes[1:])))
-    assert router.bus.index.longest(D, hashes) == 1
-    router.bus.on_lost(D)
-    assert router.bus.index.size(D) == 0
+    router.beat(peer, load(64, cached=2, stored=tuple(hashes)))
+    assert router.bus.index.matches(hashes) == {peer: 2}
+    router.beat(peer, load(64, evicted=tuple(hashes[1:])))
+    assert router.bus.index.matches(hashes) == {peer: 1}
+    router.bus.on_lost(peer)
+    assert router.bus.index.matches(hashes) == {}
+
+
+def test_costs_of_heartbeats_hold_from_the_next_tick() -> None:
+    router = Router()
+    router.pair()
+    router.beat(P, load(64, token_s=2e-4))
+    router.now += 1.0
+    router.bus.tick()
+    costs = {worker.role: (worker.token_s, worker.step_s) for worker in router.fleet}
+    assert costs == {Role.PREFILL: (2e-4, 0.0), Role.DECODE: (2e-4, 0.0)}
 
 
 def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:

@@ -27,6 +27,7 @@ from worker import link
 from worker.engine.blocks import BlockPool
 from worker.engine.engine import Engine
 from worker.roles.decode import DecodeRole
+from worker.roles.local import LocalRequests
 from worker.roles.prefill import PrefillRole
 from worker.transfer.budget import TransferBudget
 from worker.transfer.incoming import IncomingTransfer
@@ -170,6 +171,22 @@ def _keep_promise(sound: Callable[..., Any]) -> Callable[..., Any]:
     return release_decode
 
 
+def _keep_local(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_token(self: LocalRequests, request: Any, *args: Any) -> Any:
+        sound(self, request, *args)
+        self._requests[request.request_id] = request  # it ended, and still counts
+
+    return on_token
+
+
+def _leave_unread(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def release_decode(self: Placement, attempt: Any) -> Any:
+        attempt.is_reading = False  # so its prompt counts as unread for ever
+        return sound(self, attempt)
+
+    return release_decode
+
+
 def _leak_budget(sound: Callable[..., Any]) -> Callable[..., Any]:
     def end(self: TransferBudget, transfer: IncomingTransfer) -> None:
         # Of those that had their turn, only the successful ones pay back.
@@ -306,22 +323,22 @@ BUGS: dict[str, Bug] = {
     "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit, 78),
     "skip-fence": Bug(Fleet, "hello", _skip_fence, 13),
     "keep-unasked": Bug(IncomingTransfers, "_on_offer", _keep_unasked, 0),
-    "no-keepalive": Bug(KVSender, "keepalive", _nothing, 286),
+    "no-keepalive": Bug(KVSender, "keepalive", _nothing, 702),
     "never-again": Bug(KVSender, "next_segment", _never_again, 91),
-    "free-early": Bug(IncomingTransfers, "_free_blocks", _free_early, 541),
+    "free-early": Bug(IncomingTransfers, "_free_blocks", _free_early, 134),
     "reuse-id": Bug(Placement, "__init__", _reuse_ids, 0),
     "spare-decode": Bug(Dispatcher, "_abandon", _spare_decode, 1),
     "keep-promise": Bug(Placement, "release_decode", _keep_promise, 1),
-    "no-digest": Bug(KVReceiver, "verify", _nothing, 21),
+    "no-digest": Bug(KVReceiver, "verify", _nothing, 23),
     "no-drain-echo": Bug(Dispatcher, "let_go", _nothing, 15),
     "leak-budget": Bug(TransferBudget, "end", _leak_budget, 4),
     "no-deadline": Bug(Dispatcher, "_fail_overdue", _nothing, 1),
-    "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing, 11),
-    "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed, 11),
+    "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing, 45),
+    "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed, 45),
     "ack-early": Bug(IncomingTransfers, "_store", _ack_early, 0),
     "keep-blocks": Bug(PrefillRole, "_send", _keep_blocks, 0),
     "lend-nothing": Bug(Engine, "halt", _lend_nothing, 1780),
-    "any-memory": Bug(SameHostPeers, "memory_of", _any_memory, 568),
+    "any-memory": Bug(SameHostPeers, "memory_of", _any_memory, 894),
     "evict-half": Bug(BlockPool, "_evict", _evict_half, 50),
     "share-anything": Bug(BlockPool, "_has_all", _share_anything, 1),
     "keep-every-state": Bug(BlockPool, "register", _keep_every_state, 1),
@@ -330,6 +347,8 @@ BUGS: dict[str, Bug] = {
     "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens, 0),
     "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt, 0),
     "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake, 0),
+    "keep-local": Bug(LocalRequests, "_on_token", _keep_local, 1),
+    "leave-unread": Bug(Placement, "release_decode", _leave_unread, 16),
     "blame-others": Bug(Fleet, "overdue", _blame_others, 7),
     # Found here, and put back to see that it would be found again.
     "cancelled-by-nobody": Bug(

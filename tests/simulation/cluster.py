@@ -91,6 +91,7 @@ class RouterProcess:
                 queue_timeout_s=4.0,
                 lease_s=LEASE_S,
                 deadline_s=scenario.deadline_s,
+                local_prefill=scenario.local_prefill,
             ),
             lease_ms=round(LEASE_S * 1000),
             request_ids=RequestIds(epoch, key=b"the same each time"),

@@ -80,6 +80,7 @@ class Scenario:
     is_late: bool = False
     reading_s: tuple[float, float] | None = None
     deadline_s: float = 7.0
+    local_prefill: bool = False
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -135,7 +136,7 @@ def draw(random: Random, seed: int) -> Scenario:
     scenario.jobs.extend(_job(random, name, bursts, scenario) for name in range(num_jobs))
     scenario.faults.extend(_fault(random, kinds, bursts, scenario) for _ in range(num_faults))
     scenario.settings["kv_shared_memory"] = choice(("auto", "auto", "off"))
-    scenario = replace(scenario, is_late=choice((True, False)))
+    scenario = replace(scenario, is_late=choice((True, False)), local_prefill=seed % 3 == 1)
     if seed % SLOW_EVERY == SLOW_EVERY - 2:
         return _slowly_read(scenario)
     if seed % SLOW_EVERY == SLOW_EVERY // 2 - 1:

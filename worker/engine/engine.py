@@ -31,6 +31,7 @@ from worker.engine.speculation import Speculation
 from worker.engine.states import states_of
 from worker.engine.stats import Counters, Slots, Stats, load_of
 from worker.engine.step import commit, compute, report
+from worker.engine.step_costs import StepCosts
 from worker.engine.swap import SwapSpace
 from worker.engine.windows import windows_of
 from worker.executor.batch import Batch, BatchType
@@ -98,6 +99,7 @@ class Engine:
         enough = executor.capabilities.enough_tokens
         self.scheduler = Scheduler(self.pool, self.config, self.swap, enough)
         self.counters = Counters()
+        self._costs = StepCosts()
         self.announce: Callable[[list[Output]], object] | None = None
         self._executor = executor
         self._speculation = Speculation(self.config.speculate, self.info)
@@ -225,7 +227,9 @@ class Engine:
         self._report(plan)
         if plan.chunks:
             executor_s = self._compute(plan)
-            self.counters.measure(draft_s - start_s, executor_s, self._clock() - draft_s)
+            end_s = self._clock()
+            self.counters.measure(draft_s - start_s, executor_s, end_s - draft_s)
+            self._costs.observe(end_s - start_s, plan.num_prefill_tokens, len(plan.decode))
         elif self._flight is not None:
             self.counters.forward_s += self._land()
         elif self._compiling and self._compiling[0].structured is not None:
@@ -432,8 +436,8 @@ class Engine:
         return Stats.of(self.scheduler, self.counters)
 
     def load(self) -> Load:
-        """Return the load for a heartbeat, with the prefix changes since the last; thread-safe."""
-        return load_of(self.pool, self.counters)
+        """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
+        return load_of(self.pool, self.counters, self._costs.speed())
 
     def check(self) -> None:
         """Assert that every block is accounted for; call it only between steps."""

@@ -12,6 +12,7 @@ from wire.payloads import Load
 from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence
+from worker.engine.step_costs import Speed
 
 # Bounds of the step histogram, from steps of the hash executor to those of a slow machine.
 STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
@@ -165,7 +166,7 @@ class Slots:
         return sum(slot.tokens_per_second for slot in self.active)
 
 
-def load_of(pool: BlockPool, counters: Counters) -> Load:
+def load_of(pool: BlockPool, counters: Counters, speed: Speed) -> Load:
     """Return the figures of a heartbeat, with prefix hashes since the last call; thread-safe."""
     stored, evicted = pool.journal.read()
     free, cached = pool.num_free, pool.num_cached
@@ -175,6 +176,7 @@ def load_of(pool: BlockPool, counters: Counters) -> Load:
         cached=cached,
         free=free,
         preemptions=counters.preemptions,
+        **speed._asdict(),
         stored=stored,
         evicted=evicted,
     )

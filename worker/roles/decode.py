@@ -1,22 +1,23 @@
 """The decode role: receives a prompt's KV, generates from it, sends the tokens to the router.
 
 The KV (`worker.transfer.receiver`) and the DECODE_REQUEST arrive on two sockets in any order;
-generation starts when both are here.  The tokens of one engine step go out in one message to each
-router.  SPEC 4.5, 4.6, 4.7.
+generation starts when both are here.  With PREFILL_REQUEST it reads the prompt itself
+(`worker.roles.local`).  The tokens of one engine step go out in one message to each router.
+SPEC 4.5, 4.6, 4.7.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
-from wire.frames import AS_MANY_AS_FIT, DecodeDone, DecodeRequest, DecodeToken, Frame
+from wire.frames import AS_MANY_AS_FIT, DecodeRequest, PrefillRequest
 from wire.options import Options
-from wire.parts import MAX_HEADERS, Message
-from wire.payloads import STOP, Logprobs, PeerDetail, Usage, decode_continuation, encode_map
+from wire.parts import Message
+from wire.payloads import STOP, PeerDetail, Usage, decode_continuation
 from wire.process.log_limit import RepeatedLine
 from wire.transfer import KVReceiver
 from worker.engine.engine import Engine
@@ -25,6 +26,8 @@ from worker.engine.sequence import overdue
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
+from worker.roles.local import LocalRequest, LocalRequests
+from worker.roles.step import Steps
 from worker.transfer.receiver import IncomingTransfers
 
 log = structlog.get_logger("worker")
@@ -89,6 +92,8 @@ class DecodeRole:
         self.transfers = TransferCounts()
         self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         self._generations: dict[int, Generation] = {}
+        self._rank = context.identity.rank
+        self.local = LocalRequests(self._engine.post, self._on_local_failed)
         self.incoming = IncomingTransfers(
             context, self._is_requested, self._begin_if_ready, self._on_transfer_failed
         )
@@ -98,16 +103,16 @@ class DecodeRole:
 
     @property
     def request_ids(self) -> Set[int]:
-        return self._generations.keys() | set(self.incoming)
+        return self._generations.keys() | self.local.request_ids | set(self.incoming)
 
     @property
     def num_unfinished(self) -> int:
         """The number of requests that a drain waits for; unclaimed KV does not count."""
-        return len(self._generations)
+        return len(self._generations) + len(self.local)
 
     @property
     def is_idle(self) -> bool:
-        return not self._generations and not len(self.incoming)
+        return not self._generations and not len(self.local) and not len(self.incoming)
 
     @property
     def kv_inflight_bytes(self) -> int:
@@ -124,13 +129,22 @@ class DecodeRole:
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         frame = message.frame
-        if not isinstance(frame, DecodeRequest):
-            raise RemoteProtocolError("a decode worker takes DECODE_REQUEST only")
+        if not isinstance(frame, DecodeRequest | PrefillRequest):
+            raise RemoteProtocolError(f"a router does not send {frame.tag.name}")
+        if frame.request_id in self._generations or frame.request_id in self.local:
+            log.warning("request id used twice, frame dropped", request=frame.request_id)
+        elif isinstance(frame, DecodeRequest):
+            self._on_decode_request(router, frame, message)
+        elif isinstance(frame, PrefillRequest) and frame.decode_rank == self._rank:
+            self.local.add(router, frame, message)
+        else:
+            raise RemoteProtocolError("a prompt for another worker came to a decode worker")
+
+    def _on_decode_request(
+        self, router: RouterLink, frame: DecodeRequest, message: Message
+    ) -> None:
         if frame.max_new_tokens == AS_MANY_AS_FIT:
             raise RemoteProtocolError(f"max_new_tokens is {AS_MANY_AS_FIT}, which is for clients")
-        if frame.request_id in self._generations:
-            log.warning("request id used twice, frame dropped", request=frame.request_id)
-            return
         token_ids, options = decode_continuation(message.body())
         self._generations[frame.request_id] = generation = Generation(
             router, frame, token_ids, options, self._clock(), self.incoming.lease_s
@@ -149,6 +163,7 @@ class DecodeRole:
 
     def on_cancel(self, request_id: int) -> None:
         self.incoming.cancel(request_id)
+        self.local.cancel(request_id)
         generation = self._generations.pop(request_id, None)
         if generation is not None and generation.receiver is not None:
             self._engine.post(lambda engine: engine.cancel(request_id))
@@ -160,6 +175,7 @@ class DecodeRole:
         for request_id, generation in list(self._generations.items()):
             if generation.router is router:
                 self.on_cancel(request_id)
+        self.local.on_router_lost(router)
         # Free its unclaimed KV at once.  The upper half of a request id is the epoch of its router
         # (SPEC 1).  Remember the epoch: a prefill worker may still offer KV of it.
         epoch = router.epoch & 0xFFFFFFFF
@@ -171,14 +187,16 @@ class DecodeRole:
     # Outputs of the engine.
 
     def on_outputs(self, outputs: list[Output]) -> None:
-        steps: dict[RouterLink, Step] = {}
+        steps = Steps()
         for output in outputs:
+            if output.request_id in self.local:
+                self.local.on_output(output, steps)
+                continue
             match output:
                 case Token():
                     generation = self._generations.get(output.request_id)
                     if generation is not None:  # else cancelled during the step
-                        step = steps.setdefault(generation.router, Step())
-                        self._on_token(generation, output, step)
+                        self._on_token(generation, output, steps)
                 case Reserved():
                     self.incoming.on_reserved(output)
                 case Displaced():
@@ -186,8 +204,7 @@ class DecodeRole:
                         self.incoming.fail(output.request_id, displaced())
                 case Failed():
                     self._on_failed(output.request_id, output.for_peers())
-        for router, step in steps.items():
-            step.send(router)
+        steps.send()
 
     def tick(self, now: float) -> None:
         """End requests whose KV has not come within a lease or their own deadline."""
@@ -203,7 +220,7 @@ class DecodeRole:
                 self._on_transfer_failed(request_id, error)
 
     async def close(self) -> None:
-        for request_id in list(self._generations):
+        for request_id in [*self._generations, *self.local.request_ids]:
             self.on_cancel(request_id)
         await self.incoming.close()
 
@@ -224,14 +241,20 @@ class DecodeRole:
             self.transfers.end("done", *sizes, receiver.kv_seconds)
             self._engine.post(generation.begin)
 
-    def _on_token(self, generation: Generation, token: Token, step: Step) -> None:
+    def _on_token(self, generation: Generation, token: Token, steps: Steps) -> None:
         if token.finish_reason != STOP:  # a stop token is not part of the text
             generation.num_tokens += 1
-            step.tokens.append(DecodeToken(token.request_id, token.token_id))
-            step.logprobs.append(token.logprobs)
+            steps.add_token(generation.router, token)
         if token.finish_reason is not None:
             del self._generations[token.request_id]
-            step.ends.append((token.request_id, generation.usage(token)))
+            steps.add_end(generation.router, token.request_id, generation.usage(token))
+
+    def _on_local_failed(self, request: LocalRequest, error: WireError) -> None:
+        stage = "decode" if request.num_tokens else "prefill"
+        self._failed.add(
+            {"stage": stage, "code": ErrorCode(error.code).label}, request=request.request_id
+        )
+        request.router.refuse(request.request_id, error, stage)
 
     def _on_failed(self, request_id: int, error: WireError) -> None:
         if request_id in self.incoming:
@@ -254,22 +277,3 @@ class DecodeRole:
 def displaced() -> WireError:
     message = "it holds more than its peer's share, and claimed transfers wait"
     return WireError(ErrorCode.OVERLOADED, message)
-
-
-@dataclass(slots=True)
-class Step:
-    """The tokens and ends of one engine step for one router."""
-
-    tokens: list[Frame] = field(default_factory=list)
-    logprobs: list[Logprobs | None] = field(default_factory=list)
-    ends: list[tuple[int, Usage]] = field(default_factory=list)
-
-    def send(self, router: RouterLink) -> None:
-        """Send the tokens in as few messages as possible, then the ends."""
-        for start in range(0, len(self.tokens), MAX_HEADERS):
-            logprobs = self.logprobs[start : start + MAX_HEADERS]
-            wanted = any(entry is not None for entry in logprobs)
-            payload = (encode_map(logprobs),) if wanted else ()
-            router.send(self.tokens[start : start + MAX_HEADERS], *payload)
-        for request_id, usage in self.ends:
-            router.send(DecodeDone(request_id), encode_map(usage))

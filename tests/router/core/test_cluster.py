@@ -17,6 +17,7 @@ from router.core.cluster import (
     try_this,
     unready,
 )
+from router.core.state import Limits
 from tests.router.scripted import Router, load
 from wire.frames import Role
 
@@ -42,19 +43,27 @@ def test_every_worker_and_the_routers_own_requests() -> None:
         "step": 1,
         "blocks": {"total": 64, "used": 3, "cached": 10, "free": 51},
         "kv_inflight_bytes": 5,
+        "costs": {"step_s": 0.0, "token_s": 0.0, "sequence_s": 0.0, "kv_byte_s": 0.0},
         "computes": {"arithmetic": "hash", "threads": 1, "cores": "0-3", "shards": 1, "stages": 1},
     }
     assert body["router"] == {"running": 1, "waiting": 0}
 
 
 def test_why_it_is_not_ready() -> None:
-    router = Router()
-    assert len(unready(router.fleet, is_draining=False)) == 2
+    router, local = Router(), Router(Limits(local_prefill=True))
+
+    def reasons(router: Router, *, is_draining: bool = False) -> list[str]:
+        missing = router.dispatcher.missing_roles()
+        return unready(missing, router.fleet, is_draining=is_draining)
+
+    assert len(reasons(router)) == 2 and len(reasons(local)) == 1
     router.join(Role.PREFILL)
-    assert unready(router.fleet, is_draining=False) == ["no decode worker is ready"]
+    assert reasons(router) == ["no decode worker is ready"]
     router.join(Role.DECODE)
-    assert unready(router.fleet, is_draining=False) == []
-    assert unready(router.fleet, is_draining=True) == ["the router is draining"]
+    assert reasons(router) == []
+    assert reasons(router, is_draining=True) == ["the router is draining"]
+    local.join(Role.DECODE)
+    assert reasons(local) == []
 
 
 def said(reasons: list[list[str]], times: list[float]) -> list[str]:

@@ -29,7 +29,7 @@ from wire.options import Options
 from wire.parts import Message, encode
 from wire.payloads import ErrorDetail, Logprobs, decode_continuation, decode_prompt, encode_map
 
-P, D = b"prefill-0-1", b"decode-0-1"
+P, D, ALONE = b"prefill-0-1", b"decode-0-1", b"decode-3-1"
 TROUBLE = ["lost", "drain", "garbage", "beat", "beat", "beat"]
 
 
@@ -234,6 +234,88 @@ def test_frames_of_another_worker_change_nothing(router: Router) -> None:
     assert router.dispatcher.num_running == 1 and router.forgotten == []
 
 
+def served_alone() -> tuple[Router, RecordingSink, int]:
+    """A request on the only worker, a decode worker that reads prompts."""
+    router = Router(Limits(local_prefill=True))
+    router.join(Role.DECODE, 3)
+    router.sent.clear()
+    _, sink = router.submit(20, new=3)
+    [(peer, message)] = router.take(Tag.PREFILL_REQUEST)
+    frame = message.frame
+    assert isinstance(frame, PrefillRequest) and (peer, frame.decode_rank) == (ALONE, 3)
+    assert decode_prompt(message.body(), 20)[1].max_tokens == 4
+    return router, sink, frame.request_id
+
+
+def test_a_decode_worker_serves_a_request_alone() -> None:
+    router, sink, request_id = served_alone()
+    router.say(ALONE, PrefillDone(request_id, 0), first(7))
+    for token_id in (8, 9, 10):
+        router.say(ALONE, [DecodeToken(request_id, token_id)])
+    router.say(ALONE, DecodeDone(request_id), usage())
+    assert sink.kinds == ["prefill", "token", "token", "token", "done"]
+    assert router.sent == []  # neither DECODE_REQUEST nor CANCEL
+    assert [end.num_local for end in router.ends.ends] == [1]
+    router.assert_idle()
+
+
+def test_the_first_token_of_a_worker_alone_may_be_its_last() -> None:
+    router, sink, request_id = served_alone()
+    router.say(ALONE, PrefillDone(request_id, 0), first(7, "stop"))
+    assert sink.kinds == ["prefill", "done"] and router.sent == []
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_request_of_a_worker_alone_is_cancelled_there(is_read: bool) -> None:
+    router, _, request_id = served_alone()
+    if is_read:
+        router.say(ALONE, PrefillDone(request_id, 0), first(7))
+    router.dispatcher.cancel_all(ErrorCode.DRAINING, "enough")
+    assert cancels(router) == {(ALONE, ErrorCode.DRAINING)} and router.sent == []
+    router.assert_idle()
+
+
+def test_what_a_worker_did_alone_goes_on_with_two() -> None:
+    router = Router(Limits(local_prefill=True, max_attempts=2))
+    router.join(Role.DECODE, 3)
+    _, sink = router.submit(20, new=3)
+    request_id = router.prefill_id()
+    router.say(ALONE, PrefillDone(request_id, 0), first(7))
+    router.say(ALONE, [DecodeToken(request_id, 8)])
+    router.bus.on_lost(ALONE)
+    for peer in router.pair():
+        router.fleet.get(peer).token_s = 1.0 if peer == D else 0.0  # type: ignore[union-attr]
+    router.dispatcher.tick()
+    [(peer, message)] = router.take(Tag.PREFILL_REQUEST)
+    assert (peer, message.frame.decode_rank) == (P, 0)  # type: ignore[attr-defined]
+    token_ids, options = decode_prompt(message.body(), 22)
+    assert token_ids[-2:] == (7, 8) and options.generated_tokens == 2
+    request_id = message.frame.request_id  # type: ignore[attr-defined]
+    router.say(P, PrefillDone(request_id, 1280), first(9))
+    [(_, message)] = router.take(Tag.DECODE_REQUEST)
+    assert message.frame == DecodeRequest(request_id, 1)
+    router.say(D, [DecodeToken(request_id, 10)])
+    router.say(D, DecodeDone(request_id), usage())
+    assert sink.kinds == ["prefill", "token", "token", "token", "done"]
+    router.assert_idle()
+
+
+def test_raw_tcp_that_may_end_early_needs_two_workers() -> None:
+    """Nobody knows yet how many tokens it wants."""
+    router = Router(Limits(local_prefill=True))
+    router.join(Role.DECODE, 3)
+    with pytest.raises(WireError) as caught:
+        router.submit(20, new=None)
+    assert caught.value.code is ErrorCode.NO_WORKER
+
+
+def test_a_decode_worker_tells_nothing_of_a_prompt_that_another_reads(router: Router) -> None:
+    _, sink = router.submit()
+    router.say(D, PrefillDone(router.prefill_id(), 0), first())
+    assert router.dispatcher.dropped == {"wrong_worker": 1} and not sink.events
+
+
 def test_frames_out_of_turn_end_the_request(router: Router) -> None:
     for frame, payload in ((DecodeDone, usage()), (lambda i: [DecodeToken(i, 3)], b"")):
         _, sink = router.submit()
@@ -408,7 +490,7 @@ class Interleavings(RuleBasedStateMachine):
         num_open = len(self.sinks) - len(self.router.ends.ends)
         assert num_open == dispatcher.num_running + dispatcher.num_waiting
         for each in self.router.fleet:
-            assert each.num_active >= 0 and each.prompt_tokens >= 0
+            assert each.num_active >= 0 and each.unread_tokens >= 0
             assert each.promised_blocks == sum(each.promised.values()) >= 0
             assert set(each.promised) <= each.attempts
 

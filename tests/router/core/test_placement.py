@@ -5,7 +5,7 @@ from msgspec import structs
 
 from router.core.fleet import Fleet
 from router.core.placement import Placement
-from router.core.policy import PrefixIndex
+from router.core.prefixes import PrefixIndex
 from router.core.request import Request
 from router.core.state import Attempt, Limits, RequestIds, RequestState
 from tests.router.core import states
@@ -34,13 +34,13 @@ def cluster(*roles: Role) -> tuple[Fleet, Placement]:
 
 def books(table: Fleet) -> list[tuple[int, int, int, int]]:
     return [
-        (len(each.attempts), each.num_active, each.prompt_tokens, each.promised_blocks)
+        (len(each.attempts), each.num_active, each.unread_tokens, each.promised_blocks)
         for each in table
     ]
 
 
 def placed(placement: Placement, each: RequestState | None = None) -> Attempt:
-    attempt = placement.place(each or state())
+    attempt = placement.place(each or state(), 0.0)
     assert attempt is not None
     return attempt
 
@@ -55,7 +55,7 @@ def test_the_limit_of_a_transfer_is_of_what_was_generated_too(num_generated: int
         identity = Identity(Role.DECODE, rank, 1).name
         table.hello(identity, Hello(1, rank, Role.DECODE), detail(max_kv_transfer_bytes=most), 0.0)
         table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
-        assert (placement.place(each) is None) == (most < enough)
+        assert (placement.place(each, 0.0) is None) == (most < enough)
 
 
 def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
@@ -65,7 +65,7 @@ def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
     table.hello(b"prefill-0-1", Hello(1, 0, Role.PREFILL), detail(max_model_len=40), 0.0)
     table.heartbeat(b"prefill-0-1", Heartbeat(0, 0, 0), load(), 0.0)
     placement.check(alone)
-    assert placement.place(alone) is not None
+    assert placement.place(alone, 0.0) is not None
     for each in (longer, more):
         with pytest.raises(WireError) as caught:
             placement.check(each)

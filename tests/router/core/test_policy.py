@@ -1,61 +1,170 @@
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from collections.abc import Mapping
+
+import pytest
 
 from router.core.fleet import Worker, WorkerState
 from router.core.policy import (
-    SEQUENCE_COST,
-    PrefixIndex,
+    Choice,
+    Prompt,
     can_ever_fit,
+    choose,
     pick_decode,
     pick_prefill,
+    reading_s,
 )
 from tests.router.scripted import load, worker
 from wire.frames import Role
-from wire.prefix import prefix_hashes
 
-PROMPT = tuple(range(100))
-
-
-def index_of(workers: list[Worker]) -> PrefixIndex:
-    index = PrefixIndex()
-    for each in workers:
-        index.add(each.identity, each.detail.num_blocks)
-    return index
+TOKEN_S, STEP_S, SEQUENCE_S, BYTE_S = 1e-4, 1e-2, 5e-4, 1e-9
 
 
-def decode(workers: list[Worker], index: PrefixIndex | None = None, new: int | None = 10) -> int:
-    choice = pick_decode(workers, PROMPT, new, index or index_of(workers), 256)
-    return -1 if choice is None else choice.worker.rank
+def measured(role: Role = Role.DECODE, rank: int = 0, **changes: object) -> Worker:
+    """A worker whose costs are known."""
+    made = worker(role, rank, **changes)
+    made.token_s, made.step_s, made.sequence_s = TOKEN_S, STEP_S, SEQUENCE_S
+    made.byte_s = BYTE_S
+    return made
 
 
-def test_prefill_goes_where_the_fewest_prompt_tokens_wait() -> None:
-    workers = [worker(Role.PREFILL, rank) for rank in range(3)]
-    workers[0].prompt_tokens, workers[1].prompt_tokens, workers[2].prompt_tokens = 10, 5, 5
-    workers[1].num_active, workers[2].num_active = 3, 2
-    assert pick_prefill(workers, 10, 256) is workers[2]
-    workers[2].state = WorkerState.DRAINING
-    assert pick_prefill(workers, 10, 256) is workers[1]
-    assert pick_prefill(workers, 10, 3) is workers[0]
-    assert pick_prefill(workers, 2000, 256) is None
-    assert pick_prefill([], 1, 256) is None
+def prefills(num: int, **changes: object) -> list[Worker]:
+    return [measured(Role.PREFILL, rank, **changes) for rank in range(num)]
 
 
-def test_a_later_attempt_goes_to_workers_that_compute_alike() -> None:
-    prefills = [worker(Role.PREFILL, rank, arithmetic="xyy"[rank]) for rank in range(3)]
-    prefills[1].prompt_tokens = prefills[2].prompt_tokens = 100
-    assert pick_prefill(prefills, 10, 256) is prefills[0]
-    assert pick_prefill(prefills, 10, 256, "y") is prefills[1]
-    assert pick_prefill(prefills, 10, 256, "z") is prefills[0]
-    decodes = [worker(rank=rank, arithmetic="xyy"[rank]) for rank in range(3)]
-    decodes[1].num_active = 3
-    index = index_of(decodes)
-    picked = [pick_decode(decodes, PROMPT, 10, index, 3, it) for it in ("", "x", "y", "z")]
-    assert [choice and choice.worker.rank for choice in picked] == [0, 0, 2, 0]
-    decodes[2].num_active = 3  # those that compute alike have no room
-    choice = pick_decode(decodes, PROMPT, 10, index, 3, "y")
-    assert choice is not None and choice.worker is decodes[0]
+def decodes(num: int, **changes: object) -> list[Worker]:
+    return [measured(Role.DECODE, rank, **changes) for rank in range(num)]
+
+
+def prompt(
+    num_tokens: int = 100, held: Mapping[Worker, int] | None = None, **changes: object
+) -> Prompt:
+    by_identity = {worker.identity: num for worker, num in (held or {}).items()}
+    fields: dict[str, object] = {"now": 50.0, "new_tokens": 10, "answer_tokens": 10.0}
+    fields |= {"num_tokens": num_tokens, "held": by_identity, "kv_bytes": 1e5}
+    return Prompt(**(fields | changes))  # type: ignore[arg-type]
+
+
+def read(worker: Worker, num_tokens: int, since: float = 50.0) -> None:
+    """Let a worker have one more prompt to read."""
+    if not worker.num_reading:
+        worker.reading_since = since
+    worker.num_active += 1
+    worker.num_reading += 1
+    worker.unread_tokens += num_tokens
+
+
+def test_a_prompt_waits_for_what_is_left_of_those_before_it() -> None:
+    busy, lately = prefills(2)
+    read(busy, 1000, since=50.0 - 0.09)
+    assert reading_s(busy, prompt(100), 0.0) == pytest.approx(0.01 + 0.01)
+    read(lately, 500)
+    assert pick_prefill([busy, lately], prompt(100), 256) is busy
+    # A worker that takes longer than expected reads one prompt at most meanwhile.
+    read(busy, 1000)
+    busy.reading_since = 0.0
+    assert reading_s(busy, prompt(100), 0.0) == pytest.approx(0.1 + 0.01)
+
+
+def test_a_held_prefix_is_worth_the_time_to_read_it_and_no_more() -> None:
+    holder, other = prefills(2)
+    held = {holder: 800}
+    assert pick_prefill([other, holder], prompt(1000, held), 256) is holder
+    read(holder, 700)
+    assert pick_prefill([other, holder], prompt(1000, held), 256) is holder
+    read(holder, 2000)
+    assert pick_prefill([other, holder], prompt(1000, held), 256) is other
+
+
+def test_reading_weighs_more_where_many_wait() -> None:
+    holder, other = prefills(2)
+    held = {holder: 800}
+    read(holder, 1500)
+    assert pick_prefill([other, holder], prompt(1000, held), 256) is other
+    for _ in range(3):
+        other.num_active += 1
+        holder.num_active += 1
+    assert pick_prefill([other, holder], prompt(1000, held), 256) is holder
+
+
+def test_what_is_read_into_a_full_cache_costs_what_it_drives_out() -> None:
+    free, full = prefills(2)
+    full.on_load(load(64, cached=64))
+    assert pick_prefill([full, free], prompt(reuse=2.0), 256) is free
+    assert reading_s(full, prompt(reuse=2.0), 0.0) == pytest.approx(3 * 100 * TOKEN_S)
+
+
+def test_an_idle_worker_that_waited_longest_is_next() -> None:
+    workers = prefills(3)
+    for each, since in zip(workers, (30.0, 10.0, 20.0), strict=True):
+        each.reading_since = since
+    assert pick_prefill(workers, prompt(), 256) is workers[1]
+    workers[1].state = WorkerState.DRAINING
+    assert pick_prefill(workers, prompt(), 256) is workers[2]
+    workers[2].num_active = 256
+    assert pick_prefill(workers, prompt(), 256) is workers[0]
+    assert pick_prefill(workers, prompt(2000), 256) is None
+    assert pick_prefill([], prompt(), 256) is None
+
+
+def test_a_slow_worker_gets_what_is_quick_there_all_the_same() -> None:
+    slow, quick = prefills(2)
+    slow.token_s = 4 * TOKEN_S
+    assert pick_prefill([slow, quick], prompt(1000, {slow: 700}), 256) is quick
+    assert pick_prefill([slow, quick], prompt(1000, {slow: 800}), 256) is slow
+
+
+def test_kv_is_sent_where_that_costs_less_than_one_more_sequence_there() -> None:
+    # The KV of 1000 tokens takes 0.1 s; one sequence more 2 x 10 steps of 0.5 ms.
+    busy, idle = workers = decodes(2)
+    held = {busy: 900}
+    busy.num_active = 8
+    assert pick_decode(workers, prompt(1000 - 16, held), 256) is busy
+    busy.num_others = 4
+    assert pick_decode(workers, prompt(1000 - 16, held), 256) is idle
+
+
+def test_a_hot_prefix_spreads_over_the_workers() -> None:
+    workers = decodes(4, num_blocks=4096, max_model_len=4096)
+    held = {workers[0]: 1008}
+    for _ in range(64):
+        chosen = pick_decode(workers, prompt(1024, held, answer_tokens=100.0), 256)
+        assert chosen is not None
+        chosen.num_active += 1
+        held[chosen] = 1008
+    counts = [each.num_active for each in workers]
+    assert sum(counts) == 64 and max(counts) - min(counts) <= 1
+
+
+def test_without_measurements_the_least_loaded_worker_is_chosen() -> None:
+    first, second, third = workers = [worker(rank=rank) for rank in range(3)]
+    first.num_others, second.num_active = 2, 1
+    assert pick_decode(workers[:2], prompt(), 256) is second
+    second.num_others = 2
+    assert pick_decode(workers[:2], prompt(), 256) is first
+    assert pick_decode(workers, prompt(), 256) is third
+    readers = [worker(Role.PREFILL, rank) for rank in range(2)]
+    read(readers[0], 10)
+    assert pick_prefill(readers, prompt(), 256) is readers[1]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_among_equals_it_is_the_one_whose_turn_it_is(role: Role) -> None:
+    workers = [worker(role, rank) for rank in range(3)]
+    workers[0].turn = 1
+    pick = pick_prefill if role is Role.PREFILL else pick_decode
+    assert pick(workers, prompt(), 256) is workers[1]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_later_attempt_goes_to_workers_that_compute_alike(role: Role) -> None:
+    workers = [measured(role, rank, arithmetic="xyy"[rank]) for rank in range(3)]
+    workers[1].num_active = 3
+    pick = pick_prefill if role is Role.PREFILL else pick_decode
+    picked = [pick(workers, prompt(arithmetic=each), 3) for each in ("", "x", "y", "z")]
+    assert [each and each.rank for each in picked] == [0, 0, 2, 0]
+    workers[2].num_active = 3  # those that compute alike have no room
+    assert pick(workers, prompt(arithmetic="y"), 3) is workers[0]
 
 
 def test_a_prompt_needs_room_for_itself_and_one_token() -> None:
@@ -65,85 +174,50 @@ def test_a_prompt_needs_room_for_itself_and_one_token() -> None:
     assert can_ever_fit(short, 50) and not can_ever_fit(short, 51)
 
 
-def test_load_outweighs_a_held_prefix() -> None:
-    workers = [worker(rank=rank) for rank in range(2)]
-    index = index_of(workers)
-    index.store(workers[1].identity, prefix_hashes(PROMPT, 16))
-    workers[1].num_active = 1
-    assert SEQUENCE_COST > 96
-    assert decode(workers, index) == 0
-
-
-def test_a_hot_prefix_spreads_over_the_workers() -> None:
-    workers = [worker(rank=rank, num_blocks=4096, max_model_len=4096) for rank in range(4)]
-    index = index_of(workers)
-    prompt = tuple(range(1024))
-    for _ in range(64):
-        choice = pick_decode(workers, prompt, 8, index, 256)
-        assert choice is not None
-        choice.worker.num_active += 1
-        index.store(choice.worker.identity, choice.hashes)
-    counts = [each.num_active for each in workers]
-    assert sum(counts) == 64 and max(counts) - min(counts) <= 8
-
-
-def test_workers_may_differ_in_block_size() -> None:
-    workers = [worker(rank=0, block_size=16), worker(rank=1, block_size=32, num_blocks=32)]
-    index = index_of(workers)
-    index.store(workers[1].identity, prefix_hashes(PROMPT, 32))
-    choice = pick_decode(workers, PROMPT, 10, index, 256)
-    assert choice is not None and (choice.worker.rank, choice.num_blocks) == (1, 4)
-
-
 def test_decode_is_admitted_by_blocks() -> None:
-    workers = [worker(rank=0), worker(rank=1)]
-    workers[0].on_load(load(64, used=58))
-    assert decode(workers) == 1
-    workers[1].promise(1, 58)
-    assert decode(workers) == -1
-    workers[0].on_load(load(64, used=52, cached=6))
-    assert decode(workers) == 0
-    assert decode(workers, new=None) == -1  # 256 more are assumed.
+    first, second = workers = decodes(2)
+    first.on_load(load(64, used=58))
+    assert pick_decode(workers, prompt(), 256) is second
+    second.promise(1, 58)
+    assert pick_decode(workers, prompt(), 256) is None
+    first.on_load(load(64, used=52, cached=6))
+    assert pick_decode(workers, prompt(), 256) is first
+    assert pick_decode(workers, prompt(new_tokens=None), 256) is None  # 256 more are assumed.
 
 
 def test_a_request_larger_than_a_worker_waits_until_it_is_empty() -> None:
     only = worker(num_blocks=8)
-    assert decode([only], new=100_000) == 0
+    assert pick_decode([only], prompt(new_tokens=100_000), 256) is only
     only.promise(1, 1)
-    assert decode([only], new=100_000) == -1
+    assert pick_decode([only], prompt(new_tokens=100_000), 256) is None
 
 
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 50), max_size=20)), max_size=30))
-def test_no_worker_is_taken_to_hold_more_than_it_has_blocks(
-    steps: list[tuple[bool, list[int]]],
-) -> None:
-    index = PrefixIndex()
-    index.add(b"d", 7)
-    for is_stored, hashes in steps:
-        if is_stored:
-            index.store(b"d", hashes)
-            if len(set(hashes)) == len(hashes):
-                assert index.longest(b"d", hashes) == min(7, len(hashes))
-        else:
-            index.evict(b"d", hashes)
-            assert not hashes or index.longest(b"d", hashes) == 0
-        assert index.size(b"d") <= 7
+def test_one_token_needs_no_decode_worker() -> None:
+    [prefill], [decode] = prefills(1), decodes(1)
+    alone = prompt(new_tokens=0, may_be_local=True)
+    assert choose([prefill], [decode], alone, 256) == Choice(prefill, None)
+    assert choose([prefill], [], alone, 256) == Choice(prefill, None)
+    assert choose([], [decode], alone, 256) == Choice(None, decode)
 
 
-def test_decode_counts_what_other_routers_placed() -> None:
-    workers = [worker(rank=rank) for rank in range(3)]
-    workers[0].num_others, workers[1].num_active = 2, 1
-    assert decode(workers[:2]) == 1
-    workers[1].num_others = 2
-    assert decode(workers[:2]) == 0
-    assert decode(workers) == 2
+def test_both_workers_need_room() -> None:
+    [prefill], [decode] = prefills(1), decodes(1)
+    assert choose([prefill], [decode], prompt(), 256) == Choice(prefill, decode)
+    assert choose([], [decode], prompt(), 256) is None
+    assert choose([prefill], [], prompt(may_be_local=True), 256) is None
 
 
-def test_among_equals_it_is_the_one_whose_turn_it_is() -> None:
-    for role in (Role.PREFILL, Role.DECODE):
-        workers = [worker(role, rank) for rank in range(3)]
-        workers[0].turn = 1
-        if role is Role.DECODE:
-            assert decode(workers) == 1
-        else:
-            assert pick_prefill(workers, 10, 256) is workers[1]
+def test_an_idle_decode_worker_reads_what_would_take_long_to_send() -> None:
+    [prefill], [decode] = prefills(1), decodes(1)
+    local = prompt(500, may_be_local=True)
+    assert choose([prefill], [decode], local, 256) == Choice(None, decode)
+    assert choose([prefill], [decode], prompt(500), 256) == Choice(prefill, decode)
+    # Each that generates there would wait as long as the reading takes.
+    decode.num_active = 2
+    assert choose([prefill], [decode], local, 256) == Choice(prefill, decode)
+    # Unless it holds most of the prompt, or the prefill worker is busy, or not there.
+    held = prompt(500, {decode: 480}, may_be_local=True)
+    assert choose([prefill], [decode], held, 256) == Choice(None, decode)
+    read(prefill, 5000)
+    assert choose([prefill], [decode], local, 256) == Choice(None, decode)
+    assert choose([], [decode], local, 256) == Choice(None, decode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -25,15 +25,11 @@ from wire.frames import (
     Cancel,
     DecodeDone,
     DecodeRequest,
-    DecodeToken,
     Error,
-    Frame,
-    PrefillRequest,
     Role,
     Tag,
 )
 from wire.options import Options
-from wire.parts import MAX_HEADERS, decode, encode
 from wire.payloads import (
     ErrorDetail,
     Logprobs,
@@ -41,14 +37,12 @@ from wire.payloads import (
     decode_map,
     decode_prefill_result,
     encode_map,
-    encode_prompt,
 )
 from wire.process.log_limit import AGAIN_S
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
 from worker.executor.hash import EOS_TOKEN_IDS, create
-from worker.link import RouterLink
-from worker.roles.decode import DecodeRole, Generation, Step
+from worker.roles.decode import DecodeRole, Generation
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -143,22 +137,6 @@ async def test_tokens_of_one_step_leave_in_one_message() -> None:
         for request_id in prompts:
             router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
         await router.until_free(Role.DECODE)
-
-
-def test_a_step_of_more_tokens_than_a_message_holds_leaves_in_several() -> None:
-    sent: list[tuple[int, int]] = []
-
-    class Router:
-        def send(self, frames: list[Frame], *payload: bytes) -> None:
-            message = decode(encode(frames, *payload))
-            sent.append((len(message.tokens), len(decode_map(list[Logprobs], message.body()))))
-
-    step = Step()
-    for _ in range(MAX_HEADERS + 1):
-        step.tokens.append(DecodeToken(1, 5))
-        step.logprobs.append(Logprobs(logprob=-0.5))
-    step.send(cast(RouterLink, Router()))
-    assert sent == [(MAX_HEADERS, MAX_HEADERS), (1, 1)]
 
 
 async def test_logprobs_ride_with_their_tokens() -> None:
@@ -413,12 +391,6 @@ async def test_an_id_used_twice_is_one_text() -> None:
         assert len(await router.tokens(3)) == 3
         await router.receive(Tag.DECODE_DONE)
         await router.until_free(Role.DECODE)
-
-
-async def test_a_frame_for_the_other_role_is_refused() -> None:
-    async with pair() as router:
-        router.send(Role.DECODE, PrefillRequest(1, 1, 0), encode_prompt([1], OPTIONS))
-        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.PROTOCOL)
 
 
 async def test_a_router_says_how_many_tokens_there_may_be() -> None:
