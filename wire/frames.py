@@ -183,10 +183,7 @@ class DecodeDone(Frame, frozen=True):
 
 
 class Hello(Frame, frozen=True):
-    """First frame of a worker or client: its role, rank and epoch.  SPEC 5.1.
-
-    A worker's must match its ZeroMQ identity.
-    """
+    """First frame of a peer: its epoch, rank and role, as in its ZeroMQ identity.  SPEC 5.1."""
 
     tag = Tag.HELLO
     layout = Struct("<QIBBH")

@@ -41,10 +41,7 @@ class Logprobs(Map, frozen=True, kw_only=True):
 
 
 def prompt_logprobs_problem(seq_len: int, num_top: int | None) -> str | None:
-    """Return an error message if the prompt's logprobs would be too large to send, else None.
-
-    `num_top` is None if no prompt logprobs are requested.
-    """
+    """Return an error message if a prompt's logprobs are requested but too large, else None."""
     if num_top is None or (size := (seq_len - 1) * _row(num_top).size) <= MAX_PROMPT_LOGPROBS_BYTES:
         return None
     return (

@@ -109,10 +109,7 @@ class Load(Map, frozen=True, kw_only=True):
 
 
 class PeerDetail(Map, frozen=True, kw_only=True):
-    """One decode worker in PEERS.  SPEC 5.4.
-
-    `kv_unasked_bytes` is how much KV it accepts together with an offer, before granting credit.
-    """
+    """One decode worker in PEERS; `kv_unasked_bytes` of KV may come with an offer.  SPEC 5.4."""
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     epoch: U64
@@ -202,9 +199,7 @@ def decode_map(kind: type[_M], buffer: Buffer) -> _M:
 
 
 def encode_prefill_result(result: PrefillResult) -> bytes:
-    """Encode a PREFILL_DONE payload: ``i64 token_id``, then a map of the other fields.  SPEC 4.2.
-
-    The map is omitted if all its fields have their defaults.
+    """Encode a PREFILL_DONE payload: ``i64 token_id``, then a map unless it is empty.  SPEC 4.2.
 
     Raises:
         LocalProtocolError: `token_id` is not a u32, and the request did not end on a stop token.
@@ -306,8 +301,7 @@ class Offer(Map, frozen=True, kw_only=True):
         return f"Offer(num_tokens={self.num_tokens}, total_bytes={self.total_bytes})"
 
 
-# For each map, the keys (at any depth) of values that are maps too, so that `check_keys` checks
-# them.
+# For each map, the keys (at any depth) of nested maps, which `check_keys` has to check too.
 NESTED: Final[dict[type, tuple[str, ...]]] = {
     KVLayout: ("groups",),
     HelloDetail: ("layout", "groups"),

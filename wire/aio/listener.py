@@ -126,10 +126,7 @@ async def listen(
 
 
 class Servers:
-    """Several servers on one listening socket, to accept several clients per iteration.
-
-    A single uvloop server accepts only one client per iteration of the event loop.
-    """
+    """Several servers on one socket, because a uvloop server accepts one client per iteration."""
 
     def __init__(self, servers: Sequence[asyncio.Server]) -> None:
         self._servers = servers

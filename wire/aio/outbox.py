@@ -102,10 +102,7 @@ Transmit = Callable[[Sequence[Buffer], Sending | None], None]
 
 
 class Outbox:
-    """The send queue of one peer.
-
-    `num_bytes` is the size of the queued messages, including `MESSAGE_OVERHEAD` for each.
-    """
+    """The send queue of one peer; `num_bytes` includes `MESSAGE_OVERHEAD` per message."""
 
     def __init__(self, peer: str, limits: Limits, transmit: Transmit) -> None:
         self.peer = peer
@@ -121,11 +118,8 @@ class Outbox:
         """Transmit a message if `now`; queue it otherwise, or if the socket is full.
 
         Without `track`, the caller may reuse the buffers at once, so mutable ones are copied.
-
-        Raises:
-            WireError: OVERLOADED; the queue is full.
-            ConnectionError: There is no such peer.
-            LocalProtocolError: The message is over a limit.
+        Raises WireError (OVERLOADED) if the queue is full, ConnectionError if there is no such
+        peer, and LocalProtocolError if the message is over a limit.
         """
         num_bytes = self._limits.measure(parts) + MESSAGE_OVERHEAD
         sending = Sending() if track else None
@@ -147,9 +141,7 @@ class Outbox:
         return sending
 
     def flush(self) -> float | None:
-        """Transmit up to `MAX_BURST` queued messages.
-
-        Returns the number of seconds until the next flush, or None if the queue is empty.
+        """Transmit queued messages; return the seconds until the next flush, None if all are sent.
 
         Raises:
             ConnectionError: There is no such peer.

@@ -71,10 +71,7 @@ def client_options(pair: KeyPair, server: str) -> Options:
 
 
 def link_options(keys: Keys | None, server: str) -> Options:
-    """Return the options of a link to the peer named `server` (`router` or `<role>-<rank>`).
-
-    Without keys there are none.  Raises ConfigError if `server` has no key.
-    """
+    """Return the options of a link to `server` (`router` or `<role>-<rank>`); {} without keys."""
     return {} if keys is None else client_options(keys.pair, keys.public_of(server))
 
 
@@ -151,10 +148,7 @@ class Port:
         self.socket.connect(endpoint)
 
     def read(self, frame: zmq.Frame) -> tuple[list[Buffer], int]:
-        """Read the rest of the message that starts with `frame`; return its parts and size.
-
-        A message with too many parts is read and returned as [].
-        """
+        """Read the rest of a message; return its parts ([] if too many) and its size in bytes."""
         parts, num_bytes = list[Buffer](), 0
         while True:
             num_bytes += len(frame)

@@ -56,10 +56,7 @@ class Limits:
 
 
 class Handler(Protocol):
-    """Handles one client's messages.
-
-    `on_closed` is called once, as the last method, with None if the client closed the connection.
-    """
+    """Handles one client's messages.  `on_closed` is called once, at the end, with None on EOF."""
 
     @property
     def is_busy(self) -> bool:
@@ -117,10 +114,7 @@ class Connection(asyncio.Protocol):
         self._decoder.max_frame_bytes = max_frame_bytes or self._limits.max_frame_bytes
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
-        """Queue one message; the caller may reuse the buffers immediately.
-
-        No-op once the connection is closed.
-        """
+        """Queue one message, or do nothing after the end.  The caller may reuse the buffers."""
         if not self.is_closing:
             self._send(frame.tag, b"".join(encode(frame, *payload)))
 

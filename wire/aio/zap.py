@@ -169,11 +169,8 @@ def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float =
     """Make sure that `port`, which is not bound yet, refuses an unknown key.
 
     The socket is bound to a loopback port for a moment, and a client with a new key connects to it.
-    This blocks the event loop, at start-up, for milliseconds, or for `probe_s` if authentication
-    does not work.
-
-    Raises:
-        ConfigError: The unknown key was admitted, or neither admitted nor refused.
+    This blocks the event loop for milliseconds, or for `probe_s` if authentication does not work.
+    Raises ConfigError if the unknown key was admitted, or neither admitted nor refused.
     """
     unknown = new_key_pair()
     authenticator.probe_key = unknown.public

@@ -101,12 +101,9 @@ class Hub:
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
         """Send a message now, or queue it if the socket is full; never wait.
 
-        With `track`, returns a `Sending` that reports when the buffers may be reused.
-
-        Raises:
-            PeerLost: The peer is unknown or disconnected.
-            WireError: OVERLOADED; the peer's queue is full.
-            LocalProtocolError: A part is larger than `max_message_bytes`.
+        With `track`, returns a `Sending` that reports when the buffers may be reused.  Raises
+        PeerLost for an unknown peer, WireError (OVERLOADED) for a full queue, and
+        LocalProtocolError for a part over `max_message_bytes`.
         """
         self._pump.wake()
         try:
@@ -133,10 +130,7 @@ class Hub:
         self._peers.clear()
 
     def _receive(self) -> int | None:
-        """Read and deliver one message; return its size, None if there is none.
-
-        A peer is registered, and with keys authorized, at its first message.
-        """
+        """Read one message, register its peer if new, and deliver it; return its size or None."""
         try:
             peer = self._port.socket.recv(LAST)
         except zmq.Again:

@@ -97,10 +97,7 @@ def tally(name: str, help_text: str, label: str, counts: Mapping[str, float]) ->
 
 
 def frames(planes: Mapping[str, Traffic]) -> Iterator[Metric]:
-    """Yield counters of frames by tag, and of unsent frames.
-
-    A plane is a kind of connection, such as clients, bus or KV.
-    """
+    """Yield counters of frames by plane (kind of connection) and tag, and of unsent frames."""
     family = CounterMetricFamily(
         "baton_frames", "Frames by tag.", labels=["plane", "tag", "direction"]
     )

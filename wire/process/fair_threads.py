@@ -29,10 +29,7 @@ class FairThreads:
     """
 
     def __init__(self, num_threads: int, name: str, max_waiting: int = MAX_WAITING) -> None:
-        """Create the pool; threads start with the first job.
-
-        At most `max_waiting` jobs of one client may be queued.
-        """
+        """Create the pool; at most `max_waiting` jobs of one client may be queued."""
         self._num_threads = num_threads
         self._most_of_client = max(num_threads - 1, 1)
         self._name = name

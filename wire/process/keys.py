@@ -44,10 +44,7 @@ class KeyPair:
 
 
 class Keys:
-    """The key pair of the party `name`, and the authorized keys, read from `directory`.
-
-    Raises ConfigError if they cannot be read.
-    """
+    """The key pair of party `name` and authorized keys, from `directory`.  Raises ConfigError."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name

@@ -192,10 +192,7 @@ def extend_start() -> bool:
 
 @contextmanager
 def slow_start(status: str) -> Iterator[None]:
-    """Keep extending systemd's start timeout from a thread while the body runs.
-
-    The body may block the event loop.
-    """
+    """Keep extending systemd's start timeout while the body runs, even if it blocks the loop."""
     done = threading.Event()
 
     def extend() -> None:

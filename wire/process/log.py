@@ -25,10 +25,7 @@ FLUSH_S: Final = 1.0
 
 
 class LogWriter:
-    """Writes lines to a stream in its own thread.
-
-    `num_dropped` counts the lines that were lost because the queue was full or writing failed.
-    """
+    """Writes lines to a stream in its own thread; `num_dropped` counts lines that were lost."""
 
     def __init__(self, stream: TextIO, max_lines: int = MAX_LINES) -> None:
         self.num_dropped = 0
@@ -120,8 +117,7 @@ def configure(
 
     Args:
         level: debug, info, warning or error.
-        stream: Where to write; stderr by default.
-        is_terminal: Whether to write coloured text; by default, whether `stream` is a terminal.
+        is_terminal: Whether to write coloured text; by default, if `stream` (stderr) is a terminal.
     """
     stream = stream or sys.stderr
     writer = LogWriter(stream)

@@ -91,10 +91,7 @@ def vocab_size(directory: Path) -> int | None:
 
 
 def check_files(path: Path) -> None:
-    """Raise ModelError if config.json is missing, or a small file is not valid JSON.
-
-    Every executor needs these files.
-    """
+    """Raise ModelError if config.json is missing or a small file is not valid JSON."""
     read_json(path / "config.json")
     for name in OPTIONAL:
         if (path / name).is_file():

@@ -83,10 +83,7 @@ class StructureError(ValueError):
 
 
 def problem_of(structure: Structure) -> str | None:
-    """Return the reason why a structure cannot be enforced, or None if it can.
-
-    This takes up to a third of a second.
-    """
+    """Return why a structure cannot be enforced, or None.  This takes up to a third of a second."""
     from llguidance import LLMatcher
 
     try:
@@ -229,10 +226,7 @@ def _normalize(schema: object) -> None:
 
 
 def _normalize_guidance(schema: dict[str, Any]) -> None:
-    """Normalize the `x-guidance` of a schema, its options for llguidance.
-
-    Only schemas inside a grammar may have them.
-    """
+    """Normalize `x-guidance`, options for llguidance that only schemas in a grammar may have."""
     guidance = [node["x-guidance"] for node in objects(schema) if "x-guidance" in node]
     if any(each.get(name) for each in guidance if isinstance(each, dict) for name in _LOOSE):
         raise StructureError(f'"x-guidance" with {" or ".join(_LOOSE)} is not supported')

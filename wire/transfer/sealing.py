@@ -43,10 +43,7 @@ class Sealing:
         return self._cipher.encrypt(*_place(frame, descriptor, kv))
 
     def open(self, frame: KvCache, descriptor: SegmentDescriptor, sealed: Buffer) -> bytes | None:
-        """Decrypt the KV of a sealed segment.
-
-        Returns None if the KV, header or descriptor differs from what was sealed.
-        """
+        """Decrypt a sealed segment; None if KV, header or descriptor are not those sealed."""
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -206,8 +206,7 @@ def plan(
     """Split the KV to be sent into rectangles of at most `segment_bytes`.
 
     A rectangle has all layers of one or more whole blocks if they fit, else some layers of one
-    block or token.  Rectangles are sorted by their last token, the order in which prefill computes
-    them.
+    block or token.  Rectangles are in the order in which prefill computes them.
 
     Args:
         block_size: Number of tokens in one of the sender's blocks.
