@@ -102,7 +102,7 @@ def is_joined(node: dict[str, Any]) -> bool:
     return isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1
 
 
-def settle(schema: object) -> None:
+def normalize(schema: object) -> None:
     """Normalize a schema in place.  Raises ValueError if llguidance could not enforce it."""
     has_joins = any(map(is_joined, objects(schema)))
     steps: list[Decimal] = []
@@ -114,7 +114,7 @@ def settle(schema: object) -> None:
         if not isinstance(node, dict) or not node:
             continue
         found = _Node(f"{path}." if path else "", node)
-        found.settle(has_joins=has_joins)
+        found.normalize(has_joins=has_joins)
         steps += found.steps
         for key, value in node.items():
             inner_path = f"{path}.{key}" if path else key
@@ -136,21 +136,21 @@ class _Node:
         self._is_integer = "integer" in self._kinds and "number" not in self._kinds
         self.steps: list[Decimal] = []  # its multipleOf, once it is normalized
 
-    def settle(self, *, has_joins: bool) -> None:
+    def normalize(self, *, has_joins: bool) -> None:
         self._drop_idle()
         self._check_reference()
         for key in ("const", "enum"):
             self._check_values(key)
         if "number" in self._kinds or self._is_integer:
             for sign, inclusive, exclusive in _SIDES:
-                self._settle_draft_4(inclusive, exclusive)
+                self._normalize_draft_4(inclusive, exclusive)
                 if self._is_integer:
-                    self._settle_integer(sign, inclusive, exclusive)
+                    self._normalize_integer(sign, inclusive, exclusive)
                 else:
-                    self._settle_number(sign, inclusive, exclusive)
+                    self._normalize_number(sign, inclusive, exclusive)
             for sign, inclusive, exclusive in _SIDES:
                 self._nudge(sign, inclusive, exclusive, has_joins=has_joins)
-            self._settle_multiple()
+            self._normalize_multiple()
         self._check_names()
 
     def _refuse(self, key: str, why: str) -> NoReturn:
@@ -204,7 +204,7 @@ class _Node:
         if isinstance(value, Decimal) and -_exponent(value) > _MAX_PLACES:
             self._refuse(key, f"{_shown(value)} has over {_MAX_PLACES} decimal places")
 
-    def _settle_draft_4(self, inclusive: str, exclusive: str) -> None:
+    def _normalize_draft_4(self, inclusive: str, exclusive: str) -> None:
         """Convert draft 4's `"minimum": 3, "exclusiveMinimum": true` to its later form."""
         if isinstance(self._keywords.get(exclusive), bool):
             is_exclusive = self._keywords.pop(exclusive)
@@ -219,7 +219,7 @@ class _Node:
         self._check_places(key, value)
         return sign * Fraction(max(-(2**64), min(value, 2**64)) if value else 0)
 
-    def _settle_integer(self, sign: int, inclusive: str, exclusive: str) -> None:
+    def _normalize_integer(self, sign: int, inclusive: str, exclusive: str) -> None:
         """Replace both bounds by one inclusive bound, the first integer that they allow."""
         found = [
             (math.floor(bound) + 1 if key is exclusive else math.ceil(bound), key)
@@ -239,7 +239,7 @@ class _Node:
         if first >= _MAX_NUMBER:
             self._keywords.setdefault(opposite, sign * _MAX_INTEGER)
 
-    def _settle_number(self, sign: int, inclusive: str, exclusive: str) -> None:
+    def _normalize_number(self, sign: int, inclusive: str, exclusive: str) -> None:
         """Reject bounds that llguidance would change."""
         for key in (inclusive, exclusive):
             if (bound := self._bound(sign, key)) is None:
@@ -273,7 +273,7 @@ class _Node:
         if given is None or given < moved:
             self._keywords[inclusive] = Decimal(sign * moved.numerator) / moved.denominator
 
-    def _settle_multiple(self) -> None:
+    def _normalize_multiple(self) -> None:
         step = self._keywords.get("multipleOf")
         if not _is_number(step):
             return

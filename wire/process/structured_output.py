@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from wire.options import Structure
 from wire.process.background import in_background
 from wire.process.lark import COMMENT, PATTERN, TEXT, TOKEN_OF_MODEL, depth, lengths
-from wire.process.schema import DECODER, ESCAPES, encoded, is_joined, objects, settle
+from wire.process.schema import DECODER, ESCAPES, encoded, is_joined, normalize, objects
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -219,7 +219,7 @@ def _normalize(schema: object) -> None:
     """Normalize a schema in place, or raise StructureError."""
     _check_depth(schema)
     try:
-        settle(schema)
+        normalize(schema)
     except ValueError as error:
         raise StructureError(str(error)) from None
     _check_cost(schema)
