@@ -1,4 +1,4 @@
-"""Whole transfers of KV for wire/vectors.json, with every message of both sides."""
+"""Runs complete KV transfers for wire/vectors.json, and records every message of both sides."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.payloads import Offer
 from wire.transfer import KVReceiver, KVSender, Rectangle, Segment, segment_digest, unasked_segments
 
-# Router epoch 1 in the high half, the first attempt in the low half.
+# A request id: the router's epoch 1 in the high half, the first attempt in the low half.
 REQUEST = 1 << 32 | 1
 MEMORY = "baton-8d0c5f2e"
-# A key that everybody knows protects nothing: this one is for the vectors only.
+# This key is public, so it is for the vectors only.
 KEY, TOKEN, SEGMENT_PORT = bytes(range(32)), bytes(range(32, 64)), 5601
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
 FULL = KVGroup(num_layers=1, num_kv_heads=2, key_dim=4, value_dim=2, dtype="uint8")
@@ -28,7 +28,7 @@ EVERY_KIND = KVLayout(groups=(FULL, WINDOWED, STATE))
 
 
 def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
-    """KV that differs from place to place, in the order of the wire."""
+    """Return KV in wire order, whose values depend on layer, head, token and dimension."""
     number, layers, heads, tokens = rectangle
     group = layout.groups[number]
     if isinstance(group, StateGroup):
@@ -63,11 +63,15 @@ def transfer(
     segment_port: int = 0,
     is_sealed: bool = False,
 ) -> dict[str, Any]:
-    """Run one transfer and write down every message; segment `spoil`, if any, arrives broken.
+    """Run one transfer and return it with every message.
 
-    With a `block_size` the KV lies in memory, in blocks of so many tokens, the last one first.
-    With `unasked_bytes` all is computed before it is offered, and goes with the offer if it fits.
-    With a `segment_port` every segment goes there, and may be sealed.
+    Args:
+        cached: The number of prompt tokens that the receiver has already.
+        spoil: The number of the segment to corrupt; 0 for none.
+        block_size: If not 0, KV is read from shared memory, in blocks of this many tokens, of
+            which the last one is at the lowest address.
+        unasked_bytes: If not 0, KV is computed before the offer, and sent with it if it fits.
+        segment_port: If not 0, segments are sent to this port, encrypted if `is_sealed`.
     """
     token_ids = list(range(100, 100 + num_tokens))
     sender = KVSender(
@@ -87,9 +91,9 @@ def transfer(
     memory = _memory_of(layout, num_tokens, block_size) if block_size else b""
     messages: list[dict[str, Any]] = []
 
-    def note(who: str, header: Frame, *payload: Any) -> None:
-        pieces = [bytes(part).hex() for part in parts.encode(header, *payload)]
-        messages.append({"from": who, "zmq": pieces})
+    def record(sender_role: str, header: Frame, *payload: Any) -> None:
+        message = [bytes(part).hex() for part in parts.encode(header, *payload)]
+        messages.append({"from": sender_role, "zmq": message})
 
     if unasked_bytes:
         sender.advance(num_tokens, 0.0)
@@ -97,7 +101,7 @@ def transfer(
     header, payload = sender.offer_with([(*it, segment_digest(REQUEST, it[1])) for it in cuts])
     if cuts and spoil:
         payload[2 * spoil] = _spoilt(bytes(payload[2 * spoil]))
-    note("prefill", header, *payload)
+    record("prefill", header, *payload)
     receiver = KVReceiver(
         REQUEST,
         msgspec.msgpack.decode(payload[0], type=Offer),
@@ -110,13 +114,13 @@ def transfer(
     unasked = unasked_segments(header, payload, unasked_bytes)
     if unasked and not cached:
         answer = _store_all(receiver, receiver.accept_with(unasked, 0.0))
-        note("decode", answer[0], *[it.pack() for it in answer[1:]])
+        record("decode", answer[0], *[it.pack() for it in answer[1:]])
         ack = None
     else:
         ack = receiver.accept(cached, 0.0, len(memory), segment_port)
     sender.advance(num_tokens, 0.0)
     while ack is not None:
-        note("decode", ack[0], ack[1].pack())
+        record("decode", ack[0], ack[1].pack())
         sender.on_ack(*ack, 0.0)
         rectangle = sender.next_segment()
         if rectangle is None:
@@ -137,7 +141,7 @@ def transfer(
             at_port = b"".join(stream.encode(header, descriptor, kv)).hex()
             messages.append({"from": "prefill", "segment_port": at_port})
         else:
-            note("prefill", header, descriptor, kv)
+            record("prefill", header, descriptor, kv)
         is_beside = bool(segment_port)
         segment = receiver.on_segment(header, (descriptor, kv), 0.0, is_beside=is_beside)
         assert segment is not None
@@ -149,7 +153,7 @@ def transfer(
                 receiver.verify(segment, segment_digest(REQUEST, kv))
         except TransferFailed as error:
             receiver.broken(segment, error)
-            note("decode", Error(REQUEST, error.code))
+            record("decode", Error(REQUEST, error.code))
             break
         ack = receiver.stored(segment, 0.0)
     return {
@@ -183,7 +187,7 @@ def _spoilt(kv: bytes) -> bytes:
 
 
 def _store_all(receiver: KVReceiver, segments: list[Segment]) -> tuple[Any, ...]:
-    """Store what came with an offer; return the answer."""
+    """Store the segments that were sent with an offer; return the reply."""
     ack = None
     for segment in segments:
         try:
@@ -197,7 +201,7 @@ def _store_all(receiver: KVReceiver, segments: list[Segment]) -> tuple[Any, ...]
 
 
 def _memory_of(layout: KVLayout, num_tokens: int, block_size: int) -> bytes:
-    """The whole blocks of a sequence, the last one first, all layers and heads of group 0."""
+    """Return the complete blocks of a sequence, last one first, for all of group 0."""
     group = layout.groups[0]
     first_tokens = range(0, num_tokens - block_size + 1, block_size)
     blocks = [range(first, first + block_size) for first in first_tokens]
@@ -209,7 +213,7 @@ def _memory_of(layout: KVLayout, num_tokens: int, block_size: int) -> bytes:
 
 def transfers() -> list[dict[str, Any]]:
     most, port = 1 << 20, {"segment_port": SEGMENT_PORT}
-    # The name; tokens, those held by the receiver, bytes of a segment and of the credit; the rest.
+    # Each case: name; num_tokens, cached, segment_bytes, credit_bytes; other arguments.
     cases: list[tuple[str, tuple[int, int, int, int], dict[str, Any]]] = [
         ("one segment", (3, 0, most, most), {}),
         ("three segments, credit for one", (5, 0, 32, 32), {}),

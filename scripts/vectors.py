@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Write the bytes in wire/vectors.json, the protocol's test vectors; with --check, compare instead.
+"""Write the bytes in wire/vectors.json, the protocol's test vectors, or compare with --check.
 
 The file itself is the table of cases.  To add a frame, write its `name`, `tag`, `headers`,
 `payload` and `content`: this script adds the bytes, which come from `wire`.  So a change of the
-code that changes a byte on the wire shows up as a difference in the file.  Malformed bytes and
-sessions are data only; transfers are run by `scripts/vector_transfers.py`.
+code that changes a byte on the wire also changes the file.  Malformed bytes and sessions are not
+derived; `scripts/vector_transfers.py` runs the transfers.
 
 usage: .venv/bin/python scripts/vectors.py [--check]
 """
@@ -38,7 +38,7 @@ Vector = dict[str, Any]
 
 
 def payload_of(kind: str, content: Any) -> list[bytes]:
-    """Return the payload parts that say `content`."""
+    """Encode `content`, a payload of this kind, to payload parts."""
     match kind:
         case "none":
             return []
@@ -86,7 +86,7 @@ def _offer(content: Vector) -> payloads.Offer:
 
 
 def frame(vector: Vector) -> Vector:
-    """Add a frame's bytes on both envelopes; several headers exist on ZeroMQ only."""
+    """Add the bytes of a frame as ZeroMQ parts and, if it has a single header, as TCP bytes."""
     frames = [FRAMES[Tag[vector["tag"]]](**fields) for fields in vector["headers"]]
     payload = payload_of(vector["payload"], vector["content"])
     vector["zmq"] = [bytes(part).hex() for part in parts.encode(frames, *payload)]
@@ -101,7 +101,7 @@ def prefix(vector: Vector) -> Vector:
 
 
 def model(vector: Vector) -> Vector:
-    """Add the fingerprint of a directory made for it: weights count by their names and sizes."""
+    """Add the fingerprint of a model directory; of weight files only names and sizes matter."""
     with TemporaryDirectory() as directory:
         for name, content in vector["files"].items():
             (Path(directory) / name).write_text(content)
@@ -112,7 +112,7 @@ def model(vector: Vector) -> Vector:
 
 
 def render() -> str:
-    """Return the file's text: a vector is a line, so that a difference shows which one changed."""
+    """Return the text of the file, with one vector per line, so that a diff shows what changed."""
     vectors = json.loads(PATH.read_text())
     vectors["version"] = VERSION
     for section, derive in (("frames", frame), ("prefix", prefix), ("fingerprint", model)):

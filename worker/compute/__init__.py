@@ -1,1 +1,1 @@
-"""Computes a model: its forward pass over paged KV, alone or with other processes."""
+"""The forward pass of a model over paged KV, in one process or in several."""

@@ -1,7 +1,7 @@
 """The forward pass on a CPU: programs of compiled loops over packed weights.
 
-A program is built once for a number of tokens; its operations read and write the same buffers each
-time it runs.  A shard has several programs, with an all-reduce between two of them.
+A program is a list of operations, built once for each number of tokens; it reads and writes the
+same buffers each time it runs.  A shard runs several programs with all-reduces between them.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from kernels.cpu.work_items import WorkItems
 from worker.compute.device import arithmetic_of
 from worker.compute.packed import (
     Call,
-    ExpertRoom,
+    ExpertBuffers,
     Packed,
     PackedExperts,
     PackedMLP,
     Projection,
-    added_up,
+    all_reduce_calls,
     bytes_of,
     gated_rows,
     in_one_call,
 )
-from worker.compute.pool_shape import places
+from worker.compute.pool_shape import indices_in_pool
 from worker.compute.ranks import Ranks
 from worker.model.config import ModelConfig
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import Attention, ExpertMLP, Layer, Weights
 
-# The size of the cache of programs: decode steps have few numbers of tokens, prompts have any.
+# The size of the LRU cache of programs; prompts can have any number of tokens.
 MAX_PROGRAMS = 64
 
 
 class CompiledTransformer:
-    """Takes over the weights and packs them layer by layer; has the attributes of `Transformer`.
+    """The compiled forward pass on a CPU, with the attributes of `Transformer`.
 
-    In bfloat16 every matrix product has bfloat16 on both sides, otherwise float32, whatever dtype
-    the weights are stored in.  With `in_int8` weights are rounded to 8 bits, and only attention
-    uses the dtype.  All else is float32.  With `ranks` it is a shard.
+    The constructor empties `weights` while it packs them layer by layer.  If `dtype` is bfloat16,
+    both inputs of every matrix product are bfloat16, otherwise float32, whatever dtype stores the
+    weights.  With `in_int8`, weights are quantized to int8 and only attention uses `dtype`.
+    Everything else is float32.  With `ranks`, this object computes one shard of the model.
     """
 
     dtype = torch.float32
@@ -69,7 +70,7 @@ class CompiledTransformer:
         config, self._ranks = self.config, ranks
         self.arithmetic = arithmetic_of(self.device, dtype)
         if dtype is torch.bfloat16:
-            # The system may refuse tiles on one of two equal processors.
+            # The OS may disable AMX tiles, so equal processors can use different methods.
             self.arithmetic += f" {best_way().name.lower()}"
         if in_int8:
             self.arithmetic += " int8"
@@ -79,18 +80,18 @@ class CompiledTransformer:
         self._packed: Packed = Int8Weight if in_int8 else in_floats
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm
-        # Only the last stage has one.
+        # Only the last pipeline stage has an output head.
         self._head = self._packed(weights.head) if len(weights.head) else None
-        # A tied head's panels hold the embeddings, too.
+        # If the head is tied to the embedding, embedding rows are read from its packed weights.
         is_tied = weights.head is weights.embed
         self._embedding = self._head if self._head is not None and is_tied else weights.embed
-        # Rounded as models were trained with it.
+        # Models were trained with the scale rounded to their dtype.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._frequencies = {
             layer.rope: inverse_frequencies(layer.rope, self.device) for layer in config.layers
         }
         num_shared = config.num_heads // config.num_kv_heads
-        # By whether layers have a window: such layers have their own pool, tables and slots.
+        # Keyed by whether layers have a window: those have their own pool, tables and slots.
         self._items = {
             it: WorkItems(num_shared) for it in {own.window is not None for own in config.layers}
         }
@@ -105,14 +106,14 @@ class CompiledTransformer:
 
     @staticmethod
     def best_dtype(config: ModelConfig) -> torch.dtype:
-        """Return the fastest dtype on this processor that loses no precision of the weights."""
+        """Return the fastest dtype on this processor that represents the weights exactly."""
         is_paired = config.dtype == "bfloat16" and best_way() is not Way.VECTORS
         fits = CompiledTransformer.fits(config, torch.bfloat16)
         return torch.bfloat16 if is_paired and fits else torch.float32
 
     @staticmethod
-    def knows(config: ModelConfig) -> bool:
-        """Return whether there are loops for all kinds of layers of this model."""
+    def supports_layers(config: ModelConfig) -> bool:
+        """Return whether compiled loops exist for all kinds of layers of this model."""
         has_shared = any(it.experts is not None and it.experts.shared_size for it in config.layers)
         return not (config.delta_layers or config.has_output_gate or has_shared)
 
@@ -120,12 +121,12 @@ class CompiledTransformer:
     def fits(
         config: ModelConfig, dtype: torch.dtype, *kept: torch.dtype, in_int8: bool = False
     ) -> bool:
-        """Return whether the loops know the model's layers, and its widths are whole panels.
+        """Return whether compiled loops support the model's layers, sizes and dtypes.
 
-        In bfloat16 and `in_int8` gate and up need whole panels each.  `kept` are the dtypes of
-        weights and KV.
+        Each matrix must have a multiple of PANEL output columns.  In float32 that applies to gate
+        and up together, in bfloat16 and int8 to each.  `kept` are the dtypes of weights and KV.
         """
-        if not CompiledTransformer.knows(config):
+        if not CompiledTransformer.supports_layers(config):
             return False
         factor = 1 if in_int8 or dtype is torch.bfloat16 else 2
         inner = (size * factor for size in config.intermediate_sizes)
@@ -144,6 +145,7 @@ class CompiledTransformer:
     ) -> torch.Tensor:
         """Compute one step; see `worker.compute.transformer.Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
+        # Keyed by whether layers have a window, like `_items`.
         pools, batches = {False: pool}, {False: batch}
         if batch.windowed is not None:
             pools[True], batches[True] = batch.windowed
@@ -160,11 +162,11 @@ class CompiledTransformer:
         return logits if self._ranks is None else self._gathered(logits, self._ranks)
 
     def _int8_bytes(self) -> int:
-        parts = {self._norm, self._head, self._embedding}  # the last two may be one
+        parts = {self._norm, self._head, self._embedding}  # the last two may be the same object
         return bytes_of((*parts, *self._layers))
 
     def _gathered(self, logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Gather the logits of all tokens in the leader."""
+        """Gather the shards' columns of the logits in the leader."""
         vocab_size = self.config.vocab_size
         if not ranks.shard.is_last:
             return logits.new_empty(0, vocab_size)
@@ -172,7 +174,7 @@ class CompiledTransformer:
         return ranks.gather(own.contiguous())[:, :vocab_size]
 
     def _program(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> Call:
-        self._make_room(pools, num_tokens, num_rows)
+        self._reserve(pools, num_tokens, num_rows)
         program = self._programs.get((num_tokens, num_rows))
         if program is None:
             program = in_one_call(self._operations(num_tokens, num_rows))
@@ -182,8 +184,8 @@ class CompiledTransformer:
         self._programs.move_to_end((num_tokens, num_rows))
         return program
 
-    def _make_room(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> None:
-        """Allocate larger buffers if needed, and drop the programs that use the old ones."""
+    def _reserve(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> None:
+        """Allocate larger buffers if needed, and discard the programs that use the old ones."""
         if any(pool is not self._pools.get(it) for it, pool in pools.items()):
             self._programs.clear()
             self._pools = pools
@@ -194,16 +196,16 @@ class CompiledTransformer:
             self._window_slots = torch.empty(num_tokens, dtype=torch.int32)
         if num_rows > len(self._logits):
             self._programs.clear()
-            # In powers of two, as sequences come one by one.  Allocated once: 32 rows of a large
-            # vocabulary are a thousand pages that the system would have to clear in each step.
-            room = 1 << (num_rows - 1).bit_length()
-            self._logits = torch.empty(room, self._logits.shape[1])
+            # The number of rows grows in powers of two, because sequences arrive one by one.  A
+            # new buffer in each step would cost page faults: 32 rows can be a thousand pages.
+            capacity = 1 << (num_rows - 1).bit_length()
+            self._logits = torch.empty(capacity, self._logits.shape[1])
 
     def _inputs_for(self, num_tokens: int) -> StepInputs:
         return StepInputs(num_tokens, torch.stack([*self._frequencies.values()]))
 
     def _operations(self, num_tokens: int, num_rows: int) -> list[Operation | Call]:
-        """Return the operations from token ids to logits."""
+        """Return the operations that compute logits from token ids."""
         config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
@@ -221,20 +223,20 @@ class CompiledTransformer:
             inputs.load(num_tokens, num_rows),
             *self._begin(hidden),
         ]
-        in_pool = places(config.windows)
-        for layer, own, place in zip(self._layers, config.layers, in_pool, strict=True):
+        in_pool = indices_in_pool(config.windows)
+        for layer, own, index in zip(self._layers, config.layers, in_pool, strict=True):
             rotation, window = rotations[own.rope], own.window
             scale = config.attention_scale * own.rope.score_factor
             has_window, query = window is not None, heads[:, : config.num_heads]
             items, pool = self._items[has_window], self._pools[has_window]
             attention = attend(
-                query, pool, place, items, by_head, scale=scale, window=window, sinks=layer.sinks
+                query, pool, index, items, by_head, scale=scale, window=window, sinks=layer.sinks
             )
             program += [
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
                 rotate_and_append(
-                    heads, rotation, pool, place, slots[has_window], layer.qk_norm, eps
+                    heads, rotation, pool, index, slots[has_window], layer.qk_norm, eps
                 ),
                 attention,
                 *layer.o.added(attended, hidden, planes, added, eps, self._ranks),
@@ -244,19 +246,19 @@ class CompiledTransformer:
         return [*program, *self._end(hidden, num_rows)]
 
     def _begin(self, hidden: torch.Tensor) -> list[Operation | Call]:
-        """Return the operations that embed tokens or receive the stage before's hidden states."""
+        """Return the operations that embed tokens, or receive the previous stage's output."""
         if self._ranks is not None and not self._ranks.shard.is_first:
             return [partial(self._ranks.receive, hidden)]
         token_ids = self._inputs.token_ids[: len(hidden)]
         rows = embed(token_ids, self._embedding, hidden, self._embedding_scale)
-        return [rows, *added_up(hidden, self._ranks)]
+        return [rows, *all_reduce_calls(hidden, self._ranks)]
 
     def _end(self, hidden: torch.Tensor, num_rows: int) -> list[Operation | Call]:
         """Return the operations that compute logits, or send hidden states to the next stage."""
         if self._head is None:
             assert self._ranks is not None
             ranks = self._ranks
-            # A copy, as the next step overwrites these hidden states.
+            # Send a copy, because the next step overwrites these hidden states.
             return [lambda: ranks.send(hidden.clone())]
         last, rows = self._buffers.normed[:num_rows], self._inputs.rows[:num_rows]
         return [
@@ -265,14 +267,14 @@ class CompiledTransformer:
         ]
 
     def _feed_forward(self, layer: _PackedLayer, num_tokens: int) -> list[Operation | Call]:
-        """Return the operations from normalized rows to the addition to `hidden`."""
+        """Return the operations that add the feed-forward of the normalized rows to `hidden`."""
         config, buffers, mlp, ranks = self.config, self._buffers, layer.mlp, self._ranks
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         if isinstance(mlp, PackedExperts):
-            room, exact_norm = buffers.experts[mlp.config], None
+            moe, exact_norm = buffers.experts[mlp.config], None
             if self._packed is not PackedWeight:
-                exact_norm = norm(hidden, layer.mlp_norm, config.norm_eps, room.exact[:num_tokens])
-            return mlp.added(hidden, normed, exact_norm, room, config.activation, ranks)
+                exact_norm = norm(hidden, layer.mlp_norm, config.norm_eps, moe.exact[:num_tokens])
+            return mlp.added(hidden, normed, exact_norm, moe, config.activation, ranks)
         wide, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
         planes, added = buffers.planes[:num_tokens], buffers.added[:num_tokens]
         return [
@@ -293,7 +295,7 @@ class _PackedLayer(NamedTuple):
     @classmethod
     def of(cls, layer: Layer, packed: Packed) -> _PackedLayer:
         attention = layer.attention
-        assert isinstance(attention, Attention), "`fits` knows"
+        assert isinstance(attention, Attention), "`fits` is true"
         return cls(
             attention_norm=layer.attention_norm,
             qkv=Projection.packed(attention.qkv, packed),
@@ -308,7 +310,7 @@ class _PackedLayer(NamedTuple):
 
 
 class _Buffers:
-    """The buffers of a step of up to `num_tokens` tokens."""
+    """Intermediate results of a step of up to `num_tokens` tokens, reused in each step."""
 
     def __init__(
         self, config: ModelConfig, num_tokens: int, packed: Packed, dtype: torch.dtype
@@ -325,7 +327,9 @@ class _Buffers:
         self.gate_up = torch.empty(num_tokens, 2 * inner if packed is PackedWeight else 0)
         self.gated = gated_rows(num_tokens, inner, packed)
         kinds = {layer.experts for layer in config.layers if layer.experts is not None}
-        self.experts = {it: ExpertRoom(it, config.hidden_size, num_tokens, packed) for it in kinds}
+        self.experts = {
+            it: ExpertBuffers(it, config.hidden_size, num_tokens, packed) for it in kinds
+        }
         if packed is Int8Weight:
             kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
             self.attended = torch.empty(num_tokens, width, dtype=kept)

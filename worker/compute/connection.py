@@ -1,8 +1,8 @@
-"""Connections between the processes of one model, and messages on several of them at once.
+"""Connections between the processes of one model, and message exchange on several at once.
 
-Both ends know the length of the next message, so messages have no headers.  With keys each message
-is sealed with AES-256-GCM; its nonce is its number, so a message that was changed, repeated or left
-out ends the connection.
+Both ends know the length of the next message, so messages have no headers.  If a connection has
+keys, each message is encrypted ("sealed") with AES-256-GCM.  The nonce is the message's sequence
+number, so a modified, repeated or omitted message fails authentication.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from wire.parts import Buffer
 
-# A host that vanishes is noticed after 25 s.  (Linux has all of these.)
+# Keepalive detects a lost host after 25 s.  Linux has all of these options, other systems fewer.
 _TCP: Final = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# The send buffer of a Unix socket (TCP sizes its own); the system may allow less.
+# The send buffer of a Unix socket (TCP sizes its own); the system may grant less.
 _UNIX_BYTES: Final = 1 << 20
 _TAG_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the model is gone, does not answer, or sent a damaged message."""
+    """Another process of the model died, did not respond in time, or sent a corrupt message."""
 
 
 class Connection:
-    """A connection to the process number `peer`.  One thread may send while another receives.
+    """A connection to process number `peer`.  One thread may send while another receives.
 
-    `keys` seal sent messages and open received ones; None for a connection within the machine.
+    `keys` encrypt sent and decrypt received messages; None on one machine, without encryption.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Connection:
         self._num_sent = self._num_received = 0
 
     def close(self) -> None:
-        """Flush sent messages, and wake a thread that waits for one."""
-        with suppress(OSError):  # the other end has closed it before
+        """Close the socket after flushing sent messages; wake a thread that is receiving."""
+        with suppress(OSError):  # the peer may already have closed the connection
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
@@ -63,12 +63,13 @@ class Connection:
         self._num_sent += 1
         return self._ciphers[0].encrypt(_nonce(self._num_sent), message, None)
 
-    def room_for(self, message: memoryview) -> memoryview:
-        """Return a buffer for the sealed bytes of a message."""
+    def receive_buffer(self, message: memoryview) -> memoryview:
+        """Return the buffer to receive into: a longer one for a sealed message, else `message`."""
         sealed_bytes = len(message) + _TAG_BYTES
         return message if self._ciphers is None else memoryview(bytearray(sealed_bytes))
 
     def open(self, received: memoryview, message: memoryview) -> None:
+        """Decrypt `received` into `message` if the connection has keys."""
         if self._ciphers is None:
             return
         self._num_received += 1
@@ -78,11 +79,11 @@ class Connection:
             raise ProcessLost(f"a message of process {self.peer} was changed in transit") from None
 
     def send_some(self, rest: memoryview) -> memoryview:
-        """Send as much as the socket takes, and return the rest."""
+        """Send as many bytes as the socket accepts without blocking; return the unsent rest."""
         return rest[self._try(lambda: self.socket.send(rest)) :]
 
     def receive_some(self, rest: memoryview) -> memoryview:
-        """Receive as much as there is, and return the rest of the buffer."""
+        """Receive the bytes available without blocking; return the unfilled rest of the buffer."""
         return rest[self._try(lambda: self.socket.recv_into(rest)) :]
 
     def _try(self, call: Callable[[], int]) -> int:
@@ -102,33 +103,33 @@ def exchange(
     receives: Sequence[tuple[Connection, memoryview]],
     timeout_s: float | None = None,
 ) -> None:
-    """Send and receive at most one message, of at least one byte, on each connection.
+    """Send and receive at most one message, of at least one byte, per connection.
 
     Raises:
-        ProcessLost: Another process is gone, or all of this took longer than `timeout_s`.
+        ProcessLost: Another process died, or the whole exchange took longer than `timeout_s`.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     unsent = {it: memoryview(it.seal(message)) for it, message in sends}
-    rooms = {it: it.room_for(message) for it, message in receives}
-    unread = dict(rooms)
+    buffers = {it: it.receive_buffer(message) for it, message in receives}
+    unfilled = dict(buffers)
     while True:
-        unsent = {it: rest for it, of in unsent.items() if (rest := it.send_some(of))}
-        unread = {it: rest for it, of in unread.items() if (rest := it.receive_some(of))}
-        if not unsent and not unread:
+        unsent = {it: rest for it, left in unsent.items() if (rest := it.send_some(left))}
+        unfilled = {it: rest for it, left in unfilled.items() if (rest := it.receive_some(left))}
+        if not unsent and not unfilled:
             break
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not _wait(unsent.keys(), unread.keys(), left_s):
-            peer = min(it.peer for it in (*unsent, *unread))
+        if not _wait(unsent.keys(), unfilled.keys(), left_s):
+            peer = min(it.peer for it in (*unsent, *unfilled))
             raise ProcessLost(f"process {peer} has not answered for {timeout_s:g} s")
     for it, message in receives:
-        it.open(rooms[it], message)
+        it.open(buffers[it], message)
 
 
-def _wait(unsent: Set[Connection], unread: Set[Connection], timeout_s: float | None) -> bool:
-    """Wait until a connection is ready; return False on timeout."""
+def _wait(unsent: Set[Connection], unfilled: Set[Connection], timeout_s: float | None) -> bool:
+    """Wait until a connection is ready to send or receive; return False on timeout."""
     poll = select.poll()
-    for it in unsent | unread:
-        wanted = select.POLLOUT * (it in unsent) | select.POLLIN * (it in unread)
+    for it in unsent | unfilled:
+        wanted = select.POLLOUT * (it in unsent) | select.POLLIN * (it in unfilled)
         poll.register(it.socket, wanted)
     return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 

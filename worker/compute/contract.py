@@ -15,9 +15,9 @@ from worker.compute.window_blocks import WindowBlocks
 
 
 class Memory(Protocol):
-    """Memory of KV, of this process or mapped to read: `HostMemory` or `DeviceMemory`.
+    """KV memory of this process, or of another process and mapped read-only.
 
-    Its `kind` is "host" or "cuda".  Each kind has a digest of its own (SPEC 6.8).
+    Its `kind` is "host" or "cuda"; each kind has its own checksum algorithm (SPEC 6.8).
     """
 
     @property
@@ -26,27 +26,31 @@ class Memory(Protocol):
     def copy(
         self, places: Sequence[int], size: int, target: Any, targets: Sequence[int], seed: int
     ) -> int:
-        """Copy chunks of `size` bytes from offsets `places` to offsets `targets` of `target`.
+        """Copy chunks of `size` bytes into `target`.
 
         Args:
-            target: Memory of the same kind, or a result of `room`.
+            places, targets: The offset of each chunk in this memory, and of its copy in `target`.
+            target: Memory of the same kind, or a buffer allocated by `room`.
 
         Returns:
-            The seeded digest of the concatenated copies.
+            The checksum of the concatenated copies, seeded with `seed`.
         """
 
     def room(self, num_bytes: int) -> Room:
-        """Allocate host memory that `copy` can write to."""
+        """Allocate a buffer in host memory that `copy` can write to."""
 
 
 class Room(Protocol):
-    """Host memory for copies."""
+    """A buffer in host memory that receives copies."""
 
     bytes: Bytes
 
 
 class LentMemory(Memory, Protocol):
-    """Memory of this process that others may map, given its `descriptor` and `about`."""
+    """Memory of this process that others can map, given a file `descriptor` and `about`.
+
+    `about` describes GPU memory; it is empty for host memory.
+    """
 
     @property
     def address(self) -> int: ...
@@ -55,31 +59,32 @@ class LentMemory(Memory, Protocol):
     @property
     def descriptor(self) -> int: ...
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
-        """Return the seeded digest of concatenated chunks of `size` bytes."""
+        """Return the seeded checksum of the `size`-byte chunks at the offsets `places`."""
 
 
 class KVCache(Protocol):
-    """The paged KV of one worker.  Caches inherit from this class and its defaults.
+    """The paged KV of one worker.  Implementations inherit the defaults of this class.
 
-    Several threads call `pack` and `unpack` at the same time: transfer threads while steps run, and
-    the engine's thread, which swaps between two steps.  So each call needs buffers of its own, and
-    a lock around shared data.  Callers never access a block while another call or step writes it.
+    Several threads call `pack` and `unpack` concurrently: transfer threads while steps run, and the
+    engine's thread, which swaps sequences out and in between steps.  So each call needs its own
+    buffers, and shared data needs a lock.  Callers never access a block while another call or a
+    step writes it.
 
-    For layers with a window, `pack` and `unpack` are given window blocks
-    (`worker.compute.window_blocks`).  A state belongs to the block of the last token before it, and
-    lies in a slot (`worker.compute.state_slots`); the engine may keep the state at the end of a
-    full block for other sequences that share it.
+    For sliding-window layers, the block table contains window blocks
+    (`worker.compute.window_blocks`).  A recurrent state is stored in a slot
+    (`worker.compute.state_slots`) that is found by the block of the last token before the state.
+    The engine may keep the state at the end of a full block for prefix-cache reuse.
 
     Attributes:
-        state_slots: Used only if the layout has states.
-        window_blocks: Used only if layers have windows.
+        state_slots: Used only if the layout has recurrent states.
+        window_blocks: Used only if there are sliding-window layers.
         num_shards, stages: How heads and layers are distributed; see `wire.transfer.plan`.
         copies_at_once: The number of transfer threads.
-        copies_wait: Whether a copy waits for a device or another process.  If not, small copies run
-            on the event loop.
-        memory: The memory of the blocks, if other processes can map it: a decode worker on the same
-            machine copies from it.
-        copy_digested: A faster copy out of mapped host memory than NumPy's, or None.
+        copies_wait: Whether a copy blocks on a device or another process.  If False, small copies
+            run on the event loop.
+        memory: The memory of the blocks if other processes can map it, so that a decode worker on
+            the same machine can copy from it.
+        copy_digested: A function that copies mapped host memory faster than NumPy, or None.
     """
 
     num_blocks: int
@@ -96,40 +101,40 @@ class KVCache(Protocol):
 
     @abstractmethod
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-        """Copy a rectangle of a sequence's KV out.
+        """Copy a rectangle (layers, heads, tokens) of a sequence's KV to host memory.
 
         Returns:
-            Contiguous bytes in the wire's order, [layer][k|v][kv_head][token][dim], or of a state
-            [layer][head].  The view keeps its memory alive, which is not written to again.
+            Contiguous bytes in wire order: [layer][k|v][kv_head][token][dim], or [layer][head] for
+            a recurrent state.  The view owns its memory, which is never reused.
 
         Raises:
-            ValueError: There is no such state, or the rectangle lies outside the table.
+            ValueError: There is no such state, or the rectangle is outside the block table.
         """
 
     @abstractmethod
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
-        """Copy a segment in the wire's order into a sequence's blocks.
+        """Copy a received segment, in wire order, into a sequence's blocks or state slot.
 
         Raises:
-            ValueError: The segment does not fit the rectangle, or the rectangle the table.
+            ValueError: The segment has the wrong size, or the rectangle is outside the table.
         """
 
     def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        """Return the bytes of `pack` in place; None if they are not contiguous in host memory.
+        """Return the result of `pack` without a copy; None if it isn't contiguous in host memory.
 
-        The caller keeps the blocks until the socket has sent them.
+        The caller must not free the blocks until the socket has sent them.
         """
         return None
 
     def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
-        """Return the offset in `memory` of the bytes of `pack`; None if they are not contiguous."""
+        """Return the rectangle's offset in `memory`; None if its bytes are not contiguous."""
         return None
 
     def map_memory(self, descriptor: int, about: bytes) -> Memory:
-        """Map the `LentMemory` of another cache to read; the caller closes the descriptor.
+        """Map the `LentMemory` of another process read-only; the caller closes the descriptor.
 
         Raises:
-            OSError: This process cannot read it.
+            OSError: This process cannot read the memory.
         """
         if about:
             raise OSError("the KV lies on a GPU, and this worker computes on none")

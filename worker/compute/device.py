@@ -1,4 +1,4 @@
-"""The device that a model runs on, and a name for its arithmetic."""
+"""Selects the device that runs a model, and names its arithmetic."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ log = structlog.get_logger("worker")
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device a setting names.
+    """Return the device that the setting `--device` selects.
 
     Args:
-        name: "cpu", "cuda" or "cuda:N"; "auto" is a usable GPU, else the CPU, with the reason why
-            a GPU cannot be used in the log.
+        name: "cpu", "cuda", "cuda:N" or "auto".  "auto" selects a usable GPU, else the CPU, and
+            logs why a GPU that exists cannot be used.
 
     Raises:
-        ModelError: The name is wrong, or the device cannot be used; names the reason.
+        ModelError: The name is invalid, or the device cannot be used; the message says why.
     """
     if name == "auto":
         return _best()
@@ -36,7 +36,7 @@ def find_device(name: str) -> torch.device:
 
 
 def arithmetic_of(device: torch.device, dtype: torch.dtype) -> str:
-    """Return a name for the rounding of results: equal names compute equal bits."""
+    """Return a name for how this device rounds: equal names imply bitwise equal results."""
     is_cuda = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if is_cuda else target_name()
     return f"{device.type} {processor} {str(dtype).removeprefix('torch.')}"
@@ -52,7 +52,7 @@ def _best() -> torch.device:
 
 
 def _missing(index: int) -> str | None:
-    """Return why the kernels cannot run on a GPU, or None."""
+    """Return why the kernels cannot run on GPU `index`; None if they can."""
     from kernels.cuda.backend import require_device
 
     try:

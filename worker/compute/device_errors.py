@@ -1,7 +1,7 @@
-"""Recognizes errors of a GPU and finds CUDA's sentence in them, without torch or CuPy.
+"""Recognizes CUDA errors and extracts CUDA's message, without importing torch or CuPy.
 
-CUDA reports an error late: at any later call, from any thread, and at every call from then on.  So
-no later result of the device can be trusted, and the process must end.
+CUDA reports an error asynchronously: at any later call from any thread, and then at every call.
+So no later result of the device can be trusted, and the process must exit.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-# The exit status after a failed device, EX_OSERR: systemd and routers restart the process.
+# The exit status after a device failure, EX_OSERR: systemd and routers restart the process.
 EXIT_DEVICE_FAILED: Final = 71
-# torch.AcceleratorError; CuPy's of CUDA's runtime and driver; out of memory of both.
+# torch.AcceleratorError; CuPy's errors from the CUDA runtime and driver; both OutOfMemoryErrors.
 _TYPES: Final = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError", "OutOfMemoryError"}
-# A RuntimeError of torch's libraries, and all of an older torch.
+# How messages begin if the type is a plain RuntimeError, as in torch's libraries and older torch.
 _BEGINNINGS: Final = ("CUDA error", "CUDA driver error", "CUDA out of memory", "cuDNN error")
 
 
 def device_error(error: BaseException) -> str | None:
-    """Return CUDA's sentence, without the advice after it; None if the error is another one."""
+    """Return the first line of CUDA's message; None if this is no CUDA error."""
     sentence = str(error).strip().partition("\n")[0]
     names = {kind.__name__ for kind in type(error).__mro__}
     return sentence if names & _TYPES or sentence.startswith(_BEGINNINGS) else None
 
 
 def report_copy(error: Exception, post: Callable[[Callable[[Any], object]], None]) -> None:
-    """Raise the error of a copy of KV in the engine's thread, if it has broken the device.
+    """Re-raise an error of a KV copy in the engine's thread if it is a fatal CUDA error.
 
-    A device that is only out of memory continues.
+    Out of memory is not fatal.
 
     Args:
-        post: `EngineThread.post`: an error in a posted call ends the worker.
+        post: `EngineThread.post`; the worker exits if a posted call raises.
     """
     sentence = device_error(error)
     if sentence is None or "out of memory" in sentence.lower():

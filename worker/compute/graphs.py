@@ -1,7 +1,7 @@
-"""Decode steps on a GPU as CUDA graphs: one launch instead of hundreds.
+"""Runs decode steps on a GPU as CUDA graphs: one launch instead of hundreds.
 
-A graph is recorded for each of a few batch sizes, before the worker serves; a smaller batch is
-padded, a larger one is computed like any other step.
+Before the worker serves, a graph is captured for each of a few batch sizes.  A batch between two
+sizes is padded to the next one; a batch above the largest size runs without a graph.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from worker.compute.transformer import Transformer
 
 log = structlog.get_logger("worker")
 
-# The recorded batch sizes: no batch is padded to more than twice its size.
+# The captured batch sizes: no batch is padded to twice its size or more.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
-# Progress is logged after so many of them.
+# Progress is logged each time this many sizes have been captured.
 _PROGRESS = 5
 
 
 class DecodeStep:
-    """A decode step of one size, with all of its inputs but the model and the cache.
+    """A decode step of one batch size, with its input buffers, that a CUDA graph can capture.
 
-    A recorded graph reads by address and keeps nothing alive.  So all memory that is allocated
-    before the recording is an attribute here, and the owner of the graph owns this object.
+    A CUDA graph refers to memory by address and keeps no tensor alive.  So every buffer that is
+    allocated before capture is an attribute of this object, which must live as long as the graph.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DecodeStep:
         gpu: Gpu,
         logits: torch.Tensor,
     ) -> None:
-        """Allocate for `size` sequences (see `FixedPlan`); `logits` is [>= size, vocab] float32."""
+        """Allocate inputs for `size` sequences; `logits` is [size or more, vocab] float32."""
         self.logits = logits[:size]
         self._model, self._pool, device = model, cache.pool, cache.pool.device
         self._token_ids, self._positions = torch.zeros(2, size, dtype=torch.int32, device=device)
@@ -78,7 +78,7 @@ class DecodeStep:
         batch: PagedBatch,
         drawn: torch.Tensor | None = None,
     ) -> None:
-        """Write the inputs of a step of at most `size` sequences; see `DecodeGraphs.forward`."""
+        """Copy a step's inputs to the captured buffers; see `DecodeGraphs.forward`."""
         count = len(token_ids)
         tables = [(self._token_ids[:count], token_ids.numpy())]
         tables += [(self._positions[:count], positions.numpy()), *self._plan.tables(batch)]
@@ -89,13 +89,13 @@ class DecodeStep:
             fill_in(self._token_ids[:count], drawn)
 
     def __call__(self) -> None:
-        """Compute the step into `logits`, also for a recording."""
+        """Compute the step and write `logits`; called once to warm up and once to capture."""
         self._model.forward(
             self._token_ids, self._positions, self._pool, self._batch, rows=None, out=self.logits
         )
 
 
-# Returns a function that repeats a step; the step must live as long.
+# Captures a step and returns a function that replays it; the step must outlive that function.
 Record = Callable[[DecodeStep], Callable[[], None]]
 
 
@@ -105,7 +105,7 @@ class _Recorded(NamedTuple):
 
 
 class DecodeGraphs:
-    """A model's `forward` for steps in which every sequence generates one token."""
+    """Replays CUDA graphs for steps in which every sequence generates one token."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class DecodeGraphs:
         gpu: Gpu,
         record: Record,
     ) -> None:
-        """Record nothing yet; `cache` needs a spare block in each pool, which no sequence owns."""
+        """Capture nothing yet; padding sequences will write to a spare block in each pool."""
         num_columns = -(-max_model_len // cache.block_size)
         device = cache.pool.device
-        # Shared by all sizes, as one is computed at a time.
+        # All sizes share this buffer, because only one step runs at a time.
         logits = torch.empty(SIZES[-1], model.config.vocab_size, device=device)
         self._make_step = partial(
             DecodeStep, model, cache, num_columns=num_columns, gpu=gpu, logits=logits
@@ -129,19 +129,19 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded] = {}
 
     def prepare(self) -> None:
-        """Record the steps of all sizes, which takes seconds; log the progress."""
-        # The largest first: the others fit into the memory that it has allocated.
+        """Capture a CUDA graph for each batch size, which takes seconds; log the progress."""
+        # Start with the largest: the others fit into the memory pool that its capture allocates.
         for number, size in enumerate(reversed(SIZES), 1):
-            self._of(size)
+            self._captured(size)
             if number % _PROGRESS == 0 or number == len(SIZES):
                 log.info("recorded decode steps", done=number, of=len(SIZES))
 
     @staticmethod
     def can_replay(rows: torch.Tensor, batch: PagedBatch) -> bool:
-        """Return whether each sequence has one token, and `rows` are all of them in order."""
+        """Return whether a graph can run this step: one token per sequence, with logits for all."""
         num_sequences = len(batch.context_lens)
         is_decode = len(batch.slots) == len(rows) == num_sequences <= SIZES[-1]
-        # The rows of a scored prompt come after those that are sampled.
+        # A step with prompt logprobs has rows out of order: they follow the sampled ones.
         return bool(is_decode and (rows[1:] > rows[:-1]).all())
 
     def forward(
@@ -151,24 +151,24 @@ class DecodeGraphs:
         batch: PagedBatch,
         drawn: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute one step that `can_replay` allows.
+        """Compute one step for which `can_replay` is true.
 
         Args:
-            token_ids: [T] int32; `positions` likewise, both in CPU memory.
-            drawn: int32 on the device, for `token_ids` below 0; see `fill_in`.
+            token_ids, positions: [T] int32 in CPU memory.
+            drawn: int32 tokens on the device that replace negative `token_ids`; see `fill_in`.
 
         Returns:
             [T, vocab] float32 logits, valid until the next step.
         """
         count = len(token_ids)
         size = next(size for size in SIZES if size >= count)
-        it = self._of(size)
+        it = self._captured(size)
         it.step.set(token_ids, positions, batch, drawn)
         cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
         return it.step.logits[:count]
 
-    def _of(self, size: int) -> _Recorded:
+    def _captured(self, size: int) -> _Recorded:
         if size not in self._recorded:
             step = self._make_step(size)
             self._recorded[size] = _Recorded(step, self._record(step))
@@ -176,36 +176,36 @@ class DecodeGraphs:
 
 
 def fill_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
-    """Replace ids below 0 by tokens that were drawn on the device: -1 - r is drawn[r]."""
+    """Replace each negative id -1 - r by drawn[r], a token that was sampled on the device."""
     rows = (~token_ids).clamp_(min=0)
     torch.where(token_ids < 0, drawn[rows], token_ids, out=token_ids)
 
 
 def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:
-    """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
+    """Return the CUDA graphs for a model; None if its steps cannot be captured."""
     if not isinstance(model, Transformer):
         return None
     if any(layer.experts or layer.delta for layer in model.config.layers):
-        return None  # the host waits for each expert's number of rows; states change slots
+        return None  # experts make the host read row counts; states change slots in each step
     return DecodeGraphs(
         model,
         cache,
         max_model_len=max_model_len,
         gpu=cuda.gpu(cache.pool.device.index or 0),
-        record=partial(record_graph, room=torch.cuda.graph_pool_handle()),
+        record=partial(record_graph, memory_pool=torch.cuda.graph_pool_handle()),
     )
 
 
-def record_graph(step: DecodeStep, room: Any) -> Callable[[], None]:
-    """Record a step as a CUDA graph in memory that graphs share; implements `Record`."""
-    # The first run compiles, loads and allocates, which must not happen while recording.
-    aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+def record_graph(step: DecodeStep, memory_pool: Any) -> Callable[[], None]:
+    """Capture a step as a CUDA graph in the memory pool `memory_pool`; implements `Record`."""
+    # The first run compiles, loads and allocates, which must not happen during capture.
+    warmup: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    warmup.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warmup):
         step()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(warmup)
     graph = torch.cuda.CUDAGraph()
-    # Other threads go on copying KV, and may allocate for it.
-    with torch.cuda.graph(graph, pool=room, capture_error_mode="thread_local"):
+    # Other threads continue to copy KV meanwhile, and may allocate memory.
+    with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
         step()
     return graph.replay

@@ -1,11 +1,11 @@
-"""The handshake by which processes of one worker admit only each other.
+"""The authentication handshake between the processes of one worker.
 
-On one machine a Unix socket names the user of the other process.  On every connection both ends
-prove that they know a secret before they read anything else.  Each sends an X25519 public key made
-for this connection; the proofs, and the keys that seal messages, are HMAC-SHA256 with the secret
-over all bytes sent before and the agreed X25519 key.
+A Unix socket reveals the user of the peer process, which must be the same user.  On every
+connection both ends prove that they have a shared secret before any other message is read.  Each
+end sends an ephemeral X25519 public key.  The proofs and the encryption keys of the messages are
+derived by HMAC-SHA256 with the secret, over the hello, both public keys and the X25519 result.
 
-    caller -> called   which connection this is (`Caller`), public key
+    caller -> called   the hello: which connection this is (`Caller`), public key
     called -> caller   public key, proof
     caller -> called   proof
     called -> caller   one byte: 1, or 0 if this connection is not expected
@@ -29,11 +29,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from wire.aio.unix import is_own, user_of
 from worker.compute.connection import Connection
 
-# The time that a handshake may take, and the number of pending ones, beyond which the oldest is
-# cut.  Processes that are cut try again.
+# The timeout of a handshake, and the maximum number of pending ones: beyond it the oldest is
+# cancelled.  A process whose handshake was cancelled tries again.
 HANDSHAKE_S: Final = 5.0
 MAX_PENDING: Final = 64
-# The pause after a connection could not be accepted for lack of descriptors.
+# The pause after accept() fails, for example for lack of file descriptors.
 PAUSE_S: Final = 0.1
 _MAGIC: Final = b"baton 1\0"
 _CALL: Final = struct.Struct("<8sHHB32s")
@@ -42,7 +42,7 @@ _log: Final = structlog.get_logger("worker")
 
 
 class Purpose(IntEnum):
-    """The use of a connection: `STEPS` and orders, `COPIES` of KV, or to `WATCH` for its end."""
+    """The use of a connection: model `STEPS` and commands, KV `COPIES`, or liveness (`WATCH`)."""
 
     STEPS = 0
     COPIES = 1
@@ -50,7 +50,7 @@ class Purpose(IntEnum):
 
 
 class Caller(NamedTuple):
-    """A connection of the process `caller` to the process `called`."""
+    """Identifies a connection, from process number `caller` to process number `called`."""
 
     caller: int
     called: int
@@ -58,18 +58,20 @@ class Caller(NamedTuple):
 
 
 class Refused(ConnectionError):
-    """The other end does not belong to this worker."""
+    """The peer does not belong to this worker."""
 
 
 async def call(
     sock: socket.socket, caller: Caller, secret: bytes, *, is_sealed: bool
 ) -> Connection:
-    """Authenticate to a listening process, and it to us.
+    """Perform a mutual handshake with a listening process, as the caller.
+
+    If `is_sealed`, later messages are encrypted; the listener must have the same setting.
 
     Raises:
-        Refused: It belongs to another user, or has another secret.
-        ValueError: It does not expect this connection.
-        OSError: It hung up, or does not answer.
+        Refused: The peer belongs to another user, or has another secret.
+        ValueError: The peer does not expect this connection.
+        OSError: The peer closed the connection, or did not respond in time.
     """
     if not _is_own(sock):
         raise Refused(f"a process of user {user_of(sock)} listens there; choose another address")
@@ -96,7 +98,7 @@ async def call(
 
 
 class Listener:
-    """Admits each connection in `missing` once, if it knows the secret."""
+    """Accepts each connection in `missing` once, if its peer proves that it has the secret."""
 
     def __init__(self, listening: socket.socket, secret: bytes, *, is_sealed: bool) -> None:
         listening.setblocking(False)
@@ -105,7 +107,7 @@ class Listener:
         self._num_refused, self._quiet_until = 0, 0.0
 
     async def admit(self) -> AsyncGenerator[tuple[Caller, Connection], None]:
-        """Yield connections as they come, until none is missing."""
+        """Yield authenticated connections as they arrive, until none is missing."""
         loop, num_missing = asyncio.get_running_loop(), len(self.missing)
         pending = dict[asyncio.Task[tuple[Caller, Connection] | None], None]()  # the oldest first
         accepting = asyncio.ensure_future(loop.sock_accept(self.socket))
@@ -129,6 +131,7 @@ class Listener:
             unneeded.cancel()
 
     async def _answer(self, sock: socket.socket) -> tuple[Caller, Connection] | None:
+        """Perform the handshake with a timeout; log a failure and return None."""
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 return await self._handshake(sock)
@@ -162,7 +165,7 @@ class Listener:
         return caller, Connection(sock, caller.caller, keys if self._is_sealed else None)
 
     def _refuse(self, reason: str) -> None:
-        """Log at most one refusal a second."""
+        """Count a refused connection, and log at most one per second."""
         self._num_refused += 1
         now = time.monotonic()
         if now >= self._quiet_until:
@@ -175,7 +178,7 @@ class Listener:
 
 
 class _Secrets:
-    """Secrets that only the two ends of one connection know."""
+    """Derives the proofs and keys of one connection from the secret and the handshake."""
 
     def __init__(self, secret: bytes, hello: bytes, own: X25519PrivateKey, public: bytes) -> None:
         agreed = own.exchange(X25519PublicKey.from_public_bytes(public))
@@ -195,5 +198,5 @@ async def _receive(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def _is_own(sock: socket.socket) -> bool:
-    """Return whether the other process belongs to this user, or a Unix socket cannot tell."""
+    """Return whether the peer belongs to this user; True if the socket cannot tell."""
     return sock.family != socket.AF_UNIX or sys.platform != "linux" or is_own(sock)

@@ -1,9 +1,9 @@
-"""The paged KV of a torch model: its pool tensors, and their bytes in and out for the wire.
+"""The paged KV cache of a torch model: its pool tensors, and conversion from and to wire order.
 
-On a CPU a whole block has the wire's order and is viewed in place.  Anything else is copied once,
-by the kernels; unpacking reads the received buffer in place.  Copies between a GPU and the host go
-through `kernels.cuda.staging`, on a stream of their own.  Nothing here knows which sequence owns
-which block.
+On a CPU, a whole block is stored in wire order and is viewed without a copy.  Anything else is
+copied once by the kernels; unpacking reads directly from the received buffer.  Copies between a
+GPU and the host use `kernels.cuda.staging` on a separate CUDA stream (a `Lane`).  This module does
+not track which sequence owns which block.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ log = structlog.get_logger("worker")
 
 
 class TorchKVCache(KVCache):
-    """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D].
+    """The paged KV of a model on one device.
 
-    Layers with a window have `window_pool`, with the blocks of `window_blocks`, or None.  Both have
-    `spare_blocks` more for the executor, behind those that the engine knows.  Both lie in `memory`
-    that other processes can map, if the system or the GPU's driver supports it.  `states` are
-    [num_states, L, H, F] float32, or None.
+    Attributes:
+        pool: [num_blocks + spare_blocks, L, 2, Hkv, block_size, D] for layers that see every
+            position.  The executor uses the spare blocks, which the engine does not allocate.
+        window_pool: The same for sliding-window layers and `window_blocks`, or None.
+        memory: The memory of both pools if other processes can map it, else None.
+        states: [num_states, L, H, F] float32 recurrent states, F values per head, or None.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class TorchKVCache(KVCache):
         self.copy_digested = _compiled_copy() if is_copied else None
         if not layout.windows:
             self.window_pool = None
-        # The pools with layers, by whether these have a window.
+        # The pools that have layers, keyed by whether these have a sliding window.
         pools = {False: self.pool, True: self.window_pool}
         self._pools = {it: pool for it, pool in pools.items() if pool is not None and pool.shape[1]}
         group = next((it for it in layout.groups if isinstance(it, StateGroup)), None)
@@ -84,7 +86,7 @@ class TorchKVCache(KVCache):
             shape_of_state = group.num_layers, group.num_heads, group.head_bytes // 4
             self.states = torch.zeros(num_states, *shape_of_state, device=device)
         self.mark()
-        # The contiguous bytes of each layer of each block in host memory, by pool.
+        # For each pool in host memory: uint8 [blocks, layers, bytes of one layer of one block].
         self._layers: dict[bool, Bytes] = {}
         self._stagings: dict[bool, Staging] = {}
         for windowed, pool in self._pools.items():
@@ -94,8 +96,8 @@ class TorchKVCache(KVCache):
                 self._stagings[windowed] = staging = Staging(pool, self._lane)
                 _log_staging(staging)
                 if staging.why_plain:
-                    self.memory = None  # it could only be copied by kernels, which cannot run here
-        # Copies by the host take cores from a step, so there is one at a time.
+                    self.memory = None  # peers would need the copy kernels, which cannot run here
+        # Copies on the CPU compete with steps for cores, so only one runs at a time.
         self.copies_wait = self._lane is not None
         self.copies_at_once = 1 if self._lane is None else IN_FLIGHT
 
@@ -104,16 +106,16 @@ class TorchKVCache(KVCache):
         return [*self._pools.values()]
 
     def mark(self) -> None:
-        """Make later copies wait for all steps that were started so far; see `Lane`."""
+        """Make later copies wait for the steps launched so far, but not for later ones."""
         if self._lane is not None:
             self._lane.mark()
 
     def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        whole = self._whole(block_table, rectangle)
+        whole = self._host_bytes(block_table, rectangle)
         return None if whole is None else whole.reshape(-1).data
 
     def place(self, block_table: Sequence[int], rectangle: Rectangle) -> int | None:
-        block = self._block(block_table, rectangle)
+        block = self._whole_block(block_table, rectangle)
         if self.memory is None or block is None:
             return None
         windowed, number, layers = block
@@ -125,25 +127,25 @@ class TorchKVCache(KVCache):
         if not about or self._lane is None:
             return super().map_memory(descriptor, about)
         for staging in self._stagings.values():
-            if staging.why_plain:  # its kernels cannot copy, either
+            if staging.why_plain:  # the copy kernels cannot run on this GPU
                 raise OSError(staging.why_plain)
         return DeviceMemory.map(self._lane, descriptor, about)
 
-    def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
-        """Return the bytes of a rectangle that is one block of some layers in host memory."""
-        block = self._block(block_table, rectangle) if self._layers else None
+    def _host_bytes(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
+        """Return the bytes of a rectangle that is one block in host memory, uncopied; else None."""
+        block = self._whole_block(block_table, rectangle) if self._layers else None
         if block is None:
             return None
         windowed, number, layers = block
         return self._layers[windowed][number, layers.start : layers.stop]
 
-    def _block(
+    def _whole_block(
         self, block_table: Sequence[int], rectangle: Rectangle
     ) -> tuple[bool, int, range] | None:
-        """Return (has a window, block, layers) if a rectangle is one whole block."""
+        """Return (has a window, block, layers) if the rectangle is one block of some layers."""
         if self.is_state(rectangle):
             return None
-        windowed, layers, heads, tokens = self._place(rectangle)
+        windowed, layers, heads, tokens = self._in_pool(rectangle)
         index, before = divmod(tokens.start, self.block_size)
         num_heads = self._shapes[windowed].num_kv_heads
         is_whole = (before, len(tokens), len(heads)) == (0, self.block_size, num_heads)
@@ -155,13 +157,13 @@ class TorchKVCache(KVCache):
         if self.is_state(rectangle):
             slot = self.state_slots.find(block_table, rectangle.tokens.start)
             return self.pack_state(slot, rectangle)
-        windowed, layers, heads, tokens = self._place(rectangle)
+        windowed, layers, heads, tokens = self._in_pool(rectangle)
         if (staging := self._stagings.get(windowed)) is None:
             pool = self._pools[windowed]
             segment = kernels.pack_kv(pool, block_table, layers, tokens, heads=heads)
         else:
             segment = staging.pack(block_table, layers, heads, tokens)
-        # NumPy has no bfloat16, so the bytes leave as bytes.
+        # NumPy has no bfloat16, so convert to uint8 first.
         return segment.view(-1).view(torch.uint8).numpy().data
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
@@ -172,10 +174,10 @@ class TorchKVCache(KVCache):
             slot = self.state_slots.take(block_table, rectangle.tokens.start)
             self.unpack_state(slot, rectangle, segment)
             return
-        if (whole := self._whole(block_table, rectangle)) is not None:
+        if (whole := self._host_bytes(block_table, rectangle)) is not None:
             whole[:] = np.frombuffer(segment, np.uint8).reshape(whole.shape)
             return
-        windowed, layers, heads, tokens = self._place(rectangle)
+        windowed, layers, heads, tokens = self._in_pool(rectangle)
         pool = self._pools[windowed]
         shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
         received = tensor_over(segment)
@@ -197,23 +199,23 @@ class TorchKVCache(KVCache):
         return self.states[slot, layers.start : layers.stop, heads.start : heads.stop]
 
     def pack_state(self, slot: int, rectangle: Rectangle) -> memoryview:
-        with self._working():
+        with self._after_mark():
             state = self._state(slot, rectangle).to("cpu", copy=True)
         return state.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def unpack_state(self, slot: int, rectangle: Rectangle, segment: Buffer) -> None:
-        # Copied before it is read as numbers: a received segment may lie at any address.
+        # Copy before viewing as float32: a received segment may be unaligned.
         received = tensor_over(segment).clone().view(torch.float32)
-        with self._working():
+        with self._after_mark():
             state = self._state(slot, rectangle)
             state.copy_(received.view(state.shape))
 
-    def _working(self) -> AbstractContextManager[None]:
-        """Make the work inside wait for the last marked step and for no later one."""
+    def _after_mark(self) -> AbstractContextManager[None]:
+        """Return a context whose GPU copies wait for the steps before the last `mark` only."""
         return nullcontext() if self._lane is None else self._lane.working()
 
-    def _place(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
-        """Return (has a window, layers in the pool, heads, tokens)."""
+    def _in_pool(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
+        """Return the rectangle as (has a window, layers of that pool, heads, tokens)."""
         group, layers, heads, tokens = rectangle
         windowed = group in self._shapes[True].first_layers
         return windowed, self._shapes[windowed].layers(group, layers), heads, tokens
@@ -225,7 +227,7 @@ def _zeros(
     device: torch.device,
     lane: Lane | None,
 ) -> tuple[list[torch.Tensor], SharedMemory | DeviceMemory | None]:
-    """Allocate zeroed pools [N, L, 2, Hkv, B, D], in memory that others can map, or None."""
+    """Allocate zeroed pools [N, L, 2, Hkv, B, D]; return their memory too if it can be shared."""
     sizes = [
         (
             (number, it.num_layers, 2, it.num_kv_heads, block_size, it.head_dim),
@@ -236,7 +238,7 @@ def _zeros(
     memory: SharedMemory | DeviceMemory | None
     num_bytes = [prod(shape) * it.itemsize for shape, it in sizes]
     if lane is None:
-        # NumPy has no bfloat16, so the zeros are bytes first.
+        # NumPy has no bfloat16, so allocate uint8.
         arrays, memory = zeros(*(((size,), np.uint8) for size in num_bytes))
         parts = [torch.from_numpy(array) for array in arrays]
     else:
@@ -259,7 +261,7 @@ def _zeros_on_device(
 
 
 def _compiled_copy() -> CopyDigested:
-    from kernels.cpu import copying  # only caches in host memory need Numba
+    from kernels.cpu import copying  # imported late: only caches in host memory need Numba
 
     copying.prepare()
     return copying.copy
@@ -278,7 +280,7 @@ def _described(table: Table) -> str:
 
 
 class _Memory:
-    """A buffer described to torch as writable, as torch warns about read-only ones."""
+    """Wraps a read-only buffer and reports it as writable, to avoid torch's warning."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = np.frombuffer(buffer, np.uint8)
@@ -292,7 +294,7 @@ class _Memory:
 
 
 def tensor_over(buffer: Buffer) -> torch.Tensor:
-    """Return a uint8 tensor over the buffer's memory; do not write to it."""
+    """Return a uint8 tensor that shares the buffer's memory; do not write to it."""
     if len(buffer) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.asarray(_Memory(buffer)))

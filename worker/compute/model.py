@@ -1,4 +1,4 @@
-"""Loads a model with the forward pass that fits it and the device."""
+"""Loads a model, and selects the forward pass that supports it on the device."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def load_model(
     """Load a model directory.
 
     Args:
-        dtype: The dtype of computation; None is the checkpoint's.
-        kv_dtype: The dtype of keys and values; None is `dtype`.
-        compiled: For the CPU: use compiled loops, or torch in float32 for shapes that have none.
-            The default dtype is then the processor's fastest.  In float32 the matrices of a 16-bit
-            checkpoint stay in 16 bits and are widened as they are read.
-        in_int8: Round the matrices to 8 bits, from the checkpoint's own dtype; compiled only.
-        ranks: The processes that compute it together; None for one.
+        dtype: The dtype of computation; None for the checkpoint's.
+        kv_dtype: The dtype of keys and values; None for `dtype`.
+        compiled: Use the compiled CPU loops, or torch in float32 if they do not support the model.
+            `dtype` None is then the processor's fastest dtype.  With float32, the matrices of a
+            16-bit checkpoint stay in 16 bits and are converted when the loops read them.
+        in_int8: Quantize the matrices to int8 from the checkpoint's dtype; compiled only.
+        ranks: The processes that compute the model together; None for a single process.
 
     Raises:
-        ModelError: The directory cannot be served; names the file and the key or tensor.
+        ModelError: The model cannot be served; the message names the file and the key or tensor.
     """
     shard = WHOLE if ranks is None else ranks.shard
     if not compiled:
         return _by_torch(load_weights(path, dtype, device, kv_dtype=kv_dtype, shard=shard), ranks)
-    # With the layers of all stages, so that all of them decide alike.
+    # Use the layers of all pipeline stages, so that all processes choose the same forward pass.
     config = replace(shard, stage=0, stages=1).of(read_config(path))
     dtype = dtype or CompiledTransformer.best_dtype(config)
-    if in_int8 and not CompiledTransformer.knows(config):
+    if in_int8 and not CompiledTransformer.supports_layers(config):
         raise ModelError(
             f"{path / 'config.json'}: weights cannot be int8: layers of {config.family} have what "
             "there are no loops for; leave --weights out"

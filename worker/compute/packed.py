@@ -1,4 +1,8 @@
-"""Feed-forwards packed for compiled loops, one for all tokens or made of experts."""
+"""Packed weights of projections and feed-forwards (dense, experts), for the compiled CPU loops.
+
+Methods return operations, which run later as part of a program and write to the given buffers.
+"Planes" are rows quantized to a high and a low int8 part, the input format of int8 weights.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ from worker.model.families import Experts
 from worker.model.weights import ExpertMLP, GatedMLP, Linear
 
 Weight = PackedWeight | PairedWeight | Int8Weight
-# Communication between shards, between two operations.
+# Python code that runs between two programs, such as communication between shards.
 Call = Callable[[], object]
 Packed = type[PackedWeight] | type[PairedWeight] | type[Int8Weight]
 
 
 class Projection(NamedTuple):
-    """A matrix, or a stack of them, with its bias, and a norm of the result."""
+    """A packed matrix, or a stack of them, with its bias and the norm of its output, if any."""
 
     weight: Weight
     bias: torch.Tensor | None
@@ -45,6 +49,7 @@ class Projection(NamedTuple):
         is_gated: bool = False,
         norm: torch.Tensor | None = None,
     ) -> Projection:
+        """Pack a matrix; `is_gated` if it stacks gate and up, as `gated` requires."""
         weight: Weight
         if is_gated and not issubclass(packed, PackedWeight):
             weight = packed(matrix.weight, is_gated=True)
@@ -56,7 +61,7 @@ class Projection(NamedTuple):
         return cls(weight, pad(matrix.bias.float(), (0, missing)), norm)
 
     def of(self, x: torch.Tensor, y: torch.Tensor, groups: Groups | None = None) -> Operation:
-        """Compute y = x W^T + b."""
+        """Return the operation y = x W^T + b."""
         return self.weight.times(x, y, bias=self.bias, groups=groups)
 
     def added(
@@ -68,23 +73,26 @@ class Projection(NamedTuple):
         eps: float,
         ranks: Ranks | None = None,
     ) -> list[Operation | Call]:
-        """Compute y += x W^T + b, or y += norm(x W^T + b).
+        """Return the operations y += x W^T + b or, with a norm, y += norm(x W^T + b).
 
-        `planes` is a buffer for x in the format of int8 weights, `added` one for the input of the
-        norm; `ranks` have other columns of x.
+        `planes` is a buffer for x quantized to int8, and `added` one for the input of the norm.
+        With `ranks`, whose shards have other columns of x, the products are all-reduced.
         """
         program, x = self._as_input(x, planes)
         if self.norm is None:
             times = self.weight.times(x, y, bias=self.bias, is_added=adds_residual(ranks))
-            return [*program, times, *added_up(y, ranks)]
+            return [*program, times, *all_reduce_calls(y, ranks)]
         times = self.weight.times(x, added, bias=self.bias)
         norm_added = norm(added, self.norm, eps, y, is_added=True)
-        return [*program, times, *added_up(added, ranks), norm_added]
+        return [*program, times, *all_reduce_calls(added, ranks), norm_added]
 
     def added_by_token(
         self, x: torch.Tensor, y: torch.Tensor, planes: torch.Tensor, groups: Groups
     ) -> list[Operation | Call]:
-        """Add each row of x W^T + b, times its share, to its token's row of y; see `added`."""
+        """Return the operations that add experts' outputs for x, weighted, to their tokens' y.
+
+        Each row of x belongs to one expert of one token; see `added` for `planes`.
+        """
         program, x = self._as_input(x, planes)
         times = self.weight.times(x, y, bias=self.bias, groups=groups, is_by_token=True)
         return [*program, times]
@@ -92,7 +100,7 @@ class Projection(NamedTuple):
     def _as_input(
         self, x: torch.Tensor, planes: torch.Tensor
     ) -> tuple[list[Operation | Call], torch.Tensor]:
-        """Return the operations that convert x to the format of the weight, and the result."""
+        """Return x in the format that the weight needs, and the operations that convert it."""
         if isinstance(self.weight, Int8Weight):
             return [to_planes(x, planes)], planes
         return [], x
@@ -105,14 +113,14 @@ class Projection(NamedTuple):
         activation: Activation,
         groups: Groups | None = None,
     ) -> list[Operation]:
-        """Compute y = activation(gate) * up; `wide` is a buffer for both."""
+        """Return the operations y = activation(gate) * up; `wide` is a buffer for gate and up."""
         if isinstance(self.weight, PackedWeight):
             return [self.of(x, wide, groups), gate(wide, y, activation)]
         return [self.weight.times_gated(x, y, bias=self.bias, activation=activation, groups=groups)]
 
 
 class PackedMLP(NamedTuple):
-    """A dense feed-forward; `down` has the norm of its output."""
+    """The packed matrices of a dense feed-forward."""
 
     gate_up: Projection
     down: Projection
@@ -126,9 +134,9 @@ class PackedMLP(NamedTuple):
 
 
 class PackedExperts(NamedTuple):
-    """A mixture of experts.
+    """The packed matrices of a mixture of experts.
 
-    The router is float32 in every dtype: rounding there would choose another expert.
+    The router is always float32, because rounding its scores could choose another expert.
     """
 
     config: Experts
@@ -150,21 +158,21 @@ class PackedExperts(NamedTuple):
         hidden: torch.Tensor,
         normed: torch.Tensor,
         exact_norm: Operation | None,
-        room: ExpertRoom,
+        buffers: ExpertBuffers,
         activation: Activation,
         ranks: Ranks | None = None,
     ) -> list[Operation | Call]:
-        """Add the output of each token's experts for its `normed` row to `hidden`.
+        """Return the operations that add the experts' outputs for `normed` rows to `hidden`.
 
-        `exact_norm` writes these rows in float32 to `room.exact`; None if `normed` is float32.
+        `exact_norm` writes the same rows in float32 to `buffers.exact`; None if they are float32.
         """
         config, num_tokens = self.config, len(hidden)
         num_rows = num_tokens * config.top_k
-        logits, spread = room.logits[:num_tokens], room.spread[:num_rows]
-        wide, gated = room.wide[:num_rows], room.gated[:num_rows]
-        planes = room.planes[:num_rows]
+        logits, spread = buffers.logits[:num_tokens], buffers.spread[:num_rows]
+        wide, gated = buffers.wide[:num_rows], buffers.gated[:num_rows]
+        planes = buffers.planes[:num_rows]
         routes = Routes(num_tokens, config.num_experts, config.top_k)
-        exact = normed if exact_norm is None else room.exact[:num_tokens]
+        exact = normed if exact_norm is None else buffers.exact[:num_tokens]
         return [
             *([] if exact_norm is None else [exact_norm]),
             self.router.of(exact, logits),
@@ -173,17 +181,18 @@ class PackedExperts(NamedTuple):
             *self.gate_up.gated(spread, wide, gated, activation, routes.groups),
             *([] if adds_residual(ranks) else [hidden.zero_]),
             *self.down.added_by_token(gated, hidden, planes, routes.groups),
-            *added_up(hidden, ranks),
+            *all_reduce_calls(hidden, ranks),
         ]
 
 
-class ExpertRoom:
-    """Buffers of a mixture of experts, for up to `num_tokens` tokens.
+class ExpertBuffers:
+    """Intermediate results of a mixture of experts, for up to `num_tokens` tokens.
 
     Attributes:
-        exact: The router's input in float32, if products read another dtype.
+        exact: The router's input in float32, if matrix products read another dtype.
         logits: The router's output.
-        spread: A row for each expert of each token; the other buffers likewise.
+        spread: The inputs of the experts, with top_k rows per token like the buffers below.
+        wide, gated, planes: The outputs of gate and up, their product, and that in int8.
     """
 
     def __init__(self, experts: Experts, hidden_size: int, num_tokens: int, packed: Packed) -> None:
@@ -198,7 +207,7 @@ class ExpertRoom:
 
 
 def in_one_call(parts: Iterable[Operation | Call]) -> Call:
-    """Join the operations between two calls to programs, and all of these to one call."""
+    """Return one callable that runs all parts; consecutive operations form one program."""
     calls: list[Call] = []
     operations: list[Operation] = []
     for part in parts:
@@ -219,22 +228,22 @@ def in_one_call(parts: Iterable[Operation | Call]) -> Call:
 
 
 def adds_residual(ranks: Ranks | None) -> bool:
-    """Return whether this shard adds the residual before the all-reduce; exactly one shard does."""
+    """Return whether this shard adds the residual before the all-reduce; exactly one does."""
     return ranks is None or ranks.shard.rank == 0
 
 
-def added_up(summand: torch.Tensor, ranks: Ranks | None) -> list[Call]:
-    """Return the all-reduce of a summand, or nothing for a single shard."""
-    return [] if ranks is None or ranks.shard.size == 1 else [partial(ranks.add_up, summand)]
+def all_reduce_calls(summand: torch.Tensor, ranks: Ranks | None) -> list[Call]:
+    """Return the call that all-reduces `summand` in place; an empty list for a single shard."""
+    return [] if ranks is None or ranks.shard.size == 1 else [partial(ranks.all_reduce, summand)]
 
 
 def gated_rows(num_rows: int, size: int, packed: Packed) -> torch.Tensor:
-    """Allocate the output of `Projection.gated`."""
+    """Allocate a buffer for the output of `Projection.gated`."""
     return torch.empty(num_rows, size) if packed is Int8Weight else packed.inputs(num_rows, size)
 
 
 def bytes_of(part: Any) -> int:
-    """Return the size of a tensor, a packed weight, or a tuple of such; 0 for anything else."""
+    """Return the total size in bytes of the tensors and packed weights in (nested) tuples."""
     if isinstance(part, tuple):
         return sum(map(bytes_of, part))
     return int(getattr(part, "nbytes", 0))

@@ -1,7 +1,4 @@
-"""The order of layers in the two pools of blocks, of which layers with a window have their own.
-
-In a pool the layers lie one group after another.
-"""
+"""The order of layers in the two KV pools: one for sliding-window layers, one for all others."""
 
 from __future__ import annotations
 
@@ -14,23 +11,23 @@ Window = int | None
 
 
 def layers_by_window(windows: Sequence[Window]) -> dict[Window, list[int]]:
-    """Group the layers of a model: first those that see all, then by window, the smallest first."""
+    """Group a model's attention layers by window: layers without one first, then ascending."""
     groups: dict[Window, list[int]] = {}
     for window in sorted(set(windows), key=lambda it: it or 0):
         groups[window] = [layer for layer, own in enumerate(windows) if own == window]
     return groups
 
 
-def places(windows: Sequence[Window]) -> list[int]:
-    """Return the index of each layer of a model in its pool."""
+def indices_in_pool(windows: Sequence[Window]) -> list[int]:
+    """Return the index of each attention layer in its pool."""
     order = [layer for layers in layers_by_window(windows).values() for layer in layers]
-    num_whole = windows.count(None)  # those that see every position are first in the order
+    num_whole = windows.count(None)  # layers without a window, which are first in `order`
     found = (order.index(layer) for layer in range(len(windows)))
-    return [place if place < num_whole else place - num_whole for place in found]
+    return [index if index < num_whole else index - num_whole for index in found]
 
 
 class PoolShape(NamedTuple):
-    """The shape of each block of a pool; `first_layers` is the first layer of each group."""
+    """The shape of a pool's blocks; `first_layers` maps each group to its first layer's index."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,10 +37,10 @@ class PoolShape(NamedTuple):
 
     @classmethod
     def of(cls, layout: KVLayout, *, windowed: bool) -> PoolShape:
-        """Return the shape of the pool of layers with or without a window; it may have no layers.
+        """Return the shape of the pool for sliding-window layers (`windowed`) or of the other pool.
 
         Raises:
-            ValueError: There are no keys and values, or their sizes differ.
+            ValueError: The layout has no KV groups, or the shapes of their heads differ.
         """
         num_layers, first_layers, kinds = 0, dict[int, int](), set[tuple[int, int, int, str]]()
         for index, group in enumerate(layout.groups):
@@ -62,5 +59,6 @@ class PoolShape(NamedTuple):
         return cls(num_layers, num_kv_heads, key_dim, dtype, first_layers)
 
     def layers(self, group: int, layers: range) -> range:
+        """Convert a range of layers within a group to their indices in the pool."""
         first = self.first_layers[group]
         return range(first + layers.start, first + layers.stop)

@@ -1,7 +1,7 @@
-"""The processes that compute one model together, and their communication during a step.
+"""Communication between the processes that compute one model together.
 
-CPUs use the connections of `worker.compute.rendezvous`; GPUs exchange hidden states and sums by
-NCCL (`worker.compute.nccl`).
+CPUs use the connections of `worker.compute.rendezvous`; GPUs all-reduce and exchange hidden states
+by NCCL (`worker.compute.nccl`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from worker.compute.connection import Connection, ProcessLost, exchange
 from worker.compute.handshake import Purpose
 from worker.compute.nccl import NCCL
-from worker.compute.rendezvous import meet
+from worker.compute.rendezvous import connect
 from worker.model.shard import Shard
 
-# Must be equal: with fewer GPUs than processes, `auto` gives one of them none.
+# All processes must use the same kind: with fewer GPUs than processes, `auto` would mix them.
 _DEVICE: Final = (
     "the kind of device (a GPU for each process, or --device cpu where there are fewer)"
 )
 
 
 class Ranks:
-    """One of the processes of a model; all must call the same methods in the same order.
+    """The communicator of one process; all processes call the same methods in the same order.
 
     Methods raise ProcessLost, a RuntimeError, as soon as another process has died.
     """
@@ -41,35 +41,35 @@ class Ranks:
         settings: Mapping[str, object] | None = None,
         secret: bytes = b"",
     ):
-        """Wait until all processes have come; see `worker.compute.rendezvous.meet`.
+        """Connect to all other processes; see `worker.compute.rendezvous.connect`.
 
-        `timeout_s` is how long to wait, here and within a step, before the others count as dead.
+        A process is considered dead if another waits for it for `timeout_s`, here or in a step.
         """
         self.shard, self._timeout_s = shard, timeout_s
-        ours = {
+        own_settings = {
             "--tensor-parallel": shard.size,
             "--pipeline-parallel": shard.stages,
             _DEVICE: device.type,
             "the release of torch": torch.__version__,
             **(settings or {}),
         }
-        self._connections = meet(rendezvous, shard, ours, timeout_s, secret)
+        self._connections = connect(rendezvous, shard, own_settings, timeout_s, secret)
         self._sender = ThreadPoolExecutor(1, "hand-on")
         self._sending: Future[None] | None = None
-        self._room = torch.empty(0, dtype=torch.uint8)
-        self.is_ending = False  # set before the others are told to end
+        self._gather_buffer = torch.empty(0, dtype=torch.uint8)
+        self.is_ending = False  # the leader sets it before it tells the others to exit
         self._nccl = None
         if device.type == "cuda":
             first = next(iter(self._connections.values()))
             self._nccl = NCCL(shard, first.socket, timeout_s, self.broadcast)
-        self.total(0)  # a barrier: nobody needs the rendezvous any more
+        self.total(0)  # a barrier: all processes have connected
 
     @property
     def is_leader(self) -> bool:
         return self.shard.process == 0
 
     def watch(self, process: int) -> None:
-        """Wait in the leader for the end of another process; raise ProcessLost if it died."""
+        """Block until another process exits (leader only); raise ProcessLost unless expected."""
         try:
             exchange([], [(self._connections[process, Purpose.WATCH], memoryview(bytearray(1)))])
         except ProcessLost:
@@ -77,7 +77,7 @@ class Ranks:
                 raise
 
     def leave(self) -> None:
-        """Finish sending and close the connections, which fails what the others still wait for."""
+        """Complete pending sends and close the connections; peers still waiting get ProcessLost."""
         if self._sending is not None:
             self._sending.result()
         self._sender.shutdown()
@@ -88,7 +88,7 @@ class Ranks:
         self._connections = {}
 
     def broadcast(self, numbers: torch.Tensor) -> None:
-        """Replace numbers in host memory by the leader's, without a timeout."""
+        """Overwrite `numbers`, in host memory, with the leader's; there is no timeout."""
         message = _bytes_of(numbers)
         if self.is_leader:
             exchange([(it, message) for it in self._others], [])
@@ -96,10 +96,11 @@ class Ranks:
             exchange([], [(self._step(0), message)])
 
     def total(self, number: int) -> int:
+        """Return the sum of the numbers of all processes."""
         return sum(self._collect(number))
 
     def agree(self, text: str) -> bool:
-        """Return whether all processes have the same text."""
+        """Return whether all processes passed the same text."""
         return len(set(self._collect(crc32(text.encode())))) == 1
 
     def _collect(self, number: int) -> list[int]:
@@ -114,19 +115,19 @@ class Ranks:
         return [int(it) for it in numbers]
 
     def send_to(self, tensor: torch.Tensor, process: int) -> None:
-        """Send a tensor in host memory from the leader to a process, or to the leader (0)."""
+        """Send a tensor in host memory to `process`; one of the two must be the leader (0)."""
         exchange([(self._connections[process, Purpose.COPIES], _bytes_of(tensor))], [])
 
     def receive_from(self, tensor: torch.Tensor, process: int) -> None:
-        """Fill a tensor that a process, or the leader (0), sends."""
+        """Receive a tensor that `process` sends with `send_to`."""
         exchange([], [(self._connections[process, Purpose.COPIES], _bytes_of(tensor))])
 
-    def add_up(self, summand: torch.Tensor) -> None:
-        """All-reduce within the stage, in the order of the shards for every row."""
+    def all_reduce(self, summand: torch.Tensor) -> None:
+        """All-reduce `summand` in place within the stage, always adding in order of rank."""
         if self.shard.size == 1:
             return
         summands = self._gather_all(summand)
-        # Where it is not needed any more after the first sum.
+        # Accumulate in a buffer that is not read after the first addition.
         total = summand if self.shard.rank < 2 else summands[0]
         torch.add(summands[0], summands[1], out=total)
         for other in summands[2:]:
@@ -135,9 +136,9 @@ class Ranks:
             summand.copy_(total)
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
-        """Concatenate the [R, C] of the stage's shards to [R, size * C] in its first process.
+        """Concatenate [R, C] of each shard of the stage to [R, size * C] in its first process.
 
-        The others get [0, size * C].
+        Other processes return [0, size * C].
         """
         size, (num_rows, num_columns) = self.shard.size, columns.shape
         if size == 1:
@@ -149,29 +150,31 @@ class Ranks:
         return parts.transpose(0, 1).reshape(-1, size * num_columns)
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Send hidden states to the next stage in the background, at most one step ahead."""
+        """Send hidden states to the next stage in the background, with one send in flight."""
         process = replace(self.shard, stage=self.shard.stage + 1).process
         if self._nccl is not None:
             return self._nccl.send(hidden, process)
         if self._sending is not None:
             self._sending.result()
-        message = [(self._step(process), _bytes_of(hidden))]  # which keeps the tensor
+        message = [(self._step(process), _bytes_of(hidden))]  # keeps the tensor alive
         self._sending = self._sender.submit(exchange, message, [], self._timeout_s)
 
     def receive(self, hidden: torch.Tensor) -> None:
-        """Fill `hidden` with the hidden states of the stage before."""
+        """Fill `hidden` with the output of the previous stage."""
         process = replace(self.shard, stage=self.shard.stage - 1).process
         if self._nccl is not None:
             return self._nccl.receive(hidden, process)
         exchange([], [(self._step(process), _bytes_of(hidden))], self._timeout_s)
 
     def _gather_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor of each shard of the stage, valid until the next call."""
+        """Return the tensors of all shards of the stage, by rank, valid until the next call."""
         size, num_bytes = self.shard.size, tensor.numel() * tensor.itemsize
-        if len(self._room) < size * num_bytes:  # a new buffer each time would cost page faults
-            self._room = tensor.new_empty(size * num_bytes, dtype=torch.uint8)
+        if len(self._gather_buffer) < size * num_bytes:  # reused: a new one would cost page faults
+            self._gather_buffer = tensor.new_empty(size * num_bytes, dtype=torch.uint8)
         parts = [
-            self._room[it * num_bytes : (it + 1) * num_bytes].view(tensor.dtype).view(tensor.shape)
+            self._gather_buffer[it * num_bytes : (it + 1) * num_bytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
             for it in range(size)
         ]
         if self._nccl is not None:
@@ -187,7 +190,7 @@ class Ranks:
         return parts
 
     def _gather(self, columns: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """Fill the parts, in the stage's first process, with the columns of each shard."""
+        """Fill `parts` in the stage's first process with each shard's `columns`."""
         if self._nccl is not None:
             return self._nccl.gather(columns, parts)
         if self.shard.rank > 0:
@@ -211,6 +214,6 @@ class Ranks:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, to be read or filled."""
+    """Return a byte view of a contiguous tensor in host memory, to send or to receive into."""
     assert tensor.is_contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().data

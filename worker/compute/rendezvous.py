@@ -1,12 +1,12 @@
-"""The meeting of a model's processes: they find each other, compare settings, and connect.
+"""Connects the processes of a model: they find each other, compare settings, and connect.
 
-Process 0 listens at the rendezvous, and the others call it.  Only when all are there, with the same
-settings, do they connect to each other.  Until then a signal can end the wait.  Afterwards no
-process listens.
+Process 0 listens at the rendezvous, and the others connect to it.  When all have connected and have
+the same settings, they connect to each other.  A signal can interrupt the wait.  Afterwards no
+process listens.  The rendezvous is one of these URLs:
 
-    file:///PATH        a Unix socket of that name, for this user alone; others add .1, .2, ...
-    abstract://NAME     the same under names that are in no file system, which Linux has
-    tcp://HOST:PORT     a port of process 0; others listen at any free one
+    file:///PATH        a Unix socket for this user only; process 1 listens at PATH.1, and so on
+    abstract://NAME     the same in Linux's abstract socket namespace, without files
+    tcp://HOST:PORT     the port of process 0; the other processes listen at any free port
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from worker.model.shard import Shard
 Connections = dict[tuple[int, Purpose], Connection]
 Settings = Mapping[str, object]
 
-# The interval of attempts to reach process 0, and the longest delay of a signal.
-_LOOK_S: Final = 0.05
+# The interval between connection attempts, and so the longest delay of a signal.
+_RETRY_S: Final = 0.05
 _LENGTH: Final = struct.Struct("<I")
 MAX_MESSAGE_BYTES: Final = 1 << 20
 _BACKLOG: Final = 128
@@ -42,33 +42,33 @@ _EVERYWHERE: Final = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 class Address(NamedTuple):
     family: socket.AddressFamily
-    place: Any
+    sockaddr: Any
 
 
-def meet(
+def connect(
     rendezvous: str, shard: Shard, settings: Settings, timeout_s: float, secret: bytes = b""
 ) -> Connections:
-    """Return this process's connections, by process and purpose, once all processes are there.
+    """Connect to all other processes; return the connections by peer and purpose.
 
     Args:
-        rendezvous: One of the URLs above.
-        settings: Must be equal in all processes; the names are those that an operator knows.
-        secret: The secret of this worker's processes.  Without one everybody who reaches a port is
-            trusted, and messages cross the network unsealed.
+        rendezvous: A URL; see the module's docstring.
+        settings: Settings that must be equal in all processes, by their names in error messages.
+        secret: The shared secret of this worker's processes.  If it is empty, every peer that
+            reaches a port is trusted, and messages are sent unencrypted.
 
     Raises:
-        ValueError: This process has come twice, or has other settings or another secret.
-        TimeoutError: A process has not come.
-        ProcessLost: A process that had come is gone.
-        OSError: The address cannot be opened.
+        ValueError: Another process has this number, other settings or another secret.
+        TimeoutError: A process did not connect in time.
+        ProcessLost: A process that had connected died.
+        OSError: This process cannot listen at its address.
     """
-    return asyncio.run(_Meeting(rendezvous, shard, settings, timeout_s, secret).hold())
+    return asyncio.run(_Rendezvous(rendezvous, shard, settings, timeout_s, secret).connect_all())
 
 
 def other_connections(size: int, stages: int) -> list[Caller]:
-    """Return the connections besides the first one of each process to process 0.
+    """Return all connections except the first one from each process to process 0.
 
-    Shards of a stage add up their summands, and a shard sends to the same shard of the next stage.
+    A shard all-reduces with the shards of its stage, and sends to its rank in the next stage.
     """
     shards = [Shard.of_process(it, size, stages) for it in range(size * stages)]
     found = list[Caller]()
@@ -84,7 +84,7 @@ def other_connections(size: int, stages: int) -> list[Caller]:
     return found
 
 
-class _Meeting:
+class _Rendezvous:
     def __init__(
         self, rendezvous: str, shard: Shard, settings: Settings, timeout_s: float, secret: bytes
     ) -> None:
@@ -93,25 +93,27 @@ class _Meeting:
         self._others = other_connections(shard.size, shard.stages)
         self._deadline = time.monotonic() + timeout_s
         self._is_sealed = bool(secret) and rendezvous.startswith("tcp://")
-        self._made: Connections = {}
+        self._connections: Connections = {}
         self._listening = ExitStack()
 
-    async def hold(self) -> Connections:
+    async def connect_all(self) -> Connections:
+        """Make all connections, or close them on failure; stop listening in either case."""
         try:
-            with self._listening:  # which closes it
-                await (self._follow() if self._number else self._lead())
+            with self._listening:
+                await (self._run_follower() if self._number else self._run_leader())
         except BaseException:
-            for connection in self._made.values():
+            for connection in self._connections.values():
                 connection.close()
             raise
-        return self._made
+        return self._connections
 
-    async def _lead(self) -> None:
-        family, place = _find(self._rendezvous)
-        # The name of this machine may resolve to its loopback, only here.
-        if family != socket.AF_UNIX and ip_address(place[0]).is_loopback:
-            place = (_EVERYWHERE[family], *place[1:])
-        listener, secret = self._listen(Address(family, place)), secrets.token_bytes()
+    async def _run_leader(self) -> None:
+        """Run process 0: accept the others, compare settings, send all of them the addresses."""
+        family, sockaddr = _resolve(self._rendezvous)
+        # This machine's own name may resolve to loopback here, but not on the other machines.
+        if family != socket.AF_UNIX and ip_address(sockaddr[0]).is_loopback:
+            sockaddr = (_EVERYWHERE[family], *sockaddr[1:])
+        listener, secret = self._listen(Address(family, sockaddr)), secrets.token_bytes()
         addresses: dict[int, Any] = {}
 
         def greet(other: Connection) -> None:
@@ -121,31 +123,32 @@ class _Meeting:
             self._compare(theirs["settings"], other.peer)
 
         await self._admit(listener, [Caller(it, 0) for it in range(1, self._count)], greet)
-        for other in self._made.values():
+        for other in self._connections.values():
             self._send(other, list(addresses.items()))
         listener.secret = secret
         await self._admit(listener, self._others)
 
-    async def _follow(self) -> None:
+    async def _run_follower(self) -> None:
+        """Run a process other than 0: connect to lower numbers, then accept higher ones."""
         first = await self._call(Caller(self._number, 0), self._secret)
         family = first.socket.family
         if family == socket.AF_UNIX:
-            own = Address(family, f"{_find(self._rendezvous).place}.{self._number}")
+            own = Address(family, f"{_resolve(self._rendezvous).sockaddr}.{self._number}")
         else:
             host, _, *scope = first.socket.getsockname()
             own = Address(family, (host, 0, *scope))
         listener = self._listen(own)
-        address = own.place if family == socket.AF_UNIX else listener.socket.getsockname()
+        address = own.sockaddr if family == socket.AF_UNIX else listener.socket.getsockname()
         self._send(first, {"settings": self._settings, "address": address})
         theirs = self._receive(first)
         self._compare(theirs["settings"], 0)
-        addresses = dict(self._receive(first))  # once all have come
+        addresses = dict(self._receive(first))  # process 0 sends it after all have connected
         listener.secret = bytes.fromhex(theirs["secret"])
         for it in self._others:
             if it.caller == self._number:
-                place = addresses.get(it.called)  # of process 0 it is known
-                place = tuple(place) if isinstance(place, list) else place
-                called = Address(family, place) if place else None
+                sockaddr = addresses.get(it.called)  # missing for process 0, at the rendezvous
+                sockaddr = tuple(sockaddr) if isinstance(sockaddr, list) else sockaddr
+                called = Address(family, sockaddr) if sockaddr else None
                 await self._call(it, listener.secret, called)
         await self._admit(listener, self._others)
 
@@ -157,49 +160,49 @@ class _Meeting:
     ) -> None:
         listener.missing = {it for it in callers if it.called == self._number}
         try:
-            async with asyncio.timeout(self._left_s()), aclosing(listener.admit()) as admitted:
+            async with asyncio.timeout(self._remaining_s()), aclosing(listener.admit()) as admitted:
                 async for caller, connection in admitted:
-                    self._made[caller.caller, caller.purpose] = connection
+                    self._connections[caller.caller, caller.purpose] = connection
                     if greet is not None:
                         greet(connection)
         except TimeoutError:
             number = min(listener.missing).caller
-            raise self._late(f"process {number} of {self._count} has not come") from None
+            raise self._timeout(f"process {number} of {self._count} has not come") from None
 
     async def _call(
         self, caller: Caller, secret: bytes, address: Address | None = None
     ) -> Connection:
-        """Connect to a process at the address or the rendezvous; retry until it listens."""
+        """Connect to a process at `address`, by default the rendezvous; retry until it listens."""
         while True:
-            family, place = address or _find(self._rendezvous)
+            family, sockaddr = address or _resolve(self._rendezvous)
             sock = socket.socket(family)
             sock.setblocking(False)
             try:
-                async with asyncio.timeout(max(_LOOK_S, self._left_s())):
-                    await asyncio.get_running_loop().sock_connect(sock, place)
+                async with asyncio.timeout(max(_RETRY_S, self._remaining_s())):
+                    await asyncio.get_running_loop().sock_connect(sock, sockaddr)
                 connection = await call(sock, caller, secret, is_sealed=self._is_sealed)
-                self._made[caller.called, caller.purpose] = connection
+                self._connections[caller.called, caller.purpose] = connection
                 return connection
             except Refused as error:
                 raise ValueError(f"--rendezvous {self._rendezvous}: {error}") from None
             except OSError:
                 pass
             finally:
-                if (caller.called, caller.purpose) not in self._made:
+                if (caller.called, caller.purpose) not in self._connections:
                     sock.close()
-            if self._left_s() <= 0:
-                raise self._late(f"process {caller.called} is not there")
-            await asyncio.sleep(_LOOK_S)
+            if self._remaining_s() <= 0:
+                raise self._timeout(f"process {caller.called} is not there")
+            await asyncio.sleep(_RETRY_S)
 
     def _listen(self, address: Address) -> Listener:
-        family, place = address
+        family, sockaddr = address
         if family != socket.AF_UNIX:
-            listening = socket.create_server(place, family=family, backlog=_BACKLOG)
+            listening = socket.create_server(sockaddr, family=family, backlog=_BACKLOG)
             self._listening.enter_context(listening)
         else:
             listening = self._listening.enter_context(socket.socket(family))
             try:
-                listening.bind(place)
+                listening.bind(sockaddr)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
@@ -207,9 +210,9 @@ class _Meeting:
                     f"--rendezvous {self._rendezvous} is in use, or was used before; give each "
                     "worker and each start a new file, or a port of its own"
                 ) from None
-            if not place.startswith("\0"):
-                self._listening.callback(os.unlink, place)
-                os.chmod(place, 0o600)  # before anybody can connect
+            if not sockaddr.startswith("\0"):
+                self._listening.callback(os.unlink, sockaddr)
+                os.chmod(sockaddr, 0o600)  # before `listen`, so no other user can connect
             listening.listen(_BACKLOG)
         return Listener(listening, self._secret, is_sealed=self._is_sealed)
 
@@ -224,32 +227,32 @@ class _Meeting:
     def _send(self, other: Connection, content: object) -> None:
         message = json.dumps(content).encode()
         for part in (_LENGTH.pack(len(message)), message):
-            exchange([(other, part)], [], self._left_s())
+            exchange([(other, part)], [], self._remaining_s())
 
     def _receive(self, other: Connection) -> Any:
         length = bytearray(_LENGTH.size)
-        exchange([], [(other, memoryview(length))], self._left_s())
+        exchange([], [(other, memoryview(length))], self._remaining_s())
         (num_bytes,) = _LENGTH.unpack(length)
         if num_bytes > MAX_MESSAGE_BYTES:
             raise ProcessLost(f"process {other.peer} sent a message of {num_bytes} bytes")
         message = bytearray(num_bytes)
-        exchange([], [(other, memoryview(message))], self._left_s())
+        exchange([], [(other, memoryview(message))], self._remaining_s())
         return json.loads(message)
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _late(self, what: str) -> TimeoutError:
+    def _timeout(self, problem: str) -> TimeoutError:
         return TimeoutError(
-            f"{what} to --rendezvous {self._rendezvous}; look into its log, or for it"
+            f"{problem} to --rendezvous {self._rendezvous}; look into its log, or for it"
         )
 
 
-def _find(rendezvous: str) -> Address:
-    kind, _, place = rendezvous.partition("://")
+def _resolve(rendezvous: str) -> Address:
+    kind, _, location = rendezvous.partition("://")
     if kind != "tcp":
-        return Address(socket.AF_UNIX, place if kind == "file" else f"\0{place}")
-    host, _, port = place.rpartition(":")
+        return Address(socket.AF_UNIX, location if kind == "file" else f"\0{location}")
+    host, _, port = location.rpartition(":")
     name = host.strip("[]"), int(port)
     family, *_, found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)[0]
     return Address(family, found)

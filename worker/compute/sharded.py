@@ -1,4 +1,4 @@
-"""The forward pass of one shard; every process of a model computes every step, in one order."""
+"""The forward pass of one shard by torch; all processes run the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.model.weights import Weights
 
 
 class ShardedTransformer(Transformer):
-    """Computes the part of a model that its weights are; only the leader has logits."""
+    """Computes one shard of a model; only the leader returns logits."""
 
     def __init__(self, weights: Weights, ranks: Ranks) -> None:
         super().__init__(weights)
@@ -23,15 +23,15 @@ class ShardedTransformer(Transformer):
             hidden = self._empty(len(token_ids), self.config.hidden_size)
             self._ranks.receive(hidden)
             return hidden
-        # Each shard has the rows of some tokens, and adds zero for all others.
+        # Each shard has the embeddings of some tokens, and contributes zero for other tokens.
         rows = self._shard.rows(token_ids, self.config.vocab_size)
         hidden = super()._embed(rows.clamp(min=0))
         hidden.masked_fill_((rows < 0)[:, None], 0)
-        self._ranks.add_up(hidden)
+        self._ranks.all_reduce(hidden)
         return hidden
 
     def _all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
-        self._ranks.add_up(summand)
+        self._ranks.all_reduce(summand)
         return summand
 
     def _logits(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Memory that other processes of this machine may map to read: a sealed memfd of Linux.
+"""Memory that other processes on this machine can map read-only: a sealed Linux memfd.
 
-Its descriptor allows nothing but reading, its size never changes, and the last user frees it.  On
-other systems a cache keeps its KV in private memory.
+The shared descriptor only allows reading, the size is fixed, and the kernel frees the memory after
+its last user.  On other systems a cache stores its KV in private memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from wire.parts import Buffer
 from wire.transfer import running_digest
 
 Bytes = npt.NDArray[np.uint8]
-# Copies each source to its target and returns the seeded digest of the copies; None if it cannot.
+# Copies each (source, target) pair and returns the seeded checksum; None if not supported.
 CopyDigested = Callable[[Sequence[tuple[Bytes, Bytes]], int], int | None]
 
-# From <linux/fcntl.h>; Python names only some of them, and none on other systems.
+# From <linux/fcntl.h>: Python defines only some of these constants, and only on Linux.
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SEAL: Final = 0x1
@@ -36,7 +36,7 @@ _SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WR
 
 
 class HostMemory:
-    """Host memory: `bytes` is all of it, writable if it is our own."""
+    """Host memory as the array `bytes`, which is read-only if another process owns the memory."""
 
     kind: Final = "host"
     about: Final = b""
@@ -52,7 +52,7 @@ class HostMemory:
         return [self.bytes[place : place + size] for place in places]
 
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
-        """Return the XXH3-64 of concatenated chunks."""
+        """Return the seeded XXH3-64 checksum of the concatenated chunks at offsets `places`."""
         digest = running_digest(seed)
         for chunk in self.chunks(places, size):
             digest.update(chunk.data)
@@ -66,7 +66,7 @@ class HostMemory:
         targets: Sequence[int],
         seed: int,
     ) -> int:
-        """Copy chunks; the digest is that of the copies, as the source may change meanwhile."""
+        """Copy chunks; return the checksum of the copies, as the source may change meanwhile."""
         copies = target.chunks(targets, size)
         pairs = list(zip(self.chunks(places, size), copies, strict=True))
         if self._copy_digested is not None:
@@ -84,10 +84,10 @@ class HostMemory:
 
 
 class SharedMemory(HostMemory):
-    """Zeroed memory of our own; `descriptor` opens it to read only.
+    """Zeroed memory of this process, which other processes can map read-only by `descriptor`.
 
     Raises:
-        OSError: The system does not support it, or lacks memory.
+        OSError: The system does not support it, or is out of memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -96,9 +96,9 @@ class SharedMemory(HostMemory):
             os.ftruncate(descriptor, num_bytes)
             mapping = mmap.mmap(descriptor, num_bytes)
             with suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is `advise`
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # effective if shmem_enabled is `advise`
             super().__init__(np.frombuffer(mapping, np.uint8))
-            # After our own mapping, which stays writable: later ones cannot be.
+            # Seal after creating this mapping, which stays writable; later ones are read-only.
             _control(descriptor, _F_ADD_SEALS, _SEALS)
             self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
@@ -109,9 +109,9 @@ class SharedMemory(HostMemory):
 def zeros(
     *wanted: tuple[tuple[int, ...], Any],
 ) -> tuple[list[npt.NDArray[Any]], SharedMemory | None]:
-    """Allocate zeroed arrays of these shapes and dtypes, in shared memory if there is any."""
+    """Allocate zeroed arrays of these (shape, dtype) pairs, in shared memory if supported."""
     sizes = [int(np.prod(shape, dtype=np.int64)) * np.dtype(it).itemsize for shape, it in wanted]
-    # Each begins at a page, as a separate array would.
+    # Align each array to a page, like a separate allocation.
     ends = list(accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
     try:
         if sys.platform != "linux" or not ends[-1]:
@@ -132,10 +132,10 @@ def address_of(memory: Buffer | Bytes) -> int:
 
 
 def map_memory(descriptor: int) -> Bytes:
-    """Map memory of another process, which may write to it but not shrink it.
+    """Map a `SharedMemory` of another process, which can write to the memory but not shrink it.
 
     Raises:
-        OSError: It is no such memory, or not sealed against shrinking.
+        OSError: The descriptor is no memfd, or the memory is not sealed against shrinking.
     """
     if not _control(descriptor, _F_GET_SEALS, 0) & _F_SEAL_SHRINK:
         raise PermissionError("the memory is not sealed against getting smaller")
@@ -147,6 +147,6 @@ def map_memory(descriptor: int) -> Bytes:
 
 
 def _control(descriptor: int, command: int, argument: int) -> int:
-    import fcntl  # not on every system
+    import fcntl  # imported late: does not exist on every system
 
     return fcntl.fcntl(descriptor, command, argument)

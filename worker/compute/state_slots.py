@@ -1,9 +1,10 @@
-"""The slots of sequences' states, found by block and position.
+"""Maps the recurrent states of sequences to slots of the state pool.
 
-A state is identified by the tokens before it: the block of the last one, and their number.  There
-are far fewer slots than blocks, as a state may be as large as the KV of thousands of tokens.  The
-engine frees states (`worker.engine.states`) and leaves enough slots for a step.  This is only
-bookkeeping, changed by the engine's thread alone; the cache has the bytes.
+A state is identified by its position, which is the number of tokens before it, and by the cache
+block of the last of these tokens.  There are far fewer slots than blocks, because one state may be
+as large as the KV of thousands of tokens.  The engine frees states (`worker.engine.states`) so that
+enough slots are free for a step.  This is only bookkeeping, and only the engine's thread changes
+it; the KV cache stores the states.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class StateSlots:
-    """Numbers 0 to `num_slots` - 1, by block and position."""
+    """Allocates slots 0 to `num_slots` - 1 to states, which are keyed by block and position."""
 
     def __init__(self, num_slots: int, block_size: int) -> None:
         self.num_slots = num_slots
@@ -40,11 +41,11 @@ class StateSlots:
         return frozenset(self._slots)
 
     def has(self, block: int, position: int) -> bool:
-        """Return whether there is a state after `position` tokens, the last one in this block."""
+        """Return whether there is a state at `position` whose last token is in this block."""
         return position in self._slots.get(block, ())
 
     def find(self, block_table: Sequence[int] | Int32, position: int) -> int:
-        """Return the slot of a sequence's state after so many tokens, or raise ValueError."""
+        """Return the slot of a sequence's state at `position`; ValueError if there is none."""
         block = self._block(block_table, position)
         slot = self._slots.get(block, {}).get(position)
         if slot is None:
@@ -52,32 +53,32 @@ class StateSlots:
         return slot
 
     def take(self, block_table: Sequence[int] | Int32, position: int) -> int:
-        """Return the slot for the state after so many tokens; IndexError if none is free."""
-        of_block = self._slots.setdefault(self._block(block_table, position), {})
-        if position not in of_block:
-            of_block[position] = self._free.pop()
-        return of_block[position]
+        """Return, or allocate, the slot for the state at `position`; IndexError if none is free."""
+        by_position = self._slots.setdefault(self._block(block_table, position), {})
+        if position not in by_position:
+            by_position[position] = self._free.pop()
+        return by_position[position]
 
     def forget(self, block: int, *, but: int | None = None) -> None:
-        """Free the slots of a block's states, except the state after `but` tokens."""
-        of_block = self._slots.pop(block, {})
-        if but in of_block:
-            self._slots[block] = {but: of_block.pop(but)}
-        self._free.extend(of_block.values())
+        """Free the slots of a block's states, except for the state at position `but`."""
+        by_position = self._slots.pop(block, {})
+        if but in by_position:
+            self._slots[block] = {but: by_position.pop(but)}
+        self._free.extend(by_position.values())
 
     def runs(self, query_starts: Int32, context_lens: Int32, block_tables: Int32) -> list[Run]:
-        """Return the runs of a step, and take slots for the states at their ends.
+        """Split a step into segments (`Run`), and allocate a slot for the state after each one.
 
-        A sequence has one run; but if it fills a block before its end and there is a spare slot, a
-        second run keeps the state at the end of its last full block for other sequences, also for
-        those with the same prompt, which still compute its last token.
+        A sequence has one segment, or two if it crosses a block boundary and a slot is spare: then
+        its state at its last full block is kept for prefix-cache reuse.  That block excludes the
+        last token, which a request with the same prompt still computes.
 
         Args:
-            query_starts: [S + 1] the first row of each sequence, and the number of rows.
-            context_lens: [S] the tokens of each sequence, including those of the step.
-            block_tables: [S, M].
+            query_starts: [S + 1] first row of each of S sequences, then the number of rows.
+            context_lens: [S] number of tokens of each sequence, including those of this step.
+            block_tables: [S, M] block numbers of each sequence.
         """
-        # Each sequence needs one slot; the others are for states at ends of blocks.
+        # Each sequence needs one slot; the remaining ones are for checkpoints.
         spare = self.num_free - len(context_lens)
         runs: list[Run] = []
         rows = query_starts.tolist()
@@ -87,14 +88,14 @@ class StateSlots:
             first, before = end - (stop - start), None
             if first:
                 before = self.find(table, first)
-                # A sequence that continues from here needs no earlier state.
+                # The sequence continues from here and needs no earlier state in this block.
                 self.forget(self._block(table, first), but=first)
-            border = (end - 1) // self._block_size * self._block_size
-            if first < border and spare > 0:
+            boundary = (end - 1) // self._block_size * self._block_size
+            if first < boundary and spare > 0:
                 spare -= 1
-                cut, after = stop - (end - border), self.take(table, border)
-                runs.append(Run(start, cut, before, after))
-                start, before = cut, after
+                split, checkpoint = stop - (end - boundary), self.take(table, boundary)
+                runs.append(Run(start, split, before, checkpoint))
+                start, before = split, checkpoint
             runs.append(Run(start, stop, before, self.take(table, end)))
         return runs
 

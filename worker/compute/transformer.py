@@ -1,7 +1,7 @@
-"""The forward pass over paged KV by torch and the kernels, on any device.
+"""The forward pass over paged KV by torch and our kernels, on any device.
 
-One step computes T tokens of any number of sequences; only the kernels of attention need to know
-which token belongs to which sequence.  No autograd and no torch modules: tensors and functions.
+One step computes T tokens of any number of sequences; only the attention and delta rule kernels
+depend on which token belongs to which sequence.  It uses no autograd and no torch modules.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import kernels
 from kernels import PagedBatch
 from kernels.delta_rule import convolve, delta_rule
 from worker.compute.device import arithmetic_of
-from worker.compute.pool_shape import places
+from worker.compute.pool_shape import indices_in_pool
 from worker.model.config import LayerConfig
 from worker.model.rope import inverse_frequencies, rotation_of
 from worker.model.weights import Attention, DeltaNet, Weights
 
 
 class Transformer:
-    """Computes in the dtype of its weights.
+    """A decoder-only transformer that computes in the dtype of its weights.
 
     Attributes:
-        arithmetic: See `arithmetic_of`.
-        parameter_bytes: The size of the checkpoint's tensors when they were read.
+        arithmetic: The name of the rounding behaviour; see `arithmetic_of`.
+        parameter_bytes: The total size of the tensors as they were loaded from the checkpoint.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -36,14 +36,14 @@ class Transformer:
         self.kv_dtype, self.dtype = weights.kv_dtype, weights.weight_dtype
         self.arithmetic = arithmetic_of(self.device, self.dtype)
         self.parameter_bytes = weights.parameter_bytes
-        # Rounded as models were trained with it.
+        # Models were trained with the scale rounded to their dtype.
         self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
         self._ropes = list(dict.fromkeys(layer.rope for layer in self.config.layers))
         frequencies = [inverse_frequencies(rope, self.device) for rope in self._ropes]
         self._frequencies = torch.stack(frequencies)
-        # The index of each layer in its pool of KV, or in that of states.
-        in_pool, in_states = iter(places(self.config.windows)), count()
-        self._places = [
+        # The index of each layer in its KV pool or, for a delta net, in the pool of states.
+        in_pool, in_states = iter(indices_in_pool(self.config.windows)), count()
+        self._pool_indices = [
             next(in_pool if layer.delta is None else in_states) for layer in self.config.layers
         ]
 
@@ -57,14 +57,14 @@ class Transformer:
         rows: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute one step and write its KV into the pool.
+        """Compute one step and append its KV to the pool.
 
         Args:
-            token_ids: [T] on the device; `positions` likewise.
-            pool: [N, L, 2, Hkv, B, D] of the layers that see every position, in the order of
-                `worker.compute.pool_shape`; the others' pool is in `batch.windowed`.
-            rows: [R] tokens whose logits are computed; None for all of them.
-            out: [R, vocab] float32 for the logits; None for a new tensor.
+            token_ids, positions: [T] on the device.
+            pool: [N, L, 2, Hkv, B, D] KV of the layers that see every position, in the order of
+                `worker.compute.pool_shape`; the pool of other layers is in `batch.windowed`.
+            rows: [R] indices of the tokens whose logits are computed; None for all tokens.
+            out: [R, vocab] float32 buffer for the logits; None allocates one.
 
         Returns:
             [R, vocab] float32 logits, valid until the next step.
@@ -75,13 +75,13 @@ class Transformer:
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         normed = kernels.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            place = self._places[index]
+            pool_index = self._pool_indices[index]
             if isinstance(layer.attention, DeltaNet):
-                added = self._delta_net(layer.attention, normed, place, batch)
+                added = self._delta_net(layer.attention, normed, pool_index, batch)
             else:
                 rotation = rotations[layer.config.rope]
                 added = self._attention(
-                    layer.attention, layer.config, normed, rotation, pool, place, batch
+                    layer.attention, layer.config, normed, rotation, pool, pool_index, batch
                 )
             added = self._all_reduce(added)
             if layer.attention_post_norm is not None:
@@ -94,7 +94,7 @@ class Transformer:
         logits = self._logits(hidden, normed if rows is None else normed[rows])
         return logits.float() if out is None else out.copy_(logits)
 
-    # `worker.compute.sharded` overrides these three.
+    # ShardedTransformer overrides `_embed`, `_all_reduce` and `_logits`.
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         hidden = embedding(token_ids, self._weights.embed)
@@ -115,7 +115,7 @@ class Transformer:
         hidden: torch.Tensor,
         rotation: torch.Tensor,
         pool: torch.Tensor,
-        place: int,
+        pool_index: int,
         batch: PagedBatch,
     ) -> torch.Tensor:
         config, window = self.config, own.window
@@ -126,29 +126,29 @@ class Transformer:
         gates_from = config.num_heads + 2 * config.num_kv_heads
         heads, gate = heads[:, :gates_from], heads[:, gates_from:]
         query = kernels.rotate_and_append(
-            heads, rotation, pool, place, batch, layer.qk_norm, config.norm_eps
+            heads, rotation, pool, pool_index, batch, layer.qk_norm, config.norm_eps
         )
         scale = config.attention_scale * own.rope.score_factor
         attended = kernels.paged_attention(
-            query, pool, place, batch, scale=scale, window=window, sinks=layer.sinks
+            query, pool, pool_index, batch, scale=scale, window=window, sinks=layer.sinks
         )
         if config.has_output_gate:
             attended = attended * gate.sigmoid()
         return layer.o(attended.reshape(hidden.shape[0], -1))
 
     def _delta_net(
-        self, layer: DeltaNet, hidden: torch.Tensor, place: int, batch: PagedBatch
+        self, layer: DeltaNet, hidden: torch.Tensor, pool_index: int, batch: PagedBatch
     ) -> torch.Tensor:
         states, heads, eps = batch.states, layer.config, self.config.norm_eps
         assert states is not None, "layers with a state need the states of a step"
         number, per_key, depth = heads.num_heads, heads.values_per_key, heads.key_dim
-        # In float32 from here to the norm, whatever the model's dtype.
+        # Everything up to the norm is float32, whatever the model's dtype.
         rows, betas = layer.inputs(hidden).float().tensor_split((-2 * number * per_key,), dim=1)
         of_heads = torch.unflatten(rows, 1, (number, -1))
         mixed, gate = of_heads.tensor_split((heads.channels,), dim=-1)
         beta, decay = torch.unflatten(betas, 1, (number, -1)).tensor_split(2, dim=-1)
         num_seen = heads.channels * (heads.width - 1)
-        seen, matrices = states.pool[:, place].tensor_split((num_seen,), dim=-1)
+        seen, matrices = states.pool[:, pool_index].tensor_split((num_seen,), dim=-1)
         seen = torch.unflatten(seen, -1, (heads.channels, -1))
         mixed = convolve(mixed, layer.convolution, seen, states)
         query, key, value = mixed.tensor_split((depth, 2 * depth), dim=-1)
@@ -167,5 +167,5 @@ class Transformer:
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
-    """Normalize heads to length 1."""
+    """Normalize each head's vector to length 1."""
     return heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

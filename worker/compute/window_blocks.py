@@ -1,10 +1,10 @@
-"""The blocks of layers with a window, which have a pool of their own.
+"""Maps cache blocks to blocks of the window pool, which stores the KV of sliding-window layers.
 
-Layers that see every position keep a token's KV for as long as the sequence lives, those with a
-window only until no later token sees it.  So their pool has far fewer blocks: each block of the
-cache that a window still reaches has a copy there.  The engine decides when
-(`worker.engine.windows`).  This is only bookkeeping, changed by the engine's thread alone; threads
-that copy KV look up the blocks of their sequence.
+Layers that see every position need a token's KV until the sequence ends; sliding-window layers need
+it only until no later token attends to it.  So the window pool has far fewer blocks.  A cache block
+that is still within a window has a counterpart there, its "window block", which the engine
+allocates and frees (`worker.engine.windows`).  This is only bookkeeping, and only the engine's
+thread changes it; transfer threads look up the blocks of their sequence.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 
-# The window block of a block that no window reaches.
+# In a table of window blocks: the cache block has no window block.
 NONE: Final = -1
 
 
 class WindowBlocks:
-    """Numbers 0 to `num_blocks` - 1 of the window pool, by block of the cache.
+    """Allocates window blocks 0 to `num_blocks` - 1 to cache blocks.
 
-    With `num_blocks` 0 each block of the cache always has one.
+    If `num_blocks` is 0, each cache block always has the window block of the same number.
     """
 
     def __init__(self, num_cache_blocks: int, block_size: int, num_blocks: int = 0) -> None:
@@ -40,27 +40,27 @@ class WindowBlocks:
         return len(self._free)
 
     def __contains__(self, block: int) -> bool:
-        """Return whether the block has a window block."""
+        """Return whether the cache block has a window block."""
         return bool(self._window_blocks[block] != NONE)
 
     def take(self, block: int) -> None:
-        """Give a block a window block; IndexError if none is free."""
+        """Allocate a window block to a cache block; IndexError if none is free."""
         assert block not in self, f"block {block} has a window block"
         self._window_blocks[block] = self._free.pop()
 
     def forget(self, block: int) -> None:
-        """Free the window block of a block."""
+        """Free the window block of a cache block."""
         assert block in self, f"block {block} has no window block"
         self._free.append(int(self._window_blocks[block]))
         self._window_blocks[block] = NONE
 
     def table(self, block_table: Sequence[int]) -> list[int]:
-        """Return the window blocks of a sequence's blocks, or `NONE`."""
+        """Return the window block, or `NONE`, of each block of a sequence."""
         found: list[int] = self._window_blocks[np.asarray(block_table, np.intp)].tolist()
         return found
 
     def of_step(self, slots: Int32, block_tables: Int32) -> tuple[Int32, Int32]:
-        """Return the slots and block tables of a step in the window pool."""
+        """Convert a step's KV slots and block tables to those of the window pool."""
         blocks, offsets = np.divmod(slots, self._block_size)
         return self._window_blocks[blocks] * self._block_size + offsets, self._window_blocks[
             block_tables

@@ -1,4 +1,4 @@
-"""Builds the flat arrays of one engine step."""
+"""Builds the input arrays of one engine step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.executor.batch import Batch, BatchType, Int32, Sampling, Scoring
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """The next `num_tokens` tokens of a sequence in one step, and drafts after its last."""
+    """The next `num_tokens` tokens of a sequence to compute in one step, then its `drafts`."""
 
     sequence: Sequence
     num_tokens: int
@@ -24,9 +24,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
-    """Concatenate the chunks of one step; chunks that complete their sequence are sampled.
+    """Concatenate the chunks of one step into a batch.
 
-    A chunk with D drafts has D + 1 sampled rows: its last token's and each draft's.
+    A chunk that reaches the end of its sequence is sampled: one row for its last token and one row
+    for each of its drafts.
     """
     counts = np.array([chunk.num_tokens + len(chunk.drafts) for chunk in chunks], np.int32)
     starts = np.array([chunk.sequence.num_computed_tokens for chunk in chunks], np.int32)
@@ -56,7 +57,7 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
 
 def _block_tables(chunks: Many[Chunk]) -> Int32:
     tables = [chunk.sequence.block_table for chunk in chunks]
-    # Padding bytes is three times as fast as copying rows into an array.
+    # Padding the rows as bytes is three times as fast as copying them into an array.
     row_bytes = 4 * max(map(len, tables))
     rows = [table.tobytes().ljust(row_bytes, b"\0") for table in tables]
     return np.frombuffer(bytearray().join(rows), np.int32).reshape(len(tables), -1)
@@ -95,7 +96,7 @@ def _scorings(chunks: Many[Chunk], query_starts: Int32) -> tuple[Int32, tuple[Sc
 
 
 def _samplings(chunks: Many[Chunk], ends: list[int]) -> tuple[list[int], list[Sampling]]:
-    """Return the sampled rows and their settings; `ends` is the row after each chunk's last."""
+    """Return the rows to sample and their settings; `ends[i]` is the row after chunk i's last."""
     rows: list[int] = []
     samplings: list[Sampling] = []
     for chunk, end in zip(chunks, ends, strict=True):

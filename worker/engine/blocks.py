@@ -1,14 +1,15 @@
-"""The block pool: reference counts and the prefix cache of KV blocks.  Pure bookkeeping.
+"""The block pool: reference counts and the prefix cache of KV blocks.  It never touches the KV.
 
-Every block is free, used (sequences refer to it), or cached (none does, but the prefix cache can
-find it; the least recently used is evicted first).
+Every block is free, used (referenced by sequences), or cached (unreferenced, but in the prefix
+cache).  The least recently used cached block is evicted first.
 
 The prefix cache is a trie in one dict: (serial number of the parent, tokens of the block) maps to
-the block.  Serial numbers are never reused, and tokens are compared, so no hash collision can lead
-to the KV of other tokens.  Routers learn the cached prefixes by their hashes of `wire.prefix`.
+the block.  Serial numbers are never reused, and the tokens themselves are compared, so a hash
+collision cannot return the KV of other tokens.  Routers identify prefixes by hash (`wire.prefix`).
 
-A cached block may lack KV of layers with a window (`worker.engine.windows`) or a state at its end
-(`worker.engine.states`).  A chain is shared only up to a block where nothing needed is missing.
+A cached block may lack its KV in sliding-window layers (`worker.engine.windows`) or the recurrent
+state at its end (`worker.engine.states`).  A chain of blocks is shared only as far as it has all
+that the next token needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from worker.engine.windows import Windows
 
 
 class Prefix(NamedTuple):
-    """A known chain of full blocks: its node in the trie and its hash (`wire.prefix`)."""
+    """A chain of full blocks: the serial number of its trie node, and its hash (`wire.prefix`)."""
 
     serial: int
     hash: int
@@ -35,12 +36,12 @@ class Prefix(NamedTuple):
 
 ROOT: Final = Prefix(0, 0)
 
-# A key of the trie: the serial number of the parent, and the tokens of the block.
-Place = tuple[int, bytes]
+# A key of the trie: the serial number of the parent and the tokens of the block.
+TrieKey = tuple[int, bytes]
 
 
 class Node(NamedTuple):
-    """A block in the trie; layers with a window lack KV of its first `num_lacking` tokens."""
+    """A block in the trie; its first `num_lacking` tokens have no KV in sliding-window layers."""
 
     block: int
     prefix: Prefix
@@ -48,9 +49,9 @@ class Node(NamedTuple):
 
 
 class Journal:
-    """Prefix hashes stored or evicted since the last `read`, except those that were both.
+    """Prefix hashes that were stored or evicted since the last `read`; opposite changes cancel out.
 
-    Bounded by the number of blocks.  The engine's thread writes, any thread reads.
+    Its size is bounded by the number of blocks.  Only the engine's thread writes; any thread reads.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class Journal:
             return _drain(self._stored), _drain(self._evicted)
 
     def restart(self, hashes: Iterable[int]) -> None:
-        """Report these hashes as stored, to a reader that knows nothing."""
+        """Report these hashes as newly stored, for a reader that has no earlier reports."""
         with self._lock:
             self._stored = dict.fromkeys(hashes)
             self._evicted = {}
@@ -91,7 +92,7 @@ def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
 
 
 class BlockPool:
-    """The blocks of one worker; `windows` and `states` are None if no layer has them."""
+    """The KV blocks of one worker; `windows` and `states` are None if the model needs none."""
 
     def __init__(
         self,
@@ -109,16 +110,16 @@ class BlockPool:
         self.enable_prefix_cache = enable_prefix_cache
         self.states, self.windows = states, windows
         self.journal = Journal()
-        self.num_used = 0  # blocks that sequences refer to; a shared one counts once
+        self.num_used = 0  # blocks referenced by sequences; a shared block counts once
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        # In the trie, but no sequence refers to them; the least recently used first.
+        # Blocks that are in the trie but unreferenced; the least recently used first.
         self._cached: dict[int, None] = {}
-        self._trie: dict[Place, Node] = {}
-        self._keys: dict[int, Place] = {}  # by block
-        # How many nodes have a prefix hash: two, if it was recomputed after an eviction of its
-        # parent.  The hash counts as evicted when both are.
-        self._holders = Counter[int]()
+        self._trie: dict[TrieKey, Node] = {}
+        self._keys: dict[int, TrieKey] = {}  # by block
+        # How many trie nodes have each hash.  A block that is recomputed after its parent was
+        # evicted gets a second node; the hash is reported as evicted when no node is left.
+        self._num_nodes = Counter[int]()
         self._serials = count(1)
 
     @property
@@ -136,39 +137,39 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Return whether a sequence of so many tokens fits the empty pool."""
+        """Return whether a sequence of `num_tokens` tokens fits the empty pool."""
         return self.blocks_for(num_tokens) <= self.num_blocks
 
     def match_prefix(
         self, keys: Sequence[bytes], next_token: int | None = None
     ) -> tuple[list[int], Prefix]:
-        """Find the longest cached chain of these blocks that can be shared.
+        """Find the longest cached chain of blocks with these tokens that can be shared.
 
         Args:
-            next_token: The first token to compute, if KV between is received; None if it directly
-                follows the chain.
+            next_token: The position of the first token to compute, if the KV before it will be
+                received; None if that token directly follows the chain.
 
         Returns:
-            The blocks of the chain, to be passed to `allocate` at once, and its prefix.
+            The chain's blocks, which the next call of `allocate` must share, and its prefix.
         """
         blocks: list[int] = []
-        shared, prefix, here = 0, ROOT, ROOT
-        whole_from = 0  # layers with a window have all tokens of the chain from here on
+        num_shared, prefix, current = 0, ROOT, ROOT
+        whole_from = 0  # sliding-window layers have the KV of all tokens from this position on
         if self.enable_prefix_cache:
             for end, key in enumerate(keys, start=1):
-                node = self._trie.get((here.serial, key))
+                node = self._trie.get((current.serial, key))
                 if node is None:
                     break
-                here = node.prefix
+                current = node.prefix
                 blocks.append(node.block)
                 if num_lacking := self._num_lacking(node.block, node.num_lacking):
                     whole_from = (end - 1) * self.block_size + num_lacking
                 if self._has_all(node, whole_from, end * self.block_size, next_token):
-                    shared, prefix = end, here
-        return blocks[:shared], prefix
+                    num_shared, prefix = end, current
+        return blocks[:num_shared], prefix
 
     def _has_all(self, node: Node, whole_from: int, end: int, next_token: int | None) -> bool:
-        """Return whether a chain of `end` tokens has all that `next_token` attends to."""
+        """Return whether a chain of `end` tokens has all KV and state that `next_token` needs."""
         next_token = end if next_token is None else next_token
         if self.states is not None and next_token == end and not self.states.is_kept(node.block):
             return False
@@ -176,13 +177,13 @@ class BlockPool:
         return whole_from <= first_seen
 
     def _num_lacking(self, block: int, num_lacking: int) -> int:
-        """Return how many first tokens of a block layers with a window lack."""
+        """Return how many of a block's first tokens have no KV in sliding-window layers."""
         if self.windows is None or self.windows.is_there(block):
             return num_lacking
         return self.block_size
 
     def can_allocate(self, num_blocks: int, prefix_blocks: Sequence[int] = ()) -> bool:
-        """Return whether `num_blocks` are available besides sharing `prefix_blocks`."""
+        """Return whether `num_blocks` fresh blocks are available while sharing `prefix_blocks`."""
         available = len(self._free) + len(self._cached)
         if available < num_blocks or not prefix_blocks:
             return available >= num_blocks
@@ -190,7 +191,7 @@ class BlockPool:
         return available - sum(block in cached for block in prefix_blocks) >= num_blocks
 
     def allocate(self, num_blocks: int, prefix_blocks: Sequence[int] = ()) -> list[int]:
-        """Return the shared `prefix_blocks` and `num_blocks` fresh ones, in this order."""
+        """Allocate `num_blocks` fresh blocks; return the shared `prefix_blocks`, then the fresh."""
         assert self.can_allocate(num_blocks, prefix_blocks)
         for block in prefix_blocks:
             self.num_used += self._refs[block] == 0
@@ -205,8 +206,10 @@ class BlockPool:
         return [*prefix_blocks, *fresh]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a chain, from its tail: so the tail, which cannot be
-        found without its head, is evicted first."""
+        """Drop one reference to each block of a chain.
+
+        It starts at the tail, so that the tail is evicted before the head that leads to it.
+        """
         for block in reversed(blocks):
             self._refs[block] -= 1
             assert self._refs[block] >= 0, f"block {block} was freed twice"
@@ -218,7 +221,7 @@ class BlockPool:
                     self._release(block)
 
     def leave(self, blocks: Iterable[int]) -> None:
-        """Record that the window of a sequence no longer reaches these blocks."""
+        """Record that these blocks are no longer in a sequence's sliding window."""
         if self.windows is not None:
             for block in blocks:
                 self.windows.leave(block, is_known=block in self._keys)
@@ -234,14 +237,14 @@ class BlockPool:
     ) -> Prefix:
         """Add a full, computed block to the prefix cache after `parent`; return its prefix.
 
-        If another block has the same place, it stays there unless this one lacks less KV or it
-        alone has a state at its end.
+        If the cache already has a block for this prefix, the new block replaces it only if it has
+        more window KV or a state that the cached block lacks, and is worse in neither.
         """
         if not self.enable_prefix_cache:
             self._drop_state(block)
             return ROOT
-        place = (parent.serial, key)
-        known = self._trie.get(place)
+        trie_key = (parent.serial, key)
+        known = self._trie.get(trie_key)
         if known is not None:
             prefix = known.prefix
             had_state = self.states is not None and self.states.is_kept(known.block)
@@ -250,24 +253,24 @@ class BlockPool:
             if lacks > lacked or has_state < had_state or (lacked, had_state) == (lacks, has_state):
                 self._drop_state(block)
             else:
-                self._hide(known.block)
-                self._show(place, Node(block, prefix, num_lacking), has_state)
+                self._remove(known.block)
+                self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
             return prefix
         prefix = Prefix(next(self._serials), xxh3_64_intdigest(key, parent.hash))
-        self._show(place, Node(block, prefix, num_lacking), has_state)
-        self._holders[prefix.hash] += 1
-        if self._holders[prefix.hash] == 1:
+        self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
+        self._num_nodes[prefix.hash] += 1
+        if self._num_nodes[prefix.hash] == 1:
             self.journal.store(prefix.hash)
         return prefix
 
-    def _show(self, place: Place, node: Node, has_state: bool) -> None:
-        self._trie[place] = node
-        self._keys[node.block] = place
+    def _insert(self, trie_key: TrieKey, node: Node, has_state: bool) -> None:
+        self._trie[trie_key] = node
+        self._keys[node.block] = trie_key
         if self.states is not None and has_state:
             self.states.keep(node.block)
 
-    def _hide(self, block: int) -> None:
-        """Remove a block from the trie; another takes its place."""
+    def _remove(self, block: int) -> None:
+        """Remove a block from the trie because another block replaces it."""
         del self._keys[block]
         self._drop(block)
         if block in self._cached:
@@ -279,7 +282,7 @@ class BlockPool:
         self._free.append(block)
 
     def _drop(self, block: int) -> None:
-        """Drop the state and window KV of a block that the cache has lost."""
+        """Drop the state and window KV of a block that is no longer in the prefix cache."""
         self._drop_state(block)
         if self.windows is not None:
             self.windows.drop(block)
@@ -296,14 +299,14 @@ class BlockPool:
         block = next(iter(self._cached))
         del self._cached[block]
         prefix = self._trie.pop(self._keys.pop(block)).prefix
-        self._holders[prefix.hash] -= 1
-        if not self._holders[prefix.hash]:
-            del self._holders[prefix.hash]
+        self._num_nodes[prefix.hash] -= 1
+        if not self._num_nodes[prefix.hash]:
+            del self._num_nodes[prefix.hash]
             self.journal.evict(prefix.hash)
         self._release(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert free + used + cached == total, and that `tables` explain every reference."""
+        """Assert free + used + cached == total, and that `tables` account for every reference."""
         free, used, cached, total = self.num_free, self.num_used, self.num_cached, self.num_blocks
         assert free + used + cached == total, (
             f"{free} free + {used} used + {cached} cached != {total}"
@@ -320,9 +323,9 @@ class BlockPool:
             self.states.check()
 
     def audit(self) -> None:
-        """Assert what `check` takes for granted; slow, for tests."""
-        places = [*self._free, *self._cached]
-        assert len(set(places)) == len(places), "a block is in two places"
-        assert set(places) == {it for it in range(self.num_blocks) if not self.is_used(it)}
-        assert self._keys == {node.block: place for place, node in self._trie.items()}
+        """Assert the invariants that `check` relies on; slow, for tests."""
+        blocks = [*self._free, *self._cached]
+        assert len(set(blocks)) == len(blocks), "a block is in two places"
+        assert set(blocks) == {it for it in range(self.num_blocks) if not self.is_used(it)}
+        assert self._keys == {node.block: trie_key for trie_key, node in self._trie.items()}
         assert self._cached.keys() <= self._keys.keys() and self._keys.keys().isdisjoint(self._free)

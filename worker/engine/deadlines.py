@@ -1,4 +1,4 @@
-"""Sequences by deadline; the caller passes the time."""
+"""Finds sequences past their deadline; the caller passes the current time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Final
 
 from worker.engine.sequence import Sequence
 
-# Stale entries are removed when the heap is longer than twice the live sequences and this.
+# The heap is rebuilt when it has this many entries more than twice the number of live sequences.
 _SLACK: Final = 64
 
 
 class Deadlines:
-    """A heap of deadlines; entries of sequences that have ended are dropped lazily."""
+    """A heap of deadlines; the entries of ended sequences are removed lazily."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
@@ -22,13 +22,13 @@ class Deadlines:
         return len(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Watch a sequence, if it has a deadline."""
+        """Track a sequence, if it has a deadline."""
         if sequence.deadline_s is not None:
             self._sequences[sequence.request_id] = sequence
             heappush(self._heap, (sequence.deadline_s, sequence.request_id))
 
     def remove(self, sequence: Sequence) -> None:
-        """Stop watching; a sequence that is not watched is ignored."""
+        """Stop tracking a sequence; ignore one that is not tracked."""
         if self._sequences.pop(sequence.request_id, None) is None:
             return
         if len(self._heap) > 2 * len(self._sequences) + _SLACK:
@@ -37,7 +37,7 @@ class Deadlines:
 
     @property
     def next_s(self) -> float | None:
-        """The earliest deadline; None if there is none."""
+        """The earliest deadline, or None if no sequence has one."""
         while self._heap and not self._is_current(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None

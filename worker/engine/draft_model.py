@@ -1,12 +1,13 @@
-"""A draft model: any executor, with its own paged KV cache.
+"""Drafts for speculative decoding from a draft model: any executor, with its own paged KV cache.
 
-Each sequence has a shadow with the same tokens and other blocks.  A round computes the new tokens,
-then draws one draft after another for all sequences.  A shadow samples with the keys, penalties and
-structure of its sequence: where the models agree, they draw the same token.
+Each sequence has a shadow: a sequence with the same tokens, but with blocks of the draft model's
+cache.  One call of `draft` computes the new tokens, then samples one draft after another for all
+sequences.  A shadow samples with the seed, penalties and structure of its sequence, so where the
+two models agree, they sample the same token.
 
-A round has at most as many batches as drafts, none over `max_ubatch_tokens`; a long prompt is read
-over many rounds.  A sequence gets no drafts until its shadow has caught up, while blocks are
-lacking, or after the draft model has failed on it.
+One call computes at most one batch per draft, of up to `max_ubatch_tokens`, so a long prompt is
+prefilled over several calls.  A sequence gets no drafts until its shadow has caught up, while the
+cache has too few free blocks, or after the draft model has failed on it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = structlog.get_logger("worker")
 
 
 class ModelDrafter:
-    """Drafts `num_drafts` tokens with an executor; a `worker.engine.speculation.Drafter`."""
+    """Drafts up to `num_drafts` tokens; implements `worker.engine.speculation.Drafter`."""
 
     def __init__(
         self,
@@ -55,16 +56,16 @@ class ModelDrafter:
                 continue
             limit = min(limit, self.num_drafts, self._max_model_len - sequence.num_tokens)
             shadow = self._follow(sequence)
-            if limit > 0 and self._make_room(shadow, limit):
+            if limit > 0 and self._allocate_for_drafts(shadow, limit):
                 drafting.append((shadow, limit))
-        # The fewest tokens first; a long prompt gets the rest of the batch.
+        # Shadows with the fewest uncomputed tokens first; a long prompt gets the rest of the batch.
         drafting.sort(key=lambda it: it[0].num_uncomputed_tokens)
         while drafting:
             drawn = self._advance([shadow for shadow, _ in drafting])
             for shadow, token in drawn:
                 shadow.token_ids.append(token.token_id)
                 shadow.drafts += (token.token_id,)
-            # A shadow without a draft after the first batch has not caught up.
+            # A shadow that has no draft after the first batch has not caught up yet.
             drafting = [it for it in drafting if 0 < len(it[0].drafts) < it[1]]
         shadows = [self._shadows.get(sequence.request_id) for sequence in sequences]
         return [[] if shadow is None else list(shadow.drafts) for shadow in shadows]
@@ -92,7 +93,7 @@ class ModelDrafter:
             shadow.give_back(self.pool)
 
     def _follow(self, sequence: Sequence) -> Sequence:
-        """Return the sequence's shadow, brought up to its tokens."""
+        """Return the sequence's shadow, updated to the sequence's tokens."""
         shadow = self._shadows.get(sequence.request_id)
         if shadow is None:
             shadow = self._shadows[sequence.request_id] = _shadow_of(sequence)
@@ -105,12 +106,12 @@ class ModelDrafter:
             shadow.structured.rewind(known)
         shadow.token_ids[known:] = sequence.token_ids[known:]
         shadow.drafts = ()
-        # The last token is always computed: the draft after it is drawn from its logits.
+        # The last token is always computed, because the first draft is sampled from its logits.
         known = min(known, sequence.num_tokens - 1)
         shadow.num_computed_tokens = min(shadow.num_computed_tokens, known)
         return shadow
 
-    def _make_room(self, shadow: Sequence, num_drafts: int) -> bool:
+    def _allocate_for_drafts(self, shadow: Sequence, num_drafts: int) -> bool:
         num_tokens = shadow.num_tokens + num_drafts - 1  # the last draft needs no KV
         num_blocks = self.pool.blocks_for(num_tokens) - len(shadow.block_table)
         if num_blocks > 0:
@@ -120,9 +121,9 @@ class ModelDrafter:
         return True
 
     def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:
-        """Compute one batch; return the next token of each shadow that is then complete.
+        """Compute one batch; return each shadow that is then fully computed, with its next token.
 
-        If one shadow fails, no token is drawn.
+        If one shadow fails, no token is sampled.
         """
         budget, chunks = self._max_ubatch_tokens, list[Chunk]()
         for shadow in shadows:
@@ -144,7 +145,7 @@ class ModelDrafter:
 
 
 def _shadow_of(sequence: Sequence) -> Sequence:
-    """Return a sequence that samples alike, with nothing computed."""
+    """Return a copy of a sequence that samples identically and has nothing computed."""
     options = msgspec.structs.replace(
         sequence.options,
         # Penalties and min_tokens count generated tokens.
@@ -159,7 +160,7 @@ def _shadow_of(sequence: Sequence) -> Sequence:
 
 
 def _num_common(left: Many[int], right: Many[int]) -> int:
-    """Return how many leading tokens the two share."""
+    """Return the length of the common prefix of two token lists."""
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return index

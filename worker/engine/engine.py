@@ -1,12 +1,12 @@
-"""The engine of one worker: `step` is draft, schedule, batch, forward, sample, commit.
+"""The engine of one worker: `step` drafts, schedules, runs the executor, samples and commits.
 
-All calls come from one thread (`worker.engine.thread`).  `add` takes a prompt to read here,
-`reserve` and `begin_decode` a prompt that another worker has read.  With an executor that is a
-`Drawer` the next step starts before the last one is committed (`worker.engine.in_flight`).
+All calls come from one thread (`worker.engine.thread`).  `add` queues a prompt to prefill here;
+`reserve` and `begin_decode` decode a prompt that another worker has prefilled.  If the executor is
+a `Drawer`, the next step starts before the last one is committed (`worker.engine.in_flight`).
 
-`SequenceFailed` of an executor, or a request that cannot be served, ends that sequence alone, with
-the output `Failed`.  Any other exception leaves `step`: the state of the device is unknown, so the
-process has to end.
+If the executor raises `SequenceFailed`, or a request cannot be served, only that sequence ends,
+with the output `Failed`.  `step` propagates any other exception: the state of the device is then
+unknown, so the process has to end.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from worker.executor.contract import (
     Structurer,
 )
 
-# How long an idle engine waits for a grammar before it looks for calls again.
+# How long an idle engine waits for a grammar before it checks for new calls again.
 _COMPILER_LOOK_S: Final = 0.002
 
 
 class Engine:
     """Owns the block pool and drives the executor.
 
-    `cache` is the executor's, to pack and unpack the blocks named in outputs.  If `announce` is
-    set, `step` calls it with `Started`, `Reserved` and `Failed` before it computes the batch, so
-    that transfers start early.
+    `cache` is the executor's KV cache, with which callers pack and unpack the blocks in outputs.
+    If `announce` is set, `step` calls it with outputs such as `Started`, `Reserved` and `Failed`
+    before it computes the batch, so that transfers start early.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Engine:
         """Allocate the KV cache; `settings` are those of `worker.engine.settings.EngineSettings`.
 
         Args:
-            num_states: Slots for states; None for what `MemoryRequirements` says.
-            num_window_blocks: Blocks of layers with a window; None likewise.
+            num_states: Slots for recurrent states; by default `MemoryRequirements.num_states`.
+            num_window_blocks: Blocks for sliding-window layers; None to compute the number.
 
         Raises:
-            TypeError: There is no such setting.
+            TypeError: A setting does not exist.
             ValueError: A setting is out of its range.
         """
         self.config = EngineSettings(**settings).within(executor.capabilities)
@@ -105,18 +105,18 @@ class Engine:
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
         self._outputs: list[Output] = []
-        self._compiling: list[Sequence] = []  # their grammars or masks are not ready
+        self._compiling: list[Sequence] = []  # sequences whose grammar or mask is not ready
         self._drawer: Drawer | None = None
-        # Drafts need known tokens, and a step overwrites the states before it.
+        # Drafting needs the last tokens on the host, and a step overwrites the earlier states.
         if isinstance(executor, Drawer) and not self.config.speculate and self.pool.states is None:
             self._drawer = executor
         self._flight: Flight | None = None
         self._is_stalled = False
 
-    # Requests of a role.  Results, refusals included, are outputs of `step`.
+    # Calls of the worker's role.  Their results, including rejections, are outputs of `step`.
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a prompt; ignore a known id."""
+        """Queue a prompt; ignore a request id that is already in use."""
         sequence.bind(self.info)
         self._accept(sequence, sequence.problem(self.info, self.pool))
 
@@ -128,19 +128,19 @@ class Engine:
         *,
         is_claimed: bool = False,
     ) -> None:
-        """Queue for blocks to unpack the KV of these tokens into."""
+        """Queue a reservation of blocks for the KV of these tokens, which `offered_by` sends."""
         sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
         sequence.is_claimed = is_claimed
         self._accept(sequence, sequence.problem(self.info, self.pool, 1))
 
     def claim(self, request_id: int) -> None:
-        """Mark a reservation as requested by a router; ignore an unknown id."""
+        """Record that a router has requested a reservation; ignore an unknown id."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
             self.scheduler.reserving.claim(sequence)
 
     def let_others_pass(self, request_id: int) -> None:
-        """Stop other reservations from waiting to share its prefix; ignore an unknown id."""
+        """Stop other reservations from waiting to share this one's KV; ignore an unknown id."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
             self.scheduler.reserving.let_others_pass(sequence)
@@ -153,13 +153,13 @@ class Engine:
         max_new_tokens: int | None = None,
         requested_s: float | None = None,
     ) -> None:
-        """Generate from a reservation whose KV is complete, and let others share its KV.
+        """Decode a reservation whose KV is complete, and let other sequences share its KV.
 
-        `token_ids` are the reserved tokens and at least one more, drawn after them.  The deadline
+        `token_ids` are the reserved tokens, followed by at least one sampled token.  The deadline
         counts from `requested_s` on the engine's clock, by default from now.
 
         Raises:
-            LocalProtocolError: The sequence is known, but is not a granted reservation.
+            LocalProtocolError: The sequence exists, but is not a reservation that has its blocks.
         """
         self._is_stalled = False
         sequence = self._sequences.get(request_id)
@@ -171,7 +171,7 @@ class Engine:
                 f"request {request_id} cannot begin to decode while {sequence.status}"
             )
         problem = sequence.resume(list(token_ids), options, max_new_tokens)
-        if problem := problem or sequence.problem(self.info, self.pool) or self._hold(sequence):
+        if problem := problem or sequence.problem(self.info, self.pool) or self._compile(sequence):
             self._finish(sequence)
             self._fail(request_id, *problem)
             return
@@ -181,7 +181,7 @@ class Engine:
         self.scheduler.run(sequence)
 
     def release(self, request_id: int) -> None:
-        """Free the blocks after a transfer, or as soon as the first token is drawn."""
+        """Free the blocks of a sequence whose KV was sent, but not before its first token."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is None:
             return
@@ -190,7 +190,7 @@ class Engine:
             self._finish(sequence)
 
     def halt(self, request_id: int) -> None:
-        """Stop computing a sequence, but keep its blocks for a socket until `cancel`."""
+        """Stop computing a sequence, but keep its blocks for a transfer until `cancel`."""
         self._is_stalled = False
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.status is Status.RUNNING:
@@ -198,17 +198,17 @@ class Engine:
             self.scheduler.hold(sequence)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a sequence in any state and free its blocks; ignore an unknown id."""
+        """End a sequence in any state and free its blocks; ignore an unknown id."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
-            # A sequence in transfer was counted as finished.
+            # A sequence whose KV is being sent was counted when it stopped.
             self.counters.cancelled += sequence.status is not Status.HANDING_OVER
             self._finish(sequence)
 
     # The step.
 
     def step(self) -> list[Output]:
-        """Compute one batch; return the outputs."""
+        """Plan one batch, compute it or start it on the device; return the outputs."""
         was_in_flight = self._flight is not None
         if was_in_flight and not self._can_plan_ahead():
             self.counters.forward_s += self._land()
@@ -234,7 +234,7 @@ class Engine:
         return self._take_outputs()
 
     def has_work(self) -> bool:
-        """Return whether `step` could do anything before another call."""
+        """Return whether `step` has anything to do before another method is called."""
         if self._outputs or self.scheduler.running or self._compiling or self._flight is not None:
             return True
         if not self._is_stalled and (self.scheduler.waiting or self.scheduler.reserving):
@@ -242,7 +242,7 @@ class Engine:
         return self.idle_s() == 0.0
 
     def idle_s(self) -> float | None:
-        """Return the seconds until the next deadline; None if there is none."""
+        """Return the number of seconds until the next deadline; None if there is no deadline."""
         next_s = self.scheduler.deadlines.next_s
         return None if next_s is None else max(0.0, next_s - self._clock())
 
@@ -258,16 +258,16 @@ class Engine:
             self.announce(self._take_outputs())
 
     def _compute(self, plan: Plan) -> float:
-        """Compute or start a plan; return the seconds spent in the executor."""
+        """Compute a plan or start it on the device; return the seconds spent in the executor."""
         chunks = plan.chunks
-        batch, drawer = self._lay_out(plan.kind, chunks)
+        batch, drawer = self._build_batch(plan.kind, chunks)
         executor_s = 0.0
-        if drawer is None and self._flight is not None:  # the host needs the last tokens to draw
+        if drawer is None and self._flight is not None:  # the host needs the last tokens
             executor_s = self._land()
             chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
             if not chunks:
                 return executor_s
-            batch, _ = self._lay_out(plan.kind, chunks)
+            batch, _ = self._build_batch(plan.kind, chunks)
         start_s = self._clock()
         outcome = compute(self._executor, batch, drawer)
         executor_s += self._clock() - start_s
@@ -285,8 +285,8 @@ class Engine:
             self.swap.costs.observe_prefill(plan.num_prefill_tokens, executor_s)
         return executor_s
 
-    def _lay_out(self, kind: BatchType, chunks: list[Chunk]) -> tuple[Batch, Drawer | None]:
-        """Build the batch; return it with the drawer if the device can draw all its tokens."""
+    def _build_batch(self, kind: BatchType, chunks: list[Chunk]) -> tuple[Batch, Drawer | None]:
+        """Build the batch; also return the drawer if the device can sample all its tokens."""
         if self.pool.windows is not None:
             for chunk in chunks:
                 chunk.sequence.look_ahead(chunk.num_rows, self.pool)
@@ -294,7 +294,7 @@ class Engine:
         return batch, drawer if drawer is not None and drawer.can_draw(batch) else None
 
     def _land(self) -> float:
-        """Commit the step in flight, if any; return the seconds that the host waited."""
+        """Commit the step in flight, if any; return how many seconds the host waited for it."""
         if self._flight is None:
             return 0.0
         start_s = self._clock()
@@ -304,9 +304,9 @@ class Engine:
         return end_s - start_s
 
     def _can_plan_ahead(self) -> bool:
-        """Return whether to plan before the step in flight is read.
+        """Return whether the next step can be planned before the step in flight is committed.
 
-        Not if a deadline has passed or a sequence may be preempted: the plan would differ.
+        It cannot if a deadline has passed or a sequence may be preempted, for plans would differ.
         """
         return self.scheduler.has_block_for_each() and self.idle_s() != 0.0
 
@@ -324,14 +324,14 @@ class Engine:
                 self._compiling.append(sequence)
 
     def _give_up(self, chunks: list[Chunk], failure: SequenceFailed) -> None:
-        """End the failed sequence, and others whose structures failed in the same step.
+        """End the failed sequence, and sequences whose structures failed in the same step.
 
-        Nothing was committed: the next step computes the rest.
+        The step is rolled back; the next step computes the other sequences again.
         """
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             if sequence.status is not Status.RUNNING:
-                continue  # it ended in the step before
+                continue  # it ended in the previous step
             sequence.undo(self.pool)
             if index == failure.index:
                 self._fail(sequence.request_id, failure.code, failure.message)
@@ -341,12 +341,12 @@ class Engine:
                 self._end(sequence)
 
     def _look_at_grammars(self) -> None:
-        """Resume sequences whose grammar or mask is ready; end those whose grammar failed."""
+        """Resume sequences whose grammar or mask is ready; fail those whose grammar is invalid."""
         waiting, self._compiling = self._compiling, []
         for sequence in waiting:
             if sequence.status is Status.FINISHED or sequence.structured is None:
                 continue
-            # Only this call changes it, because threads end at any moment.
+            # Copied once a step, because another thread may complete the mask at any moment.
             sequence.is_ready = sequence.structured.is_ready
             if not sequence.is_ready:
                 self._compiling.append(sequence)
@@ -354,8 +354,8 @@ class Engine:
                 self._finish(sequence)
                 self._fail(sequence.request_id, ErrorCode.INVALID_REQUEST, problem)
 
-    def _hold(self, sequence: Sequence) -> Problem | None:
-        """Start to compile the sequence's structure, if any; return why that is impossible."""
+    def _compile(self, sequence: Sequence) -> Problem | None:
+        """Start to compile the sequence's structure, if any; return the problem if it fails."""
         structure = sequence.options.structure
         if structure is None:
             return None
@@ -394,7 +394,7 @@ class Engine:
             return
         if sequence.scores and not isinstance(self._executor, Scorer):
             problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
-        problem = problem or self._hold(sequence)
+        problem = problem or self._compile(sequence)
         if problem is not None:
             self._fail(sequence.request_id, *problem)
             return
@@ -406,7 +406,7 @@ class Engine:
         self.counters.failed += 1
         self._outputs.append(Failed(request_id, code, message))
 
-    # Figures.
+    # Statistics.
 
     @property
     def request_ids(self) -> Set[int]:
@@ -414,7 +414,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """The number of sequences with blocks: running, reserved, or in transfer."""
+        """The number of sequences with blocks: running, reserved, or being sent."""
         return len(self._sequences) - self.num_waiting
 
     @property
@@ -432,11 +432,11 @@ class Engine:
         return Stats.of(self.scheduler, self.counters)
 
     def load(self) -> Load:
-        """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
+        """Return the load for a heartbeat, with the prefix changes since the last; thread-safe."""
         return load_of(self.pool, self.counters)
 
     def check(self) -> None:
-        """Assert that every block is accounted for.  Valid between steps."""
+        """Assert that every block is accounted for; call it only between steps."""
         sequences = self._sequences.values()
         self.pool.check(sequence.block_table for sequence in sequences)
         if self.pool.windows is not None:

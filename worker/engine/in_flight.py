@@ -1,8 +1,8 @@
 """A step in flight: the device computes it while the host commits the previous step.
 
 The host plans and starts step n + 1 as if each sequence of step n continued, then reads the tokens
-of n.  If a sequence turns out to have ended, its token of n + 1 is dropped.  Its blocks may be
-reused at once, because the device runs steps and copies in the order of their start.
+of step n.  If a sequence turns out to have ended, its token of step n + 1 is discarded.  Its blocks
+may be reused at once, because the device runs steps and copies in the order of their start.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from worker.executor.contract import Drawn, SampledToken
 
 
 class Flight:
-    """A step whose tokens are not read yet; its sequences are advanced as if it had ended.
+    """A step whose tokens are not read yet; its sequences are advanced as if it were complete.
 
-    Until `land`, -1 - r at the end of a sequence stands for the token of row r.
+    Until `land`, a sequence ends in the placeholder -1 - r for the token sampled in row r.
     """
 
     def __init__(self, chunks: Many[Chunk], samplings: Many[Sampling], drawn: Drawn) -> None:
@@ -30,13 +30,13 @@ class Flight:
             sequence.num_computed_tokens += chunk.num_tokens
             if row is not None:
                 sequence.token_ids.append(~row)
-                # Nothing follows a token that is known to be the last.
+                # At the length limit no further step is needed.
                 sequence.is_ready = len(sequence.token_ids) < sequence.max_len
 
     def land(self) -> tuple[list[Chunk], list[SampledToken]]:
-        """Wait for the step and rewind its sequences; return chunks and tokens to commit.
+        """Wait for the step, undo the advance of its sequences; return chunks and tokens to commit.
 
-        Sequences that have ended since are left out.
+        Sequences that have ended in the meantime are left out.
         """
         drawn = self._drawn.tokens()
         chunks: list[Chunk] = []

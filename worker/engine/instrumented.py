@@ -1,4 +1,4 @@
-"""Status, metrics and a warmup around any executor; `Direct` drives one by hand (seed 003)."""
+"""Adds status, metrics and a warmup to any executor; `Direct` runs one without an engine."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from worker.executor.contract import (
 
 log = structlog.get_logger("worker")
 
-# Percentiles are of so many latest steps: enough for a p95, quickly sorted.
+# Percentiles cover this many of the latest steps: enough for a p95, and quick to sort.
 WINDOW: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of one kind of step; the percentiles are of the latest `WINDOW`."""
+    """How long steps of one kind take; the percentiles cover the latest `WINDOW` steps."""
 
     num_steps: int
     mean_s: float
@@ -54,13 +54,13 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Totals since the executor was made.
+    """Totals since the executor was created.
 
     Attributes:
-        prefill: Steps that read prompts, with or without generation.
-        decode: Steps that only generate.
-        tokens_per_second: Sampled tokens over the time of all steps.
-        mean_batch_sequences: Sequences of a step.
+        prefill: Steps that prefill prompts, whether or not they also decode.
+        decode: Steps that only decode.
+        tokens_per_second: Sampled tokens divided by the total duration of all steps.
+        mean_batch_sequences: The mean number of sequences in a step.
     """
 
     prefill: Latency
@@ -74,7 +74,7 @@ class Metrics:
 
 
 class Stopwatch:
-    """Times of one kind of step; one thread writes, any thread reads."""
+    """Durations of steps of one kind; one thread writes, any thread reads."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -97,14 +97,14 @@ class State(StrEnum):
 
     INITIALIZING = "initializing"  # until `allocate`
     READY = "ready"
-    BUSY = "busy"  # a step is under way
+    BUSY = "busy"  # a step is running
     ERROR = "error"  # a step raised; the process is expected to end
     SHUTDOWN = "shutdown"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes of the weights, of the KV cache, and of this process at its peak."""
+    """The size of the weights and of the KV cache, and the peak memory of this process."""
 
     parameter_bytes: int
     kv_cache_bytes: int
@@ -113,9 +113,9 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """A snapshot of an executor; `last_step_s` is when its last step ended, None before any.
+    """A snapshot of an executor; `last_step_s` is the time when its last step ended, if any.
 
-    Weights and KV cache are divided among `num_shards` x `num_stages` processes.
+    The weights and KV cache are divided among `num_shards` x `num_stages` processes.
     """
 
     state: State
@@ -129,8 +129,8 @@ class ExecutorStatus:
 class MeasuredExecutor:
     """Wraps an executor to count and time its steps; implements `Executor` itself.
 
-    A step is `forward` and, if anything is sampled, the `sample` after it.  A step that fails with
-    `SequenceFailed` is logged and not counted.  Any thread may call `status` and `metrics`.
+    A step is a `forward` and, if the batch has rows to sample, the `sample` after it.  A step that
+    fails with `SequenceFailed` is logged but not counted.  Any thread may call `status`, `metrics`.
     """
 
     def __init__(self, executor: Executor, *, clock: Callable[[], float] = time.perf_counter):
@@ -141,7 +141,7 @@ class MeasuredExecutor:
         self._cache: KVCache | None = None
         self._state = State.INITIALIZING
         self._batch_sequences = 0
-        self._batch: Batch | None = None  # the last one that was begun
+        self._batch: Batch | None = None  # the last batch that was started
         self._started_s = 0.0
         self._last_step_s: float | None = None
         self._prefill, self._decode = Stopwatch(), Stopwatch()
@@ -160,25 +160,25 @@ class MeasuredExecutor:
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> KVCache:
-        room = {"num_states": num_states, "num_window_blocks": num_window_blocks}
-        given = {name: number for name, number in room.items() if number}
-        self._cache = self._executor.allocate(num_blocks, block_size, **given)
+        sizes = {"num_states": num_states, "num_window_blocks": num_window_blocks}
+        nonzero = {name: number for name, number in sizes.items() if number}
+        self._cache = self._executor.allocate(num_blocks, block_size, **nonzero)
         self._state = State.READY
         return self._cache
 
     def warmup(self) -> None:
-        """Read a prompt and generate a token, so that no request waits for compilation.
+        """Prefill a prompt and decode a token, so that no request waits for compilation.
 
-        A broken plug-in fails here.  The warmup writes to blocks, so it has to run before the first
-        sequence.  Its steps are not counted.
+        A broken plug-in fails here.  The warmup overwrites blocks, so it has to run before the
+        first sequence.  Its steps are not counted.
         """
         assert self._cache is not None, "allocate comes first"
-        room = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
+        capacity = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
         direct = Direct(self._executor, self._cache)
         num_tokens = self._executor.prepare() if isinstance(self._executor, Preparer) else 2
-        # With a temperature: drawing a token needs more to be compiled than taking the likeliest.
-        sequence = direct.prefill([0] * min(num_tokens, room), Options(temperature=1.0))
-        if room > num_tokens:
+        # With a temperature, because random sampling compiles more code than greedy sampling.
+        sequence = direct.prefill([0] * min(num_tokens, capacity), Options(temperature=1.0))
+        if capacity > num_tokens:
             direct.decode(sequence)
         direct.release_cache(sequence)
 
@@ -204,7 +204,7 @@ class MeasuredExecutor:
     def _sampled(
         self, batch: Batch, started_s: float, method: str, call: Callable[..., Any], *args: Any
     ) -> list[SampledToken]:
-        """Return the tokens that `call` draws, and count the step."""
+        """Return the tokens that `call` samples, and count the step."""
         tokens: list[SampledToken] = self._watched(method, batch, call, *args)
         self._finish(batch, started_s)
         if not self._is_bad_token_logged:
@@ -250,12 +250,12 @@ class MeasuredExecutor:
         )
 
     def _watched(self, method: str, batch: Batch, call: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the executor, and note in `status` how it failed if it did."""
+        """Call a method of the executor; if it raises, update `status` and raise again."""
         try:
             return call(*args)
         except SequenceFailed as failure:  # only that sequence is affected
             self._state, self._batch_sequences = State.READY, 0
-            if failure.code is ErrorCode.MODEL_FAILED:  # else the request is to blame
+            if failure.code is ErrorCode.MODEL_FAILED:  # otherwise the request is at fault
                 fault = type(failure.__cause__ or failure).__name__
                 self._faults.add({"fault": fault}, exc_info=failure)
             raise
@@ -266,7 +266,7 @@ class MeasuredExecutor:
             raise
 
     def _finish(self, batch: Batch, started_s: float) -> None:
-        # A step started behind another one has computed only since that one ended.
+        # A step that was started during another one has computed only since that one ended.
         started_s = max(started_s, self._last_step_s or started_s)
         self._last_step_s = self._clock()
         stopwatch = self._decode if batch.kind is BatchType.DECODE else self._prefill
@@ -282,9 +282,9 @@ class _MeasuredDrawn(NamedTuple):
 
 
 class Direct:
-    """Reads prompts and generates, one step a call: for the warmup, a console, and tests.
+    """Prefills and decodes without an engine, one step per call, for the warmup and for tests.
 
-    `cache` is what `allocate` returned.  No engine may use it at the same time.
+    `cache` is the result of the executor's `allocate`; no engine may use it at the same time.
     """
 
     def __init__(self, executor: Executor, cache: KVCache) -> None:
@@ -298,14 +298,14 @@ class Direct:
         )
 
     def prefill(self, token_ids: Many[int], options: Options | None = None) -> Sequence:
-        """Read a prompt; return its sequence, with the first token appended."""
+        """Prefill a prompt; return its sequence, with the first token appended."""
         (sequence,) = self.batch_prefill([token_ids], options)
         return sequence
 
     def batch_prefill(
         self, prompts: Many[Many[int]], options: Options | None = None
     ) -> list[Sequence]:
-        """Read several prompts in one step.
+        """Prefill several prompts in one step.
 
         Raises:
             ValueError: There are not enough blocks.
@@ -315,16 +315,16 @@ class Direct:
         return sequences
 
     def decode(self, sequence: Sequence) -> SampledToken:
-        """Draw, append and return the next token of a sequence."""
+        """Decode, append and return the next token of a sequence."""
         (token,) = self.batch_decode([sequence])
         return token
 
     def batch_decode(self, sequences: Many[Sequence]) -> list[SampledToken]:
-        """Generate one token of each sequence in one step; see `batch_prefill`."""
+        """Decode one token of each sequence in one step; raises as `batch_prefill` does."""
         return self._step(BatchType.DECODE, sequences)
 
     def release_cache(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence, which has then ended."""
+        """End a sequence and free its blocks."""
         sequence.give_back(self._pool)
         if self._pool.states is not None:
             self._pool.states.prepare((), 0)
@@ -364,7 +364,7 @@ def measured(executor: Executor) -> MeasuredExecutor:
 
 
 def _percentile(ordered: list[float], percent: int) -> float:
-    """Return the least value that `percent` of them do not exceed, 0 if there are none."""
+    """Return the nearest-rank percentile of ascending values; 0 for an empty list."""
     return ordered[-(-len(ordered) * percent // 100) - 1] if ordered else 0.0
 
 

@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first blocks are allocated; the first `cached_tokens` tokens have their KV already."""
+    """A sequence got its first blocks; the KV of its first `cached_tokens` tokens was cached."""
 
     request_id: int
     block_table: tuple[int, ...]
@@ -24,16 +24,16 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """KV of the first `num_tokens` tokens exists, cached ones included."""
+    """The KV of a sequence's first `num_tokens` tokens exists, cached tokens included."""
 
     request_id: int
     num_tokens: int
 
 
-class Token(msgspec.Struct, frozen=True, gc=False):  # the cheapest type: a step makes hundreds
-    """A sampled token; `index` counts from 0 the tokens sampled on this worker.
+class Token(msgspec.Struct, frozen=True, gc=False):  # a step makes hundreds
+    """A sampled token; `index` is its position among the tokens sampled on this worker.
 
-    With `finish_reason` "stop" it is an EOS or stop token and not part of the text; with "length"
+    If `finish_reason` is "stop", it is an EOS or stop token and not part of the text; if "length",
     it is the last token of the text.  The first token carries the requested `prompt_logprobs`,
     packed as in `wire.logprobs`.
     """
@@ -48,7 +48,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):  # the cheapest type: a step
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Blocks are allocated for all tokens; the first `cached_tokens` have their KV already."""
+    """A reservation got its blocks; the KV of its first `cached_tokens` tokens was cached."""
 
     request_id: int
     block_table: tuple[int, ...]
@@ -57,7 +57,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Displaced:
-    """A reservation must end, unless a router claims it first: a claimed one needs its blocks."""
+    """An unclaimed reservation must end, because a claimed one needs its blocks."""
 
     request_id: int
 
@@ -71,7 +71,7 @@ class Failed:
     message: str
 
     def for_peers(self) -> WireError:
-        """Return the error for the network, without a model's message, which may quote prompts."""
+        """Return the error to send to peers, without a model's message, which may quote prompts."""
         message = self.message
         if self.code is ErrorCode.MODEL_FAILED:
             message = "the model failed on this request; the worker's log has why"

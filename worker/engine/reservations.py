@@ -1,13 +1,13 @@
 """Reservations: sequences whose KV another worker computes.  They wait for blocks, then for KV.
 
-They get blocks in order of arrival, except that a sequence whose prefix is arriving from the same
-peer (n choices of one prompt) waits until it can share those blocks.
+Blocks are allocated in order of arrival, except that a sequence whose prefix is arriving from the
+same peer (n choices of one prompt) waits until it can share those blocks.
 
-A reservation is claimed when a router has requested it.  Until then the KV may be anything a peer
-chose to send: it is not shared, claimed reservations get blocks first, and unclaimed ones may hold
-only a part of the pool, by peer and in total (SPEC 6.2).  One that exceeds its peer's part is
-admitted, but displaced when a claimed sequence waits.  After the first displacement, none that
-exceeds a part is admitted before it is claimed.
+A reservation is claimed once a router has requested it.  Until then its KV may be anything that a
+peer chose to send: it is not shared, claimed reservations get blocks first, and unclaimed ones are
+limited to a part of the pool, per peer and in total (SPEC 6.2).  A reservation that exceeds its
+peer's limit is admitted, but displaced when a claimed sequence waits for blocks.  After the first
+displacement, reservations that exceed a limit wait until they are claimed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Final
 from worker.engine.blocks import BlockPool
 from worker.engine.sequence import Sequence
 
-# One peer may hold a quarter, all together half: two bad peers leave half to claimed transfers.
+# Unclaimed transfers of one peer may use 1 / PEER_PART of the total, those of all peers together
+# 1 / PART_OF_ALL, which leaves half of it to claimed transfers if peers misbehave.
 PEER_PART: Final = 4
 PART_OF_ALL: Final = 2
 
 
 class Reservations:
-    """The sequences that wait for blocks, in order, and those whose KV is arriving."""
+    """The reservations that wait for blocks, in order, and those whose KV is arriving."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -41,15 +42,15 @@ class Reservations:
         self._waiting.append(sequence)
 
     def head(self) -> Sequence | None:
-        """Return the next sequence to get blocks, if any."""
-        claimed = (s for s in self._waiting if s.is_claimed and not self._is_on_its_way(s))
+        """Return the next reservation to allocate blocks for, or None."""
+        claimed = (s for s in self._waiting if s.is_claimed and not self._is_prefix_arriving(s))
         if (sequence := next(claimed, None)) is not None:
             return sequence
         unclaimed = (s for s in self._waiting if not s.is_claimed and self._may_hold(s))
-        return next((s for s in unclaimed if not self._is_on_its_way(s)), None)
+        return next((s for s in unclaimed if not self._is_prefix_arriving(s)), None)
 
     def grant(self, sequence: Sequence) -> None:
-        """Record that the sequence got its blocks."""
+        """Record that blocks were allocated for a reservation."""
         self._waiting.remove(sequence)
         self._arriving[sequence.request_id] = sequence
         if not sequence.is_claimed:
@@ -57,27 +58,27 @@ class Reservations:
             self.unclaimed.hold(sequence.request_id, sequence.offered_by, amount)
 
     def claim(self, sequence: Sequence) -> None:
-        """Record that a router has requested it."""
+        """Record that a router has requested a reservation."""
         sequence.is_claimed = True
         self.unclaimed.release(sequence.request_id)
 
     def displace(self) -> list[int]:
-        """Return, once, the requests that must end: a claimed sequence needs their blocks."""
+        """Return the ids of reservations that must end, as a claimed one needs their blocks."""
         displaced = self.unclaimed.displace()
         self._has_displaced = self._has_displaced or bool(displaced)
         return displaced
 
     def let_others_pass(self, sequence: Sequence) -> None:
-        """Stop others from waiting to share its KV, which is here but unclaimed."""
+        """Stop other reservations from waiting to share this one, whose KV is complete."""
         self._arriving.pop(sequence.request_id, None)
 
     def begin(self, sequence: Sequence) -> None:
-        """Let others share its KV, which is complete and claimed."""
+        """Put the complete KV of a claimed reservation into the prefix cache."""
         self.remove(sequence)
         sequence.register(self.pool)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended or started to generate."""
+        """Stop tracking a sequence that ended or begins to decode."""
         self.unclaimed.release(sequence.request_id)
         if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -87,19 +88,22 @@ class Reservations:
         return self.unclaimed.may_hold(sequence.offered_by, amount)
 
     def _amount(self, sequence: Sequence) -> int:
-        """Return the blocks it needs, shared ones included; or its part of window blocks or states
-        in blocks of the pool, if that is more."""
+        """Return how many blocks to reserve for a sequence, shared ones included.
+
+        If its share of the window blocks or of the state slots is larger, return that share,
+        converted to blocks.
+        """
         pool, num_tokens = self.pool, sequence.num_tokens
         num_blocks = amount = pool.blocks_for(num_tokens + 1)
         if (windows := pool.windows) is not None:
-            reached = num_blocks - windows.first_seen(num_tokens) // pool.block_size
-            amount = max(amount, -(-reached * pool.num_blocks // windows.blocks.num_blocks))
+            num_windowed = num_blocks - windows.first_seen(num_tokens) // pool.block_size
+            amount = max(amount, -(-num_windowed * pool.num_blocks // windows.blocks.num_blocks))
         if pool.states is not None:
             amount = max(amount, -(-2 * pool.num_blocks // pool.states.slots.num_slots))
         return amount
 
-    def _is_on_its_way(self, sequence: Sequence) -> bool:
-        """Return whether KV of a prefix of the sequence is arriving from the same peer."""
+    def _is_prefix_arriving(self, sequence: Sequence) -> bool:
+        """Return whether the KV of a prefix of the sequence is arriving from the same peer."""
         if not self.pool.enable_prefix_cache:
             return False
         return any(
@@ -109,11 +113,10 @@ class Reservations:
 
 
 class Unclaimed:
-    """The amounts that unclaimed transfers hold of a `total`: blocks here, bytes in
-    `worker.transfer`.
+    """Limits unclaimed transfers to parts of a `total`: blocks here, bytes in `worker.transfer`.
 
-    A peer that holds its part gets no more, and no peer does when all together hold theirs.  The
-    transfer that exceeds a part is still admitted, because it may be the only one.
+    A peer that has reached its limit gets no more, and no peer does once all peers together have
+    reached theirs.  The transfer that exceeds a limit is still admitted, as it may be the only one.
     """
 
     def __init__(self, total: int) -> None:
@@ -126,7 +129,7 @@ class Unclaimed:
         return self.held_by.total()
 
     def may_hold(self, peer: Hashable, amount: int = 0) -> bool:
-        """Return whether `peer` may hold one more transfer, of any size or of this amount."""
+        """Return whether one more transfer of `peer` is admitted; 0 stands for any amount."""
         is_over = PEER_PART * (self.held_by[peer] + amount) >= self._total
         return not is_over and PART_OF_ALL * (self.num_held + amount) < self._total
 
@@ -135,7 +138,7 @@ class Unclaimed:
         self.held_by[peer] += amount
 
     def release(self, request_id: int) -> None:
-        """Record that it was claimed or has ended; idempotent."""
+        """Record that a transfer was claimed or has ended; idempotent."""
         if (held := self._held.pop(request_id, None)) is not None:
             peer, amount = held
             self.held_by[peer] -= amount
@@ -143,7 +146,7 @@ class Unclaimed:
                 del self.held_by[peer]
 
     def displace(self) -> list[int]:
-        """Remove and return the youngest transfers of peers that exceed their part."""
+        """Remove and return the youngest transfers of each peer until it is within its limit."""
         displaced = []
         for request_id, (peer, _) in reversed(list(self._held.items())):
             if PEER_PART * self.held_by[peer] > self._total:
@@ -154,6 +157,6 @@ class Unclaimed:
 
 def _begins_with(token_ids: list[int], other: Sequence) -> bool:
     count = other.num_tokens
-    # The last token first: it nearly always decides, and the whole comparison is slow.
+    # The last token is compared first, because comparing all of them is slow.
     is_likely = count <= len(token_ids) and token_ids[count - 1] == other.token_ids[-1]
     return is_likely and token_ids[:count] == other.token_ids

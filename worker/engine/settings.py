@@ -13,13 +13,13 @@ class EngineSettings:
     """Limits of a step, and optional features.
 
     Attributes:
-        max_ubatch_tokens: Tokens of one step; a longer prompt is read in chunks.
-        max_sbatch_sequences: Sequences that run side by side.
-        prefer_pure_decode: Never mix: while something generates, every other step reads prompts.
+        max_ubatch_tokens: The most tokens in one step; longer prompts are prefilled in chunks.
+        max_sbatch_sequences: The most sequences that run at the same time.
+        prefer_pure_decode: Alternate between steps that only decode and steps that only prefill.
         dynamic_batching: New sequences join running ones; else they wait until all have ended.
-        ageing_s: One point of priority counts as so many seconds of waiting.
-        prefix_cache: Keep the KV of ended sequences for others that begin alike.
-        swap_bytes: Host memory for the KV of preempted sequences; 0 recomputes them instead.
+        ageing_s: One point of priority is worth this many seconds of waiting.
+        prefix_cache: Keep the KV of ended sequences for others with the same prefix.
+        swap_bytes: Host memory for the KV of preempted sequences; 0 recomputes it instead.
         speculate: "ngram:K", a drafter, or None.
     """
 

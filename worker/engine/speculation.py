@@ -5,11 +5,11 @@ target's distribution q_i after x_1 ... x_i.  The rule is
 
     accept x_i with probability min(1, q(x_i) / p(x_i)), else draw from norm(max(0, q - p))
 
-Here p is a point mass at x_i.  So the rule is: draw y ~ q and accept x_i if y = x_i.  The sampler's
-own draw is the verification, and because its generator is keyed by (seed, choice, position), the
-result is the text without speculation, token for token.
+Here p is a point mass at x_i, so the rule becomes: draw y ~ q and accept x_i if y = x_i.  Sampling
+the target as usual therefore verifies the draft, and because the random numbers are a function of
+(seed, choice, position), the text is the same as without speculation, token for token.
 
-The KV of a rejected draft lies after the computed tokens: nothing reads it, and the next step
+The KV of a rejected draft lies after the computed tokens, where nothing reads it, and the next step
 overwrites it.
 """
 
@@ -23,9 +23,9 @@ from worker.executor.contract import ModelInfo, SampledToken
 
 
 class Drafter(Protocol):
-    """Drafts the next tokens of sequences.  Wrong drafts cost time, never correctness.
+    """Drafts the next tokens of sequences.  Wrong drafts cost time but do not change the text.
 
-    `vocab_size` limits the tokens it may draft; None if it only repeats tokens of the text.
+    Drafted ids are below `vocab_size`; None for a drafter that only repeats tokens of the text.
     """
 
     vocab_size: int | None
@@ -38,7 +38,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Prompt lookup: drafts what followed the last occurrence of the text's last tokens."""
+    """Prompt lookup: drafts the tokens that followed an earlier occurrence of the last n-gram."""
 
     vocab_size: int | None = None
 
@@ -64,9 +64,9 @@ class NgramDrafter:
 
 
 class _NgramIndex:
-    """The position after each pair and triple of a growing text.
+    """The position after the last occurrence of each bigram and trigram of a growing text.
 
-    While the text repeats an earlier passage, nothing is looked up or indexed.
+    While the text repeats an earlier passage, the index is neither searched nor extended.
     """
 
     __slots__ = ("_after", "_num_seen", "_start")
@@ -77,7 +77,7 @@ class _NgramIndex:
         self._start = 0  # the position of the next repeated token; 0 for none
 
     def find(self, token_ids: list[int], limit: int) -> list[int]:
-        """Return what followed an earlier occurrence of the longest known ending."""
+        """Return up to `limit` tokens that followed an earlier occurrence of the last n-gram."""
         new, start = token_ids[self._num_seen :], self._start
         if start and token_ids[start : start + len(new)] == new:
             start += len(new)
@@ -90,22 +90,22 @@ class _NgramIndex:
         if len(token_ids) < 3:
             return 0
         after, end = self._after, self._num_seen
-        x = token_ids[end - 3] if end > 2 else -1  # no token: this triple is never looked up
+        x = token_ids[end - 3] if end > 2 else -1  # not a token, so this trigram is never looked up
         y = token_ids[end - 2]
         # Index the n-grams that end before the last token.
         for z in token_ids[end - 1 : -1]:
             after[x, y, z] = after[y, z] = end
             x, y, end = y, z, end + 1
         z = token_ids[-1]
-        # A triple seldom recurs by chance; a pair is the last resort.
+        # A trigram seldom recurs by chance; a bigram is the fallback.
         start = after.get((x, y, z)) or after.get((y, z), 0)
-        if start:  # nothing is indexed while the text repeats, so index this triple now
+        if start:  # repeated text is not indexed, so index this trigram now
             after.setdefault((x, y, z), end)
         return start
 
 
 def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
-    """Return the target's tokens y up to the first that differs from its draft x, inclusive."""
+    """Return the target's tokens y up to and including the first that differs from its draft x."""
     for num_accepted, draft in enumerate(x):
         if y[num_accepted].token_id != draft:
             return y[: num_accepted + 1]
@@ -113,7 +113,7 @@ def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
 
 
 class Speculation:
-    """Gets drafts for the engine's sequences from a drafter, if there is one."""
+    """Sets the drafts of the engine's sequences, if a drafter is configured."""
 
     def __init__(self, setting: str | Drafter | None, info: ModelInfo) -> None:
         self._drafter = create(setting)
@@ -124,7 +124,7 @@ class Speculation:
             )
 
     def draft(self, running: Many[Sequence]) -> None:
-        """Draft the next tokens of all generating sequences."""
+        """Draft the next tokens of all decoding sequences."""
         if self._drafter is None:
             return
         decoding = [s for s in running if s.is_decoding and not s.drafts and s.is_ready]
@@ -141,10 +141,10 @@ class Speculation:
 
 
 def create(setting: str | Drafter | None) -> Drafter | None:
-    """Make the drafter of a setting: "" or None for none, "ngram:K" for K drafts.
+    """Create the drafter for a setting: none for "" or None, prompt lookup for "ngram:K".
 
     Raises:
-        ValueError: The setting names no drafter, or too many drafts.
+        ValueError: The setting is invalid, or K is out of range.
     """
     if setting is None or setting == "":
         return None

@@ -1,8 +1,9 @@
-"""The states that are kept: those that sequences continue from, and snapshots at block ends.
+"""Recurrent states: those from which sequences continue, and snapshots at the ends of blocks.
 
 A sequence with blocks needs up to two slots: a step reads one and writes the other, so that a step
-that fails can be repeated.  The other slots hold snapshots for the prefix cache; the least recently
-used goes first.  Unneeded states keep their slots until `prepare`, when they have been swapped out.
+that fails can be repeated.  The other slots are for snapshots of the prefix cache; the least
+recently used is evicted first.  States that are no longer needed keep their slots until `prepare`,
+because they may still have to be swapped out.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from collections.abc import Collection, Sequence
 from worker.compute.contract import KVCache
 from worker.compute.state_slots import StateSlots
 
-# The place of a state: a block table, and the number of tokens before the state.
-Place = tuple[Sequence[int], int]
+# Identifies a state: the block table of a sequence and the number of tokens before the state.
+StatePosition = tuple[Sequence[int], int]
 
 
 class States:
-    """The states of one pool of blocks, by block."""
+    """Decides which states of a block pool are kept; each state is named by its last block."""
 
     def __init__(self, slots: StateSlots) -> None:
         if slots.num_slots < 2:
@@ -31,15 +32,15 @@ class States:
 
     @property
     def has_room(self) -> bool:
-        """True if one more sequence may get blocks."""
+        """True if there are enough slots for one more sequence."""
         return 2 * (self._num_sequences + 1) <= self.slots.num_slots
 
     def enter(self) -> None:
-        """Record that a sequence got blocks."""
+        """Count a sequence that was admitted: its blocks were allocated."""
         self._num_sequences += 1
 
     def leave(self, block: int | None) -> None:
-        """Record that a sequence gave back its blocks and the state of `block`."""
+        """Record that a sequence has freed its blocks and no longer needs the state of `block`."""
         self._num_sequences -= 1
         self.release(block)
 
@@ -57,21 +58,21 @@ class States:
             self._forget_if_unneeded(block)
 
     def keep(self, block: int) -> None:
-        """Make the state at the end of a block a snapshot."""
+        """Keep the state at the end of a block as a snapshot for the prefix cache."""
         self._snapshots[block] = None
 
     def is_kept(self, block: int) -> bool:
         return block in self._snapshots
 
     def drop(self, block: int) -> None:
-        """Drop the snapshot of a block that is freed or lost to the prefix cache."""
+        """Drop the snapshot of a block that is freed or no longer in the prefix cache."""
         self._snapshots.pop(block, None)
         self._forget_if_unneeded(block)
 
-    def prepare(self, arriving: Collection[Place], num_written: int) -> None:
-        """Take slots for states that arrive, and keep `num_written` free for the step.
+    def prepare(self, arriving: Collection[StatePosition], num_written: int) -> None:
+        """Allocate slots for `arriving` states, and leave `num_written` slots free for the step.
 
-        Unneeded states give up their slots, and snapshots until there are enough.
+        Slots of unneeded states are freed, then those of snapshots until there are enough.
         """
         for block in self._unneeded:
             self.slots.forget(block)
@@ -86,7 +87,7 @@ class States:
             self.slots.take(block_table, position)
 
     def check(self) -> None:
-        """Assert that each kept state is needed or about to be forgotten, one per block."""
+        """Assert that each stored state is needed or about to be freed, and that slots add up."""
         needed = {block for block, count in self._held.items() if count}
         needed |= {*self._snapshots, *self._unneeded}
         assert self.slots.blocks <= needed, f"states of {self.slots.blocks - needed} are kept"
@@ -101,5 +102,5 @@ class States:
 
 
 def states_of(cache: KVCache) -> States | None:
-    """Return the states of a cache; None if no layer keeps one."""
+    """Return the states of a cache; None if no layer has a recurrent state."""
     return States(cache.state_slots) if cache.layout.has_state else None

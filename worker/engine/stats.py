@@ -13,23 +13,24 @@ from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence
 
-# Buckets of the step histogram: the first are for the hash executor, the last for a slow machine.
+# Bounds of the step histogram, from steps of the hash executor to those of a slow machine.
 STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine was made; only the engine writes.
+    """Totals since the engine was created; only the engine writes them.
 
     Attributes:
-        prefill_tokens: Computed in chunks, recomputed ones included.
-        decode_tokens: Sampled tokens, accepted drafts included.
-        cached_tokens: Found in the prefix cache instead of computed or received.
-        finished: Sequences whose last token was sampled; with a transfer the first is the last.
-        failed: Ended with an error, `overdue` ones included.
-        drafted_tokens: Verified drafts; `accepted_tokens` of them were right.
-        step_counts: Steps by duration: one count per bound of `STEP_S`, one for longer ones.
-        forward_s: Time in the executor; `draft_s` in the drafter; `overhead_s` the rest.
+        prefill_tokens: Prompt tokens computed, including recomputed tokens.
+        decode_tokens: Sampled tokens, including accepted drafts.
+        cached_tokens: Tokens found in the prefix cache instead of computed or received.
+        finished: Completed sequences; with a transfer the first token completes the sequence.
+        failed: Sequences that ended with an error, including the `overdue` ones.
+        overdue: Sequences that exceeded their deadline.
+        drafted_tokens: Draft tokens verified, of which `accepted_tokens` were accepted.
+        step_counts: Steps by duration: one count per bound of `STEP_S`, one for longer steps.
+        forward_s: Time in the executor; `draft_s`: in the drafter; `overhead_s`: all other time.
     """
 
     steps: int = 0
@@ -73,7 +74,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot of an engine: its counters, its queues, its memory."""
+    """A snapshot of an engine's counters, queues and memory."""
 
     counters: Counters
     num_waiting: int
@@ -112,13 +113,13 @@ class Stats:
 
 
 class SlotState(StrEnum):
-    PROCESSING = "processing"  # the prompt is read
+    PROCESSING = "processing"  # the prompt is being prefilled
     GENERATING = "generating"
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A running sequence."""
+    """A snapshot of a running sequence."""
 
     number: int
     request_id: int
@@ -131,7 +132,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """A snapshot of the slots, from any thread: `active` by number, `total` that may be in use."""
+    """A thread-safe snapshot of the slots: the `active` ones by slot number, out of `total`."""
 
     active: tuple[Slot, ...]
     total: int
@@ -156,7 +157,7 @@ class Slots:
 
     @property
     def utilization(self) -> float:
-        """The share of slots in use, at most 1: reservations may exceed the total."""
+        """The fraction of slots in use; at most 1, although reservations may exceed the total."""
         return min(1.0, len(self.active) / self.total)
 
     @property

@@ -1,4 +1,4 @@
-"""The parts of a step after its plan: report it, compute the batch, commit its tokens."""
+"""The parts of a step after planning: report the plan, compute the batch, commit its tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worker.executor.contract import (
 
 
 def report(plan: Plan, pool: BlockPool) -> list[Output]:
-    """Return the outputs of a plan: sequences that got blocks, were displaced, or failed."""
+    """Return the outputs of a plan for sequences that got blocks, were displaced, or failed."""
     outputs: list[Output] = [Started(*_allocation(sequence)) for sequence in plan.started]
     outputs += [Reserved(*_allocation(sequence)) for sequence in plan.reserved]
     outputs += [Displaced(request_id) for request_id in plan.displaced]
@@ -38,11 +38,11 @@ def compute(
 ) -> list[SampledToken] | Drawn | SequenceFailed:
     """Run, sample and score a batch; return the token of each sampled row, or the failure.
 
-    With a `drawer`, which is the executor, the call does not wait for the tokens.  Scores are kept
-    last: a batch that fails is computed again, and must not be scored twice.
+    With a `drawer` (the executor itself), the call does not wait for the tokens.  Prompt scores are
+    stored last, because a batch that fails is computed again and must not be scored twice.
 
     Raises:
-        SequenceFailed: It names no sequence of the batch, which is a bug of the executor.
+        SequenceFailed: Its index is not in the batch, which is a bug of the executor.
     """
     try:
         logits = executor.forward(batch)
@@ -63,7 +63,7 @@ def commit(
 ) -> tuple[list[Output], list[Sequence]]:
     """Append the tokens, one for each sampled row; return the outputs and the ended sequences.
 
-    Ended sequences still hold their blocks: the caller frees them.
+    The caller must free the blocks of the ended sequences.
     """
     outputs: list[Output] = []
     ended: list[Sequence] = []
@@ -89,7 +89,7 @@ def commit(
             sequence.num_computed_tokens = len(sequence.token_ids) - 1
         sequence.register(pool)
         if pool.windows is not None and chunk.num_rows > 1:
-            # With one row the next step may have started, and has looked further ahead.
+            # With one row, the next step may have started and moved the window already.
             sequence.look_ahead(0, pool)
         if drafts:
             _trim(sequence, pool)
@@ -108,7 +108,7 @@ def _append(sequence: Sequence, tokens: Many[SampledToken], outputs: list[Output
     for index, it in enumerate(tokens, sequence.num_new_tokens):
         token_id, reason = it.token_id, None
         token_ids.append(token_id)
-        if index >= last or token_id in stop_ids:  # seldom; a call for each token adds up
+        if index >= last or token_id in stop_ids:  # rare; a call for each token would be slow
             reason = sequence.finish_reason()
         outputs.append(Token(request_id, token_id, index, it.logprobs, reason, scores))
         if reason is not None or sequence.transfer:

@@ -8,10 +8,10 @@ A preempted sequence is swapped to host memory if its KV fits and copy_s < recom
 Both rates are measured, as decaying sums of bytes or tokens over seconds, so short measurements
 weigh little.  The prefill rate is measured in large steps that mostly prefill, as a recompute does.
 
-When the sequence resumes, blocks still in the prefix cache are shared, not copied in.
+When the sequence resumes, blocks that are still in the prefix cache are shared, not copied in.
 
-The scheduler decides.  The engine makes the copies before it computes, out before in, so that no
-block is overwritten before it is saved.
+The scheduler plans the copies.  The engine makes them before it computes a step: first those to
+the host, then those from it, so that no block is overwritten before it is saved.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from worker.compute.contract import KVCache
 from worker.engine.sequence import Sequence
 from worker.engine.windows import unpack
 
-# Assumed until measured: a slow copy and a fast model.
+# Initial estimates, a slow copy and a fast model, so that swapping starts only if it pays off.
 COPY_BYTES_PER_S: Final = 1e9
 PREFILL_TOKENS_PER_S: Final = 10_000.0
 # A segment size for which `plan` makes one segment for each group of layers.
 _WHOLE: Final = 1 << 62
-# A measurement of so many seconds weighs as much as all earlier ones.
+# A measurement that took this many seconds weighs as much as all earlier ones together.
 _MEMORY_S: Final = 0.5
 
 
 @dataclass(slots=True)
 class Costs:
-    """The measured rates at which this machine copies KV and computes prompts."""
+    """The measured rates at which this machine copies KV and prefills prompts."""
 
     copy_bytes_per_s: float = COPY_BYTES_PER_S
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
@@ -52,7 +52,7 @@ class Costs:
         self.prefill_tokens_per_s = _updated(self.prefill_tokens_per_s, num_tokens, elapsed_s)
 
     def prefers_swap(self, num_bytes: int, num_tokens: int) -> bool:
-        """Return whether copying out and in is quicker than recomputing."""
+        """Return whether copying KV out and back in is faster than recomputing it."""
         return 2 * num_bytes / self.copy_bytes_per_s < num_tokens / self.prefill_tokens_per_s
 
 
@@ -64,9 +64,9 @@ def _updated(rate: float, amount: int, elapsed_s: float) -> float:
 
 
 class Swap(NamedTuple):
-    """One copy: KV of tokens [token_start, token_start + num_tokens) out of or into `blocks`.
+    """One copy of the KV of [token_start, token_start + num_tokens) out of or into `blocks`.
 
-    `windowed` is the table of layers with a window at the time of the plan, for a copy out.
+    For a copy out, `windowed` is the block table of sliding-window layers at the time of the plan.
     """
 
     sequence: Sequence
@@ -77,14 +77,14 @@ class Swap(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Held:
+class _Saved:
     num_tokens: int
-    # One part for each group of layers; empty until copied out.
+    # The KV of each group of layers; empty until it is copied out.
     parts: list[tuple[Rectangle, memoryview]]
 
 
 class SwapSpace:
-    """Host memory for the KV of waiting sequences, at most `max_bytes`."""
+    """Host memory for the KV of preempted sequences, at most `max_bytes`."""
 
     def __init__(
         self, cache: KVCache, max_bytes: int, clock: Callable[[], float] = time.monotonic
@@ -97,21 +97,21 @@ class SwapSpace:
         self._cache = cache
         self._layout = cache.layout
         self._clock = clock
-        self._held: dict[int, _Held] = {}
+        self._saved: dict[int, _Saved] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._saved)
 
     def accepts(self, num_tokens: int) -> bool:
-        """Return whether the KV of so many tokens fits and copying is quicker than recomputing."""
+        """Return whether KV of `num_tokens` tokens fits and copying beats recomputing it."""
         num_bytes = self._layout.transfer_bytes(num_tokens)
         is_room = 0 < num_bytes <= self.max_bytes - self.num_bytes
         return is_room and self.costs.prefers_swap(num_bytes, num_tokens)
 
     def hold(self, request_id: int, num_tokens: int) -> None:
-        """Reserve room for KV that will be copied out."""
-        assert request_id not in self._held
-        self._held[request_id] = _Held(num_tokens, [])
+        """Reserve memory for KV that will be copied out."""
+        assert request_id not in self._saved
+        self._saved[request_id] = _Saved(num_tokens, [])
         self.num_bytes += self._layout.transfer_bytes(num_tokens)
 
     def out(self, sequence: Sequence, blocks: tuple[int, ...], num_tokens: int) -> Swap:
@@ -120,57 +120,57 @@ class SwapSpace:
         return Swap(sequence, blocks, 0, num_tokens, tuple(windowed))
 
     def num_tokens(self, request_id: int) -> int:
-        """Return how many tokens of the sequence are kept here."""
-        held = self._held.get(request_id)
-        return 0 if held is None else held.num_tokens
+        """Return how many tokens of the sequence have their KV in host memory."""
+        saved = self._saved.get(request_id)
+        return 0 if saved is None else saved.num_tokens
 
     def drop(self, request_id: int) -> None:
-        """Forget the sequence's KV, if it is here."""
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            self.num_bytes -= self._layout.transfer_bytes(held.num_tokens)
+        """Free the host memory of the sequence's KV, if any."""
+        saved = self._saved.pop(request_id, None)
+        if saved is not None:
+            self.num_bytes -= self._layout.transfer_bytes(saved.num_tokens)
 
     def carry_out(self, swaps: Iterable[Swap]) -> None:
-        """Copy to the host, before anything else writes to the blocks."""
+        """Copy KV from blocks to host memory, before anything else writes to the blocks."""
         for swap in swaps:
-            held = self._held.get(swap.sequence.request_id)
-            if held is None:  # dropped since
+            saved = self._saved.get(swap.sequence.request_id)
+            if saved is None:  # dropped after the plan
                 continue
             start_s = self._clock()
-            for part in plan(self._layout, 0, held.num_tokens, _WHOLE):
+            for part in plan(self._layout, 0, saved.num_tokens, _WHOLE):
                 group = self._layout.groups[part.group]
                 is_windowed = isinstance(group, KVGroup) and group.window is not None
                 kv = self._cache.pack(swap.windowed if is_windowed else swap.blocks, part)
-                held.parts.append((part, kv))
-            num_bytes = sum(len(kv) for _, kv in held.parts)
+                saved.parts.append((part, kv))
+            num_bytes = sum(len(kv) for _, kv in saved.parts)
             self.costs.observe_copy(num_bytes, self._clock() - start_s)
 
     def carry_in(self, swaps: Iterable[Swap]) -> None:
-        """Copy back into blocks."""
+        """Copy KV from host memory into blocks, and free that memory."""
         for swap in swaps:
-            held = self._held[swap.sequence.request_id]
-            assert held.parts, "only what was copied out is copied in"
+            saved = self._saved[swap.sequence.request_id]
+            assert saved.parts, "only what was copied out is copied in"
             start_s, num_bytes = self._clock(), 0
-            for part, kv in held.parts:
+            for part, kv in saved.parts:
                 group = self._layout.groups[part.group]
                 wanted, wanted_kv = part, kv
                 if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
                     wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
                     wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
-                unpack(self._cache, swap.blocks, wanted, wanted_kv, held.num_tokens)
+                unpack(self._cache, swap.blocks, wanted, wanted_kv, saved.num_tokens)
                 num_bytes += len(wanted_kv)
             self.costs.observe_copy(num_bytes, self._clock() - start_s)
             self.drop(swap.sequence.request_id)
 
     def check(self, waiting: Iterable[int]) -> None:
-        """Assert that the KV kept belongs to waiting sequences and is counted right."""
-        assert self._held.keys() <= set(waiting), "KV of a sequence that does not wait"
-        held = (self._layout.transfer_bytes(held.num_tokens) for held in self._held.values())
-        assert self.num_bytes == sum(held) <= self.max_bytes
+        """Assert that all KV belongs to waiting sequences, and that its size is counted right."""
+        assert self._saved.keys() <= set(waiting), "KV of a sequence that does not wait"
+        sizes = (self._layout.transfer_bytes(it.num_tokens) for it in self._saved.values())
+        assert self.num_bytes == sum(sizes) <= self.max_bytes
 
 
 def _tail(kv: memoryview, group: KVGroup, part: Rectangle, num_skipped: int) -> memoryview:
-    """Return the KV of a part without its first tokens."""
+    """Return the KV of a part without its first `num_skipped` tokens."""
     size = group.head_bytes // (group.key_dim + group.value_dim)
     layers = np.frombuffer(kv, np.uint8).reshape(len(part.layers), -1)
     keys_end = len(part.heads) * len(part.tokens) * group.key_dim * size

@@ -23,7 +23,7 @@ log = structlog.get_logger("worker")
 
 
 class EngineThread:
-    """Runs an engine until `stop`, or until anything raises: then it calls `on_crash`, once.
+    """Runs an engine until `stop`, or until an exception, which it passes to `on_crash`.
 
     `deliver` and `on_crash` run on the engine's thread.  After a crash, posted calls are dropped;
     the process is expected to end.
@@ -49,9 +49,9 @@ class EngineThread:
         self._thread.start()
 
     def post(self, call: Call) -> None:
-        """Run `call(engine)` on the engine's thread before the next step, in order.
+        """Queue `call(engine)` to run on the engine's thread before the next step, in order.
 
-        From any thread, never blocks.
+        Any thread may post; this never waits for a step.
         """
         with self._wake:
             self._calls.append(call)
@@ -59,9 +59,9 @@ class EngineThread:
             self._wake.notify()
 
     def stop(self, *, wait_s: float | None = None) -> bool:
-        """Stop after the current call or step, and drop later calls.
+        """Stop the thread after the calls and the step that it runs now; drop later calls.
 
-        Wait up to `wait_s` seconds, None for no limit; return whether the thread has ended.
+        Wait up to `wait_s` seconds (None: without limit); return whether the thread has ended.
         """
         with self._wake:
             self._is_stopping = True
@@ -72,7 +72,7 @@ class EngineThread:
 
     @property
     def is_busy(self) -> bool:
-        """True while a call or step is under way or waiting: a watchdog then expects progress."""
+        """True while a call or step is running or queued, so that a watchdog expects progress."""
         return self._is_busy
 
     def _main(self) -> None:
@@ -91,7 +91,7 @@ class EngineThread:
                     self._deliver(outputs)
 
     def _next_calls(self) -> list[Call] | None:
-        """Return the calls since the last step, waiting if the engine is idle; None to stop."""
+        """Return the calls posted since the last step, None to stop; sleep while idle."""
         if not self.engine.has_work():
             self._rest()
         with self._wake:
@@ -114,14 +114,14 @@ class EngineThread:
 
 
 class Warmup:
-    """The first call of a worker: `warm_ups` in turn, then `on_end`, on the engine's thread.
+    """The first call on the engine's thread: runs the `warm_ups` in turn, then `on_end`.
 
     A warmup may compile for minutes and cannot be interrupted; a worker that stops does not wait
     for it.
 
     Attributes:
-        is_over: It has returned or raised.
-        is_done: It has returned, so the worker can serve.
+        is_over: The warmup has succeeded or failed.
+        is_done: The warmup has succeeded, so the worker can serve.
     """
 
     def __init__(
@@ -149,28 +149,28 @@ class Warmup:
 
 
 class Pulse:
-    """A liveness probe for systemd's watchdog: posts an empty call and looks whether it ran."""
+    """A liveness probe for systemd's watchdog: posts an empty call and checks whether it ran."""
 
     def __init__(self, post: Callable[[Call], None]) -> None:
         self._post = post
-        self._is_answered = True
+        self._has_run = True
 
     def is_felt(self) -> bool:
-        """Return whether the last call has run; if so, post the next."""
-        if not self._is_answered:
+        """Return whether the last empty call has run; if so, post another."""
+        if not self._has_run:
             return False
-        self._is_answered = False
-        self._post(self._answer)
+        self._has_run = False
+        self._post(self._mark_run)
         return True
 
-    def _answer(self, _: object) -> None:
-        self._is_answered = True
+    def _mark_run(self, _: object) -> None:
+        self._has_run = True
 
 
 class Standstill:
-    """Counts for how many `seconds` the engine has been in one step.
+    """Measures for how many `seconds` the engine has been in the same step.
 
-    Counted in ticks of the event loop, so that a pause of the whole process does not count.
+    It adds up ticks of the event loop, so that a pause of the whole process does not count.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Standstill:
         self._step: int | None = None  # the current one at the last tick
 
     def tick(self, elapsed_s: float, steps: int, *, is_busy: bool) -> None:
-        """Update `elapsed_s` after the last tick; `steps` counts the steps that have ended."""
+        """Update the measurement, `elapsed_s` after the last tick and `steps` completed steps."""
         step = steps if is_busy else None
         is_same = step is not None and step == self._step
         self.seconds = self.seconds + elapsed_s if is_same else 0.0
@@ -186,5 +186,5 @@ class Standstill:
 
 
 def is_computing() -> bool:
-    """Return whether an engine's thread of this process is running."""
+    """Return whether this process has a running engine thread."""
     return any(thread.name == _NAME for thread in threading.enumerate())

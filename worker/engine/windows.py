@@ -1,11 +1,12 @@
-"""Blocks of layers with a sliding window, kept only as far as a later token attends.
+"""Window blocks: the KV of sliding-window layers, kept only while a later token may attend to it.
 
 A sequence reaches the window blocks that its next token attends to and those that a step writes.
-Blocks that no sequence reaches are cached while the prefix cache knows them; the least recently
-reached is evicted first.
+Window blocks that no sequence reaches are cached while their block is in the prefix cache; the
+least recently reached is evicted first.
 
-Each sequence with blocks has a reserve (promise) of as many as its window may need, and a step has
-room besides: so no step lacks window blocks.  With one window block per block, nothing is reserved.
+As many window blocks as its window may need are promised (reserved) to each sequence with blocks,
+and some are kept for the tokens of a step, so no step runs out of window blocks.  If every block
+has its own window block, nothing needs to be reserved.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from worker.executor.contract import blocks_of_window
 
 
 class Windows:
-    """The window blocks, each named by its block of the pool."""
+    """The window blocks of a pool, each identified by the block that it belongs to."""
 
     def __init__(
         self,
@@ -33,20 +34,20 @@ class Windows:
         block_size: int,
         step_tokens: int,
     ) -> None:
-        """Start empty.
+        """Start with no window block in use.
 
         Args:
             sizes: The window sizes of the layers, ascending.
-            num_blocks: Blocks of the pool.
+            num_blocks: The number of blocks in the pool.
             step_tokens: The most tokens of a step.
 
         Raises:
-            ValueError: There are too few for one sequence.
+            ValueError: There are too few window blocks for one sequence.
         """
         self.blocks = blocks
-        self.num_used = 0  # reached by sequences; a shared one counts once
+        self.num_used = 0  # window blocks reached by sequences; a shared one counts once
         self._smallest, self._largest = sizes[0], sizes[-1]
-        self._most = blocks_of_window(self._largest, block_size)  # promised to a sequence
+        self._most = blocks_of_window(self._largest, block_size)  # the most for one sequence
         self._num_promised = 0
         self._limit: int | None = None
         if blocks.num_blocks < num_blocks:
@@ -69,28 +70,34 @@ class Windows:
         return len(self._cached)
 
     def first_seen(self, next_token: int) -> int:
-        """Return the first token that `next_token` attends to."""
+        """Return the first position to which the token at `next_token` attends in any window."""
         return max(0, next_token - self._largest + 1)
 
     def whole_from(self, next_token: int) -> int:
-        """Return from which token on all layers have KV after a transfer: the smallest window."""
+        """Return the position from which on all layers have KV after a transfer.
+
+        Layers with the smallest window receive the fewest tokens.
+        """
         return max(0, next_token - self._smallest + 1)
 
     def may_promise(self, num_before: int, num_after: int, later: Iterable[int] = ()) -> bool:
-        """Return whether a sequence may grow, with room for others of `later` blocks each."""
+        """Return whether enough window blocks are unreserved for a sequence to grow.
+
+        `later` are the numbers of blocks of other sequences that must still fit afterwards.
+        """
         more = self._promised(num_after) - self._promised(num_before)
         more += sum(map(self._promised, later))
         return self._limit is None or self._num_promised + more <= self._limit
 
     def promise(self, num_before: int, num_after: int) -> None:
-        """Record that a sequence has grown or shrunk."""
+        """Adjust the reservation for a sequence whose number of blocks has changed."""
         self._num_promised += self._promised(num_after) - self._promised(num_before)
 
     def _promised(self, num_blocks: int) -> int:
         return min(num_blocks, self._most)
 
     def reach(self, block: int) -> None:
-        """Record that a sequence reaches a block, and keep the KV that it has."""
+        """Record that a sequence reaches a block; allocate a window block if it has none."""
         self._reaching[block] += 1
         if self._reaching[block] > 1:
             return
@@ -103,7 +110,11 @@ class Windows:
         self.blocks.take(block)
 
     def leave(self, block: int, *, is_known: bool) -> None:
-        """Record that a sequence no longer reaches a block; cache it if `is_known`."""
+        """Record that a sequence no longer reaches a block.
+
+        If no other sequence does, cache its window block if the prefix cache has the block
+        (`is_known`), else free it.
+        """
         self._reaching[block] -= 1
         assert self._reaching[block] >= 0, f"block {block} was left twice"
         if self._reaching[block] == 0:
@@ -113,7 +124,7 @@ class Windows:
                 self._forget(block)
 
     def drop(self, block: int) -> None:
-        """Forget a block that the prefix cache has lost."""
+        """Free the cached window block of a block that is no longer in the prefix cache."""
         if block in self._cached:
             self._forget(block)
 
@@ -125,11 +136,11 @@ class Windows:
         self.blocks.forget(block)
 
     def check(self, reached: Iterable[Sequence[int]], held: Iterable[int]) -> None:
-        """Assert free + used + cached == total, and that sequences explain every use and promise.
+        """Assert free + used + cached == total, and that uses and reservations add up.
 
         Args:
-            reached: The window blocks that each sequence reaches.
-            held: How many blocks each sequence has.
+            reached: For each sequence, the blocks that it reaches.
+            held: For each sequence, its number of blocks.
         """
         free, used, cached = self.num_free, self.num_used, self.num_cached
         total = self.blocks.num_blocks
@@ -148,7 +159,7 @@ class Windows:
 
 
 def windows_of(cache: KVCache, step_tokens: int) -> Windows | None:
-    """Return the windows over a cache; None if every block has room for window KV."""
+    """Return the windows of a cache; None if every block has its own memory for window KV."""
     if not cache.layout.windows or cache.window_blocks.is_fixed:
         return None
     return Windows(
@@ -161,7 +172,7 @@ def windows_of(cache: KVCache, step_tokens: int) -> Windows | None:
 
 
 def table_of(cache: KVCache, group: int, block_table: Sequence[int]) -> Sequence[int]:
-    """Return a sequence's block table for the layers of a group."""
+    """Return the block table of a sequence for the layers of a group."""
     of_group = cache.layout.groups[group]
     if isinstance(of_group, KVGroup) and of_group.window is not None:
         return cache.window_blocks.table(block_table)
@@ -171,13 +182,13 @@ def table_of(cache: KVCache, group: int, block_table: Sequence[int]) -> Sequence
 def unpack(
     cache: KVCache, block_table: Sequence[int], rectangle: Rectangle, kv: Buffer, num_tokens: int
 ) -> None:
-    """Store one received rectangle of the KV of `num_tokens` tokens.
+    """Store one received rectangle of a sequence whose first `num_tokens` tokens are transferred.
 
     The first token of a window may lie inside a block.  Kernels also read the slots before it,
-    although no query attends to them, and a NaN there would spoil their sums: so they are zeroed.
+    although no query attends to them, and a NaN there would spoil their sums, so they are zeroed.
 
     Raises:
-        ValueError: The KV does not fill the rectangle.
+        ValueError: The size of the KV is not that of the rectangle.
     """
     block_table = table_of(cache, rectangle.group, block_table)
     cache.unpack(block_table, rectangle, kv)

@@ -1,7 +1,7 @@
-"""The input of one step: tokens of several sequences side by side, as NumPy arrays (seed 002).
+"""The input of one step: tokens of several sequences, concatenated in NumPy arrays (seed 002).
 
-`worker.engine.batch` builds it.  Objects made for each row of each step are `msgspec.Struct`: those
-cost a third of a tuple, and no garbage collection.
+`worker.engine.batch` builds it.  Objects that every row of every step needs are `msgspec.Struct`,
+which take a third of a tuple's time to create, and no garbage collection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class BatchType(StrEnum):
-    """The kind of a step: it reads prompts, generates, or both."""
+    """The kind of a step: it prefills, decodes, or does both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -32,10 +32,10 @@ class BatchType(StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    """How to draw the next token of one sequence, at index `position`, after `token_ids`.
+    """How to sample the next token of one sequence, at index `position`, after `token_ids`.
 
-    With D `drafts` it stands for D + 1 rows: row d draws the token after the first d drafts.
-    `occurrences` caches the token counts for penalties from step to step.
+    With D `drafts` it describes D + 1 rows: row d samples the token after the first d drafts.
+    `occurrences` keeps the token counts for penalties from step to step.
     """
 
     request_id: int
@@ -49,7 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """One sampled row: the index of its logits, and the number of drafts before it."""
+    """One sampled row: the index of its logits, and the number of drafts that precede it."""
 
     index: int
     sampling: Sampling
@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 def rows_of(
     samplings: Sequence[Sampling], is_wanted: Callable[[Sampling], bool] = lambda _: True
 ) -> list[Row]:
-    """Return the rows of the samplings that satisfy `is_wanted`."""
+    """Return the rows of those samplings for which `is_wanted` returns True."""
     rows: list[Row] = []
     start = 0
     for sampling in samplings:
@@ -79,9 +79,9 @@ def rows_of(
 
 
 class PromptScores:
-    """The logprobs of a prompt's tokens after the first, gathered chunk by chunk.
+    """The logprobs of a prompt's tokens after the first, collected chunk by chunk.
 
-    Scored positions are computed even if the prefix cache has their KV.
+    Positions to be scored are computed even if the prefix cache has their KV.
     """
 
     __slots__ = ("_num_tokens", "_num_top", "_rows", "num_scored")
@@ -103,15 +103,15 @@ class PromptScores:
         self._rows.append(rows)
 
     def packed(self) -> bytes:
-        """Return all scores as in the body of PREFILL_DONE."""
+        """Return all scores in the format of the body of PREFILL_DONE."""
         num_top = self._num_top
-        if self.num_scored:  # a small vocabulary has fewer than requested
+        if self.num_scored:  # a small vocabulary may have fewer than requested
             num_top = (sum(map(len, self._rows)) // self.num_scored - 4) // 8
         return join_prompt_logprobs(num_top, self._rows)
 
 
 class Scoring(NamedTuple):
-    """Rows of one prompt to be scored: their next tokens, and the number of top logprobs."""
+    """Rows of one prompt to be scored: the token after each, and the number of top logprobs."""
 
     scores: PromptScores
     next_token_ids: list[int]
@@ -120,20 +120,20 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of S sequences, of which R need a next token.
+    """T tokens of S sequences; after R of the tokens, a next token is sampled.
 
     Attributes:
         token_ids: [T] input token ids, sequence after sequence; -1 - r is the token of row r of
             the previous step (`worker.executor.contract.Drawer`).
         positions: [T] index of each token in its sequence.
-        slots: [T] slot of its KV: block * block_size + offset.
-        query_starts: [S + 1] token range of sequence s is [query_starts[s], query_starts[s + 1]).
-        context_lens: [S] tokens each sequence attends to, this step's included.
+        slots: [T] slot of each token's KV: block * block_size + offset.
+        query_starts: [S + 1]; the tokens of sequence s are [query_starts[s], query_starts[s + 1]).
+        context_lens: [S] number of tokens of each sequence up to the end of this step.
         block_tables: [S, max blocks] physical block of each logical block, padded with 0.
-        sample_rows: [R] rows of T to sample, ascending.
+        sample_rows: [R] indexes of the tokens after which to sample, ascending.
         samplings: One for each sampled sequence; together they have R rows.
-        score_rows: [Q] rows of T to score, of prompts; nearly always empty.
-        scorings: Together they have Q next tokens, in the order of the rows.
+        score_rows: [Q] indexes of the prompt tokens to score; nearly always empty.
+        scorings: One for each scored prompt; together they have Q next tokens.
     """
 
     kind: BatchType
@@ -153,6 +153,6 @@ class Batch:
         return int(np.searchsorted(self.query_starts, self.sample_rows[row], side="right")) - 1
 
     def keep_scores(self, scored: list[bytes]) -> None:
-        """Append the packed rows of each scoring to its prompt's scores."""
+        """Append the packed scores of each scoring to those of its prompt."""
         for scoring, rows in zip(self.scorings, scored, strict=True):
             scoring.scores.add(len(scoring.next_token_ids), rows)

@@ -1,6 +1,6 @@
 """The interface of executors: two attributes and four methods over paged KV (seed 003).
 
-The engine calls an executor from one thread; only its `KVCache` is called from several.  Status,
+The engine calls an executor from one thread; only its `KVCache` is used by several.  Status,
 metrics and warmup are the same for all executors: `worker.engine.instrumented` adds them.
 """
 
@@ -21,17 +21,17 @@ from worker.compute.contract import KVCache
 from worker.executor.batch import Batch
 from worker.executor.structured_output import Structured
 
-# The least slots for states of a cache; a running sequence may need two.
+# The least number of state slots in a cache; a running sequence may need two.
 MIN_STATES: Final = 16
-# Memory is divided for sequences of this many windows, or of the model's context if that is less.
-# Shorter sequences run out of window blocks first, longer ones of the other blocks.
+# Sequences are assumed to be this many windows long, or as long as the context if that is less.
+# Shorter sequences run out of window blocks first, longer sequences of other blocks.
 EXPECTED_WINDOWS: Final = 8
-# The least sequences whose windows have room.
+# A cache has window blocks for at least this many sequences.
 MIN_WINDOWS: Final = 4
 
 
 def blocks_of_window(window: int, block_size: int) -> int:
-    """Return the most blocks that a sequence needs for a window, the next token's included.
+    """Return the most blocks that a sequence needs for its window and its next token.
 
     The window may start and end inside a block, and a step may reach one block further.
     """
@@ -40,7 +40,7 @@ def blocks_of_window(window: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model served.  `layout` is the KV layout and dtype, on the device and on the wire."""
+    """The served model; `layout` is its KV layout, both on the device and in transfers."""
 
     name: str
     fingerprint: str
@@ -62,7 +62,7 @@ class Attention(StrEnum):
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int) -> Attention:
-        """Return the kind by the numbers of heads."""
+        """Return the kind of attention with these numbers of heads."""
         if num_heads == num_kv_heads:
             return cls.MULTI_HEAD
         return cls.MULTI_QUERY if num_kv_heads == 1 else cls.GROUPED_QUERY
@@ -70,15 +70,15 @@ class Attention(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequirements:
-    """The memory that serving takes, in bytes.
+    """The memory that serving a model takes, in bytes.
 
     Attributes:
-        activation_bytes_per_token: For each token of the largest step.
-        kv_bytes_per_token: Of layers that keep every token.
-        state_bytes: Of one state of a sequence, in layers that keep one.
-        window_bytes_per_token: Of layers with a window.
-        window: The size of the largest window; 0 for none.
-        expected_tokens: The assumed length of a sequence, to divide memory between both kinds.
+        activation_bytes_per_token: The activations for each token of the largest step.
+        kv_bytes_per_token: The KV of one token in layers without a sliding window.
+        state_bytes: One recurrent state of a sequence, in all layers that have one.
+        window_bytes_per_token: The KV of one token in sliding-window layers.
+        window: The size of the largest window, in tokens; 0 for none.
+        expected_tokens: The assumed length of a sequence, which sets the ratio of window blocks.
     """
 
     parameter_bytes: int
@@ -113,22 +113,22 @@ class MemoryRequirements:
         )
 
     def total(self, max_ubatch_tokens: int, num_blocks: int, block_size: int) -> int:
-        """Return the bytes for weights, activations and cache."""
+        """Return the size of weights, activations and KV cache in bytes."""
         activations = self.activation_bytes_per_token * max_ubatch_tokens
         cache_bytes = self.cache_bytes(num_blocks, block_size, max_ubatch_tokens)
         return self.parameter_bytes + activations + cache_bytes
 
     def cache_bytes(self, num_blocks: int, block_size: int, max_ubatch_tokens: int) -> int:
-        """Return the bytes of a cache, with its window blocks and states."""
+        """Return the size of a KV cache in bytes, with its window blocks and recurrent states."""
         states = self.num_states(num_blocks, block_size) * self.state_bytes
         windowed = self.num_window_blocks(num_blocks, block_size, max_ubatch_tokens)
         kv_bytes = num_blocks * self.kv_bytes_per_token + windowed * self.window_bytes_per_token
         return kv_bytes * block_size + states
 
     def num_window_blocks(self, num_blocks: int, block_size: int, max_ubatch_tokens: int) -> int:
-        """Return how many window blocks go with so many blocks: at most one each.
+        """Return the number of window blocks for a cache of `num_blocks`: at most one each.
 
-        Enough for the sequences of `expected_tokens` that fill the blocks, and for one step.
+        They suffice for one step and for sequences of `expected_tokens` that fill the blocks.
         """
         if self.window_bytes_per_token == 0:
             return 0
@@ -138,9 +138,9 @@ class MemoryRequirements:
         return min(num_blocks, needed + max_ubatch_tokens // block_size)
 
     def num_states(self, num_blocks: int, block_size: int) -> int:
-        """Return how many states go with so many blocks.
+        """Return the number of state slots for a cache of `num_blocks`.
 
-        They take as much memory as the blocks, at most two per block, at least `MIN_STATES`.
+        States take as much memory as blocks; at most two per block, and at least `MIN_STATES`.
         """
         if self.state_bytes == 0:
             return 0
@@ -149,9 +149,9 @@ class MemoryRequirements:
         return max(min(equal, 2 * num_blocks), MIN_STATES)
 
     def __add__(self, other: MemoryRequirements) -> MemoryRequirements:
-        """Return the requirements of this model with a draft model `other`.
+        """Return the requirements of this model together with a draft model `other`.
 
-        The other one keeps every token in all its layers.
+        The draft model keeps the KV of every token in all its layers.
         """
         other_kv_bytes = other.kv_bytes_per_token + other.window_bytes_per_token
         return replace(
@@ -164,10 +164,10 @@ class MemoryRequirements:
         )
 
     def num_blocks(self, memory_bytes: int, max_ubatch_tokens: int, block_size: int) -> int:
-        """Return how many KV blocks fit `memory_bytes`, after everything else.
+        """Return how many KV blocks fit `memory_bytes` besides weights and activations.
 
         Raises:
-            ValueError: Not even one fits; the message says how many bytes it takes.
+            ValueError: Not even one block fits; the message has the least size.
         """
         least = self.total(max_ubatch_tokens, 1, block_size)
         if memory_bytes < least:
@@ -176,8 +176,8 @@ class MemoryRequirements:
         return self.blocks_in(rest, block_size, max_ubatch_tokens)
 
     def blocks_in(self, cache_bytes: int, block_size: int, max_ubatch_tokens: int) -> int:
-        """Return how many blocks fit, with their window blocks and states."""
-        # If all layers have a window, other blocks take no memory.
+        """Return how many blocks, with window blocks and states, fit `cache_bytes`."""
+        # If all layers have a sliding window, the blocks themselves take no memory.
         most = cache_bytes // max(1, self.kv_bytes_per_token * block_size)
         return bisect_right(
             range(1, most + 1),
@@ -191,19 +191,19 @@ class Capabilities:
     """The features of an executor.
 
     Attributes:
-        attention: Every kind it computes; empty for a model without attention.
-        max_batch_sequences: Most sequences in one step; None for any number.
-        continuous_batching: Sequences may join while others generate.
-        enough_tokens: Prompt tokens of a step beyond which no further prompt starts in it, because
-            longer steps compute no more tokens a second.  None for no such limit.
-        speculative: Several rows of a sequence may be sampled in one step, and tokens taken back;
-            False for layers that keep a state.
-        dtypes: Choices of `dtype`; empty if the setting has no meaning.
-        devices: Choices of `device`; likewise.
+        attention: The kinds of attention that it computes; empty for a model without attention.
+        max_batch_sequences: The most sequences in one step; None for no limit.
+        continuous_batching: Sequences may join a batch while others decode.
+        enough_tokens: Once a step has this many prompt tokens, no further prompt starts in it,
+            because longer steps do not compute more tokens per second.  None for no such limit.
+        speculative: Several rows of a sequence may be sampled in one step, and tokens rejected;
+            False for layers with a recurrent state.
+        dtypes: The valid values of `dtype`; empty if the setting has no effect.
+        devices: The valid values of `device`; empty if the setting has no effect.
         arithmetic: Two workers with the same model and the same value compute the same text.
-        num_threads: Threads that compute a step, in each process.
-        num_shards: Tensor-parallel processes.
-        num_stages: Pipeline stages.
+        num_threads: The number of threads that compute a step, in each process.
+        num_shards: The number of tensor-parallel processes.
+        num_stages: The number of pipeline stages.
     """
 
     memory: MemoryRequirements
@@ -228,17 +228,17 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class SequenceFailed(Exception):
-    """One sequence of a batch cannot be computed, for a reason of its own.
+    """One sequence of a batch cannot be computed, but the others can.
 
     `forward`, `sample` and `score` may raise it.  The engine ends that sequence with an error that
-    is not retried on another worker, and repeats the step for the others.  So earlier KV and states
-    must be unchanged, and the device must be able to compute another step.  Any other exception
-    ends the process.
+    is not retried on another worker, and repeats the step for the other sequences.  Therefore
+    earlier KV and states must be unchanged, and the device must be able to compute another step.
+    Any other exception ends the process.
 
     Attributes:
-        index: The sequence in the batch, 0 to S - 1.
-        message: The reason, cut to `MAX_MESSAGE` characters, for logs; clients do not see it.
-        code: INVALID_REQUEST if the request is wrong; then the client sees the message.
+        index: The index of the sequence in the batch, 0 to S - 1.
+        message: The reason, truncated to `MAX_MESSAGE` characters, for logs and not for clients.
+        code: INVALID_REQUEST if the request is wrong; clients then receive the message.
     """
 
     MAX_MESSAGE: Final = 500
@@ -251,7 +251,7 @@ class SequenceFailed(Exception):
 
 
 class Executor(Protocol):
-    """A model that can be stepped.  `allocate` comes first, once."""
+    """Computes a model step by step.  `allocate` is called once, before the first step."""
 
     info: ModelInfo
     capabilities: Capabilities
@@ -259,14 +259,14 @@ class Executor(Protocol):
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> KVCache:
-        """Make the paged KV cache that later batches address.
+        """Create the paged KV cache that later batches use.
 
         `num_states` is passed only if the layout has states, `num_window_blocks` only if layers
-        have a window.  With 0 window blocks those layers keep every token.
+        have a sliding window.  With 0 window blocks those layers keep the KV of every token.
         """
 
     def forward(self, batch: Batch) -> Any:
-        """Run the batch, write its KV, return logits (opaque to the engine) of `sample_rows`.
+        """Compute the batch, write its KV, return the logits of `sample_rows` for `sample`.
 
         The logits are valid until the next `forward`.
 
@@ -275,14 +275,14 @@ class Executor(Protocol):
         """
 
     def sample(self, logits: Any, batch: Batch) -> list[SampledToken]:
-        """Draw one token per sampled row; a pure function of logits and `Sampling`.
+        """Sample one token per row of `sample_rows`; a pure function of logits and `Sampling`.
 
         Raises:
-            SequenceFailed: No next token can be chosen for one of the sequences.
+            SequenceFailed: No token is allowed next in one of the sequences.
         """
 
     def shutdown(self) -> None:
-        """Free the cache and the weights."""
+        """Free the KV cache and the weights."""
 
 
 @runtime_checkable
@@ -293,44 +293,44 @@ class Scorer(Protocol):
     """
 
     def score(self, logits: Any, batch: Batch) -> list[bytes]:
-        """Return the rows of each of the batch's scorings, packed as in `wire.logprobs`."""
+        """Return the logprobs of each of the batch's scorings, packed as in `wire.logprobs`."""
 
 
 @runtime_checkable
 class Structurer(Protocol):
     """An optional capability: structured output.
 
-    `sample` then draws only tokens that the `structured` of a sampling allows.
+    `sample` then chooses only tokens that `Sampling.structured` allows.
     """
 
     def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         """Start to compile a structure for a response; tenants share the threads fairly.
 
-        The result tells when it is ready, and then whether the structure is valid.
+        The result `is_ready` when compilation ends; it has a `problem` if the structure is invalid.
         """
 
 
 @runtime_checkable
 class Preparer(Protocol):
-    """An optional capability: compile kernels and record steps before the first request."""
+    """An optional capability: compile kernels and capture CUDA graphs before the first request."""
 
     def prepare(self) -> int:
-        """Compile and record steps, once, after `allocate`.
+        """Compile kernels and capture CUDA graphs, once, after `allocate`.
 
-        Return the length of a prompt whose prefill compiles the rest, for the warmup.
+        Return the length of a prompt for the warmup whose prefill compiles the other kernels.
         """
 
 
 class Drawn(Protocol):
-    """Tokens that a device is drawing."""
+    """The tokens of a step that a device is computing and sampling."""
 
     def tokens(self) -> list[SampledToken]:
-        """Wait for the step; return one token for each sampled row.  Called once."""
+        """Wait for the step; return one token for each sampled row.  May be called once."""
 
 
 @runtime_checkable
 class Drawer(Protocol):
-    """An optional capability: the engine starts a step before it has read the previous one.
+    """An optional capability: steps can be started before the previous step's tokens are read.
 
     `forward` and `draw` only start a step on the device, which runs steps and KV copies in the
     order of their start.  In `token_ids` of the next step, -1 - r stands for the token of row r of
@@ -338,10 +338,10 @@ class Drawer(Protocol):
     """
 
     def can_draw(self, batch: Batch) -> bool:
-        """Return whether the device can draw all tokens of the batch without the host.
+        """Return whether the device can sample all tokens of the batch without the host.
 
-        False if a row might have no allowed token, for which `sample` would fail its sequence.
+        False if a row might have no allowed token: `sample` would then raise `SequenceFailed`.
         """
 
     def draw(self, logits: Any, batch: Batch) -> Drawn:
-        """Start to draw the tokens that `sample` would return; `can_draw` must allow it."""
+        """Start to sample the tokens that `sample` would return; only if `can_draw(batch)`."""

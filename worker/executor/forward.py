@@ -1,7 +1,7 @@
-"""A model of your own as two objects of float32 arrays: `Prefiller` and `ForwardModel` (seed 001).
+"""Serves a custom model with float32 KV, given as a `Prefiller` and a `ForwardModel` (seed 001).
 
-The prefiller returns the KV of each layer of a prompt; the forward model takes one token and the KV
-before it and returns logits, so all sampling options work.
+The prefiller returns the KV of a prompt in each layer.  The forward model takes one token and the
+KV of the tokens before it and returns logits, so all sampling options work.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ import numpy.typing as npt
 
 from wire.layout import KVLayout
 from worker.compute.shared_memory import Bytes
-from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
+from worker.executor.stepwise import MAX_MODEL_LEN, Prediction, StepwiseExecutor, describe
 
 Float32 = npt.NDArray[np.float32]
-# layer -> (k, v), float32 each: [tokens, num_kv_heads, head_dim], or that many values in any shape.
+# Returns the (k, v) of a layer, each float32 [tokens, num_kv_heads, head_dim], in any shape with
+# that number of values.
 GetKV = Callable[[int], tuple[Float32, Float32]]
 
 
 class Prefiller(Protocol):
-    """Reads prompts."""
+    """The prefill part of a custom model."""
 
     def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[int, GetKV]:
-        """Return the number of layers, and a function that gives each one's KV of the prompt."""
+        """Return the number of layers, and a function that returns a layer's KV of the prompt."""
 
 
 class ForwardModel(Protocol):
-    """Reads one token after others."""
+    """The decode part of a custom model."""
 
     def forward(self, token_id: int, get_kv: GetKV) -> tuple[Float32, GetKV]:
-        """Return [vocab] logits and the token's KV; `get_kv` has a row for each earlier token."""
+        """Process one token; return its [vocab] logits and its KV in each layer.
+
+        `get_kv` returns a layer's KV of all earlier tokens.
+        """
 
 
 class ForwardPair:
-    """A prefiller and a forward model; implements `worker.executor.stepwise.StepwiseModel`."""
+    """Adapts a prefiller and a forward model to `worker.executor.stepwise.StepwiseModel`."""
 
     def __init__(
         self, prefiller: Prefiller, forward_model: ForwardModel, layout: KVLayout, vocab_size: int
@@ -46,7 +50,7 @@ class ForwardPair:
         (self._group,) = layout.kv_groups
         self._vocab_size = vocab_size
 
-    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Prediction | None]:
         num_layers, get_kv = self._prefiller.prefill(token_ids)
         if num_layers != self._group.num_layers:
             raise ValueError(
@@ -54,7 +58,7 @@ class ForwardPair:
             )
         return self._rows("the prefiller", get_kv, len(token_ids)), None
 
-    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Prediction]:
         logits, get_kv = self._forward_model.forward(token_id, self._layers(kv))
         if np.shape(logits) != (self._vocab_size,):
             raise ValueError(
@@ -64,7 +68,7 @@ class ForwardPair:
         return row, np.asarray(logits, np.float32)
 
     def _rows(self, name: str, get_kv: GetKV, num_tokens: int) -> Bytes:
-        """Put the KV of all layers side by side, a row for each token."""
+        """Concatenate the KV of all layers into one row for each token."""
         group = self._group
         shape = (num_tokens, group.num_kv_heads, group.key_dim)
         rows = np.empty((num_tokens, group.num_layers, 2, *shape[1:]), np.float32)
@@ -97,14 +101,14 @@ def serve_forward(
     max_model_len: int = MAX_MODEL_LEN,
     settings: Mapping[str, Any] | None = None,
 ) -> StepwiseExecutor:
-    """Make an executor of a prefiller and a forward model.
+    """Create an executor from a prefiller and a model with `forward`.
 
     Args:
-        max_model_len: The longest sequence they can take.
-        settings: The keywords that the worker calls a factory with.
+        max_model_len: The maximum sequence length of the model, in tokens.
+        settings: The keyword arguments that the worker passes to executor factories.
 
     Raises:
-        ValueError: The settings request longer sequences than the model has.
+        ValueError: The settings request longer sequences than `max_model_len`.
     """
     layout = KVLayout.uniform(
         num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="float32"

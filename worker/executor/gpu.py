@@ -1,7 +1,7 @@
-"""The torch executor on a GPU: decode steps are graphs, and the host runs ahead of the device.
+"""The torch executor on a GPU: replays CUDA graphs for decode steps and runs ahead of the device.
 
-A step's input is uploaded in one asynchronous copy.  The tokens it draws stay on the GPU for the
-next step, and are copied to the host meanwhile.
+The input of a step is uploaded in one asynchronous copy.  The sampled tokens stay on the GPU for
+the next step, and are copied to the host at the same time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def create(
     device: str = "auto",
     max_model_len: int | None = None,
 ) -> TorchExecutor:
-    """Load a model directory for any device; see `TorchExecutor.load`."""
-    place = find_device(device)
-    kind = GpuExecutor if place.type == "cuda" else TorchExecutor
+    """Load a model directory on the given kind of device; see `TorchExecutor.load`."""
+    torch_device = find_device(device)
+    kind = GpuExecutor if torch_device.type == "cuda" else TorchExecutor
     return kind.load(
         Path(model_path),
         name=model_name,
@@ -48,7 +48,7 @@ def create(
         dtype=dtype,
         kv_dtype=kv_dtype,
         weights=weights,
-        device=str(place),
+        device=str(torch_device),
         max_model_len=max_model_len,
     )
 
@@ -59,7 +59,7 @@ class GpuExecutor(TorchExecutor):
     def __init__(self, model: Model, info: ModelInfo, path: Path) -> None:
         super().__init__(model, info, path)
         self._graphs: DecodeGraphs | None = None
-        self._drawn: torch.Tensor | None = None  # [R] int32, by the last `draw`
+        self._drawn: torch.Tensor | None = None  # [R] int32 tokens of the last `draw`
 
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
@@ -71,7 +71,7 @@ class GpuExecutor(TorchExecutor):
         return cache
 
     def prepare(self) -> int:
-        """Record decode steps, and time prompts; see `worker.executor.contract.Preparer`."""
+        """Capture CUDA graphs and benchmark prompt attention; see `Preparer.prepare`."""
         assert self._model is not None and self._cache is not None
         if self._graphs is not None:
             self._graphs.prepare()
@@ -110,19 +110,19 @@ class GpuExecutor(TorchExecutor):
             raise
 
     def shutdown(self) -> None:
-        """Drop the weights and the cache, and the graphs that read both."""
+        """Free the weights, the KV cache, and the CUDA graphs that use them."""
         super().shutdown()
         self._graphs = self._drawn = None
 
 
 class GpuDrawn:
-    """Tokens that a GPU draws; implements `worker.executor.contract.Drawn`."""
+    """Tokens that a GPU is sampling; implements `worker.executor.contract.Drawn`."""
 
     def __init__(self, token_ids: Download, note: Callable[[RuntimeError], None]) -> None:
         self._token_ids, self._note = token_ids, note
 
     def tokens(self) -> list[SampledToken]:
-        """Wait for the end of the step."""
+        """Wait for the end of the step and return its tokens."""
         try:
             return [SampledToken(token_id) for token_id in self._token_ids.read()]
         except RuntimeError as error:
@@ -131,7 +131,7 @@ class GpuDrawn:
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Return whether the device can draw this row's token without the host."""
+    """Return whether the device can sample this sequence's next token without the host."""
     options = sampling.options
     needs_host = options.has_penalties or options.logit_bias or options.logprobs is not None
     is_constrained = sampling.structured is not None or is_limited(sampling)

@@ -1,11 +1,11 @@
-"""Grammars for structured output: compiled in threads, token masks computed during the forward.
+"""Grammars for structured output: threads compile them, and compute token masks during a forward.
 
-`start` is called before a forward pass and `take` after it, so masks cost no time unless the
-forward pass, which releases the GIL, is faster.  Tenants share the compiling threads fairly.
+`start` is called before a forward pass and `take` after it, so masks delay a step only if they take
+longer than the forward pass, which releases the GIL.  Tenants share the compiling threads fairly.
 
-An ambiguous grammar may need 10 ms for each mask, and one request has up to 128 choices.  If masks
-double the time of a step, the slow ones are computed in the background from then on, and a sequence
-joins a step when its mask is ready (`Structured.is_slow`).
+A mask of an ambiguous grammar may take 10 ms, and one request has up to 128 choices.  If masks
+double the duration of a step, slow ones are computed in the background from then on, and their
+sequences join a step only when their mask is ready (`Structured.is_slow`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from wire.process.structured_output import StructureError, grammar_of, limits
 from worker.executor.batch import Sampling
 from worker.executor.structured_output import Compiled, Structured
 
-# Threads that compile, so that slow structures, even two of one tenant, do not delay others.
+# Enough threads that slow structures, even two of one tenant, do not delay those of others.
 _NUM_COMPILING: Final = 3
-# Cached grammars: clients send the same few again and again.
+# The number of cached grammars; clients tend to send the same few repeatedly.
 _NUM_KEPT: Final = 32
 _WORD_BITS: Final = 32
-# Masks of one step may always take this long.
+# Masks of one step that take less than this are never slow.
 _MIN_MASKS_S: Final = 0.001
 
 Bits = npt.NDArray[np.int32]
@@ -48,9 +48,9 @@ class Masks(NamedTuple):
     """The allowed tokens of a step in which at least one sequence has a structure.
 
     Attributes:
-        bits: [R, words] int32, bit t of a row for token t; all set in rows without a structure.
-        over: Rows with other restrictions in which the structure allows EOS only.
-        failed: The first row without a mask: its sequence has a `problem`.
+        bits: [R, words] int32; bit t of a row allows token t.  Rows without a structure allow all.
+        over: Rows with other restrictions in which the structure allows only EOS.
+        failed: The row of the first sequence that has no mask but a `problem`, or None.
     """
 
     bits: Bits
@@ -59,7 +59,7 @@ class Masks(NamedTuple):
 
 
 class Grammars:
-    """The grammars of one model.  Called by the engine's thread only."""
+    """The grammars of one model.  Only the engine's thread may use it."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Grammars:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start to read a tokenizer.json in the background."""
+        """Start to load a tokenizer.json in the background."""
         self._clock = clock
         self._eos = sorted(eos_token_ids)
         self._compiling = FairThreads(_NUM_COMPILING, "compile")
@@ -80,10 +80,10 @@ class Grammars:
         self._kept: FairCache[Structure, Compiled] = FairCache(self._compiling, _NUM_KEPT)
         self._started: Future[Masks] | None = None
         self._started_s = 0.0
-        self._current: list[Structured] = []  # of the step that was started
+        self._current: list[Structured] = []  # those in the step that was started
 
     def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
-        """Start to compile a grammar; return the state of a response at its beginning."""
+        """Start to compile a grammar; return its initial state for a new response."""
         try:
             compiled = self._kept.get(tenant, structure, partial(self._compile, structure))
         except WireError as error:
@@ -93,14 +93,14 @@ class Grammars:
 
     def start(self, samplings: Sequence[Sampling]) -> None:
         """Start to compute the masks of a step's rows, if any sequence has a structure."""
-        self.take()  # of a step that failed
+        self.take()  # discards the masks of a step that failed
         self._current = [it.structured for it in samplings if it.structured is not None]
         if self._current:
             self._started_s = self._clock()
             self._started = self._following.submit(self._masks, samplings)
 
     def take(self) -> Masks | None:
-        """Return the masks of the last step, once; None if it has none."""
+        """Wait for the masks of the last `start` and return them, once; None if there are none."""
         started, self._started = self._started, None
         if started is None:
             return None
@@ -111,7 +111,8 @@ class Grammars:
         return masks
 
     def _find_slow(self, limit_s: float) -> None:
-        """If all masks exceed the limit, mark sequences whose mask exceeds an equal part of it."""
+        """Mark sequences as slow if all masks together took longer than the limit and theirs took
+        longer than an equal share of it."""
         is_over = sum(it.mask_s for it in self._current) > limit_s
         for it in self._current:
             it.is_slow = is_over and it.mask_s > limit_s / len(self._current)
@@ -141,7 +142,7 @@ class Grammars:
         return Compiled(matcher, eos.view(np.int32))
 
     def _masks(self, samplings: Sequence[Sampling]) -> Masks:
-        found: list[tuple[int, Sampling, Structured]] = []  # with its first row
+        found: list[tuple[int, Sampling, Structured]] = []  # the int is its first row
         limited: list[int] = []  # rows with other restrictions
         unfinished: list[int] = []  # rows in which a response may not end yet
         row = 0
@@ -159,13 +160,13 @@ class Grammars:
             if is_early or options.allowed_token_ids or options.bad_sequences:
                 limited += range(first, row)
         eos = found[0][2].eos
-        # All bits set: rows after a forbidden draft are not written, and do not matter.
+        # Rows after a forbidden draft are not written; they stay all ones and do not matter.
         bits = np.full((row, len(eos)), -1, np.int32)
         address, row_bytes = bits.ctypes.data, bits.strides[0]
         failed: int | None = None
         for number, it, structured in found:
-            place = address + number * row_bytes
-            if not structured.fill(it.token_ids, it.drafts, place, row_bytes) and failed is None:
+            start = address + number * row_bytes
+            if not structured.fill(it.token_ids, it.drafts, start, row_bytes) and failed is None:
                 failed = number
         over: list[int] = []
         if limited:
@@ -177,7 +178,7 @@ class Grammars:
 
 
 def _load(path: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    """Read a tokenizer.json; ids of the model that it lacks stand for no text.
+    """Load a tokenizer.json; ids of the model that it lacks get no text.
 
     Raises:
         StructureError: This model cannot generate structured output.

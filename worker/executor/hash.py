@@ -1,12 +1,13 @@
-"""The executor without a model, for tests: the next token is a hash of all KV bytes read back.
+"""A fake model for tests: each next token is a hash of all KV bytes that the cache returns.
 
-The KV of a token is a function of its id, position, layer, k or v, and head.  So a byte that is
-lost, stale, swapped or another request's changes the text; `tests.oracle` computes the right text.
-With `create_mixed` the second layer has a window and there is a state besides, and both are hashed.
+The KV of a token is a function of its id, position, layer, k or v, and head.  A byte that is lost,
+stale, swapped or from another request therefore changes the text; `tests.oracle` computes the right
+text.  With `create_mixed`, the second layer has a sliding window and there is a recurrent state as
+well, and both are hashed.
 
-One hash in `EOS_PERIOD` is an EOS token, unless the request ignores EOS or is under its min_tokens;
-the others are uniform over the rest of the vocabulary.  With a temperature, (seed, choice,
-position) are hashed too.  Filters, penalties and logit_bias have no effect.
+One hash in `EOS_PERIOD` gives an EOS token, unless the request ignores EOS or has not reached its
+min_tokens; the others are uniform over the rest of the vocabulary.  With a temperature, (seed,
+choice, position) are hashed too.  Filters, penalties and logit_bias have no effect.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ VOCAB_SIZE: Final = 32_000
 MAX_MODEL_LEN: Final = 32_768
 EOS_TOKEN_IDS: Final = frozenset({2})
 EOS_PERIOD: Final = 64
-# 8 bytes of head_dim are one u64, in which all arithmetic is done; 64 bytes a token.
+# The 8 bytes of a head are one u64, the type of all arithmetic; a token has 64 bytes of KV.
 NUM_LAYERS: Final = 2
 NUM_KV_HEADS: Final = 2
 LAYOUT: Final = KVLayout.uniform(
@@ -56,8 +57,8 @@ MIXED: Final = KVLayout(
 )
 
 _U64 = npt.NDArray[np.uint64]
-# One odd word for each (layer, k|v, head), so that no two of them have the same bytes.
-_PLACES: Final[_U64] = (
+# A different word for each (layer, k|v, head), so that no two of them have the same KV bytes.
+_HEAD_WORDS: Final[_U64] = (
     np.arange(1, 2 * NUM_LAYERS * NUM_KV_HEADS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ).reshape(NUM_LAYERS, 2, NUM_KV_HEADS)
 
@@ -72,9 +73,9 @@ def create(
     max_model_len: int | None = None,
     step_delay_s: float = 0.0,
 ) -> HashExecutor:
-    """Make a hash executor with the vocabulary and EOS of a model directory, if there is one.
+    """Create a hash executor, with the model directory's vocabulary and EOS tokens if given.
 
-    `dtype`, `device` and the directory's maximal length have no effect.
+    `dtype`, `device` and the context length in the directory have no effect.
 
     Raises:
         ValueError: A file of the model directory is invalid.
@@ -94,7 +95,7 @@ def create(
 
 
 def create_mixed(**settings: Any) -> HashExecutor:
-    """Make one with layers of several kinds; see `create` for `settings`."""
+    """Create a hash executor with several kinds of layers; see `create` for `settings`."""
     plain = create(**settings)
     return HashExecutor(replace(plain.info, layout=MIXED), step_delay_s=plain.step_delay_s)
 
@@ -116,11 +117,11 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 class HashKVCache(HostKVCache):
-    """Paged KV as bytes.
+    """The paged KV cache of the hash executor.
 
     Attributes:
         kv: uint8 [num_blocks, num_layers, k|v, kv_heads, block_size, head_dim].
-        window_kv: The same of layers with a window.
+        window_kv: The same for sliding-window layers.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class HashKVCache(HostKVCache):
         self.window_kv: npt.NDArray[np.uint8] = self.window_items[..., None].view(np.uint8)
 
     def compute(self, token_ids: npt.NDArray[np.int32], batch: Batch) -> None:
-        """Compute and store the KV of a batch's tokens, [T] `token_ids`, and the states."""
+        """Compute and store the KV and the recurrent states of a batch, with [T] `token_ids`."""
         words = kv_words(token_ids, batch.positions)
         num_whole, slots = self.items.shape[1], batch.slots
         blocks, offsets = np.divmod(slots, self.block_size)
@@ -154,7 +155,7 @@ class HashKVCache(HostKVCache):
                 of_slot[run.after] = state_after(words[run.start : run.stop], before)
 
     def digest(self, block_table: Sequence[int], num_tokens: int) -> int:
-        """Hash all that the last of `num_tokens` tokens attends to."""
+        """Hash all KV and states that the last of `num_tokens` tokens attends to."""
         digest = 0
         for index, group in enumerate(self.layout.groups):
             first = num_tokens
@@ -169,7 +170,7 @@ class HashKVCache(HostKVCache):
 
 
 class HashExecutor:
-    """Computes in microseconds; `step_delay_s` prolongs every step."""
+    """An executor whose steps take microseconds, plus `step_delay_s`."""
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
@@ -183,12 +184,12 @@ class HashExecutor:
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> HashKVCache:
-        room = num_states, num_window_blocks
-        self._cache = HashKVCache(num_blocks, block_size, self.info.layout, *room)
+        sizes = num_states, num_window_blocks
+        self._cache = HashKVCache(num_blocks, block_size, self.info.layout, *sizes)
         return self._cache
 
     def forward(self, batch: Batch) -> list[int]:
-        """Write the batch's KV; return one digest of the whole context per sampled row."""
+        """Write the batch's KV; return a digest of the whole context for each sampled row."""
         assert self._cache is not None, "allocate comes first"
         if self.step_delay_s:
             time.sleep(self.step_delay_s)
@@ -217,7 +218,7 @@ class HashExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Maps hashes to tokens; `eos_token_ids` are among its `size` tokens."""
+    """Maps hashes to tokens of a vocabulary of `size` tokens, which include `eos_token_ids`."""
 
     size: int
     eos_token_ids: frozenset[int]
@@ -238,7 +239,7 @@ class Vocabulary:
         if not may_stop:
             banned = banned.union(options.stop_token_ids)
         token_id = rest % self.size
-        for _ in range(len(banned)):  # to the next allowed token, if there is one
+        for _ in range(len(banned)):  # find the next allowed token, if there is one
             if token_id not in banned:
                 break
             token_id = (token_id + 1) % self.size
@@ -250,7 +251,7 @@ class Vocabulary:
         return SampledToken(token_id, self._logprobs(token_id, probability, options.logprobs))
 
     def score(self, scoring: Scoring) -> bytes:
-        """Pack the logprobs of a prompt's tokens, all equal."""
+        """Return the packed logprobs of a prompt's tokens, which are all equal."""
         num_top = min(scoring.num_top, self.size)
         return b"".join(
             pack_logprobs(self._logprobs(token_id, 1 / self.size, num_top))
@@ -266,18 +267,18 @@ class Vocabulary:
 def kv_words(
     token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint64]:
-    """Return u64 [T, num_layers, k|v, kv_heads]: the KV of each token (the splitmix64 mixer)."""
+    """Return the KV of each token, u64 [T, num_layers, k|v, kv_heads], by the splitmix64 mixer."""
     names = (positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint64)
-    words = names[:, None, None, None] + _PLACES
+    words = names[:, None, None, None] + _HEAD_WORDS
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(words ^ (words >> np.uint64(31)), dtype="<u8")
 
 
 def state_after(words: _U64, before: _U64 | int = 0) -> _U64:
-    """Return u64 [num_layers, heads]: the state after tokens of [T, num_layers, k|v, kv_heads] KV.
+    """Return the state after T more tokens, u64 [num_layers, heads].
 
-    It depends on all tokens and their order.
+    It depends on all tokens and their order; `words` is u64 [T, num_layers, k|v, kv_heads].
     """
     state = np.zeros((NUM_LAYERS, 2 * NUM_KV_HEADS), np.uint64) + np.uint64(before)
     for word in words.reshape(len(words), *state.shape):

@@ -1,4 +1,7 @@
-"""Paged KV in host memory, for executors without torch: items of `head_dim` values, as bytes."""
+"""A paged KV cache in host memory, for executors without torch.
+
+Its items are the keys or values of one token in one head of one layer, as raw bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ Items = npt.NDArray[Any]
 
 
 class HostKVCache(KVCache):
-    """Blocks of KV in host memory.
+    """A paged KV cache in host memory.
 
     Attributes:
-        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items of layers without a window,
-            group after group.
-        window_items: The same of layers with a window.
-        memory: The shared memory of both, if other processes can read it.
-        states: By group, uint8 [num_states, num_layers, heads, head_bytes].
+        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items of layers without a sliding
+            window, group after group.
+        window_items: The same for sliding-window layers.
+        memory: The shared memory of both arrays, if other processes can read it, else None.
+        states: uint8 [num_states, num_layers, heads, head_bytes] recurrent states, by group.
     """
 
     copies_wait = False
@@ -58,7 +61,7 @@ class HostKVCache(KVCache):
         self.state_slots = StateSlots(num_states, block_size)
 
     def _sizes(self, num_blocks: int, *, windowed: bool) -> tuple[tuple[int, ...], str]:
-        """Return shape and dtype of the items of so many blocks."""
+        """Return the shape and dtype of the items of `num_blocks` blocks."""
         shape = self._shapes[windowed]
         item_bytes = self.layout.kv_groups[0].head_bytes // 2
         # NumPy moves numbers two to three times faster than raw bytes of the same size.
@@ -67,7 +70,7 @@ class HostKVCache(KVCache):
         return sizes, f"{kind}{item_bytes}"
 
     def rows(self, block_table: Sequence[int] | npt.NDArray[Any], num_tokens: int) -> Bytes:
-        """Copy out the KV of a sequence's first tokens, without windows.
+        """Return a copy of the KV of a sequence's first tokens, in layers without a window.
 
         Returns:
             [num_tokens, token_bytes]; a row is [layer][k|v][kv_head][head_dim].
@@ -80,7 +83,7 @@ class HostKVCache(KVCache):
         )
 
     def write(self, slots: npt.NDArray[np.int32], rows: Bytes) -> None:
-        """Store a row for each slot: [T] `slots`, [T, token_bytes] `rows` as `rows` returns."""
+        """Store one row per slot: [T] slots, [T, token_bytes] rows as the method `rows` returns."""
         blocks, offsets = np.divmod(slots, self.block_size)
         items = np.ascontiguousarray(rows).view(self.items.dtype)
         self.items[blocks, ..., offsets] = items.reshape(len(slots), *self.items.shape[1:-1])
@@ -135,11 +138,11 @@ class HostKVCache(KVCache):
     def _place(
         self, block_table: Sequence[int], rectangle: Rectangle
     ) -> tuple[npt.NDArray[np.intp], slice, slice]:
-        """Return the blocks of the tokens, and the layers and heads in them.
+        """Return the blocks, layers and heads to index the items of a rectangle with.
 
         Raises:
-            ValueError: The rectangle does not fit the layout or the block table, or its window KV
-                is gone.
+            ValueError: The rectangle does not fit the layout or the block table, or its tokens are
+                no longer in the sliding window.
         """
         index, layers, heads, tokens = rectangle
         group = self.layout.groups[index] if index < len(self.layout.groups) else None
@@ -166,5 +169,5 @@ class HostKVCache(KVCache):
 
 
 def _shape_of(rectangle: Rectangle) -> tuple[int, int, int, int]:
-    """Return [layer, k|v, head, token], the order of items in a segment."""
+    """Return the shape of a rectangle's items in a segment: (layers, k|v, heads, tokens)."""
     return len(rectangle.layers), 2, len(rectangle.heads), len(rectangle.tokens)

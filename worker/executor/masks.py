@@ -1,13 +1,13 @@
-"""Masks of the options: tokens that may not be drawn.
+"""Masks tokens that the options of a request forbid.
 
-After penalties and logit bias, in this order, each row by itself (SPEC 4.8):
+The masks are applied to each row after penalties and logit bias, in this order (SPEC 4.8):
 
-    allowed_token_ids   masks all others
-    bad_sequences       masks tokens that would complete one
-    min_tokens          masks EOS and the request's stop ids until so many tokens are generated
+    allowed_token_ids   masks all other tokens
+    bad_sequences       masks tokens that would complete one of them
+    min_tokens          masks EOS and the request's stop ids until that many tokens are generated
 
-The mask of a structure (`worker.executor.grammars`) comes last.  If it allows EOS only, EOS is the
-next token, whatever the options say.
+The mask of a structure (`worker.executor.grammars`) comes last.  If it allows only EOS, EOS is the
+next token even if the options forbid it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def mask(
     eos_token_ids: frozenset[int],
     over: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Return masked [R, vocab] logits: the same tensor if nothing is masked.
+    """Return masked [R, vocab] logits, which are the same tensor if no option masks tokens.
 
-    `over` are the rows whose structure allows EOS only.
+    `over` are the rows whose structure allows only EOS; they are not masked.
     """
     limited = rows_of(samplings, is_limited)
     if not limited:
@@ -38,15 +38,15 @@ def mask(
     columns: list[int] = []
     for row in limited:
         options = row.options
-        # Ids of a client may exceed the vocabulary.
+        # Token ids from clients may exceed the vocabulary.
         if options.allowed_token_ids:
             known = [token_id for token_id in options.allowed_token_ids if token_id < vocab]
             masked[row.index] = -torch.inf
             masked[row.index, known] = logits[row.index, known]
-        out = _completing(row)
+        forbidden = _completing(row)
         if row.position - row.sampling.prompt_len < options.min_tokens:
-            out |= eos_token_ids.union(options.stop_token_ids)
-        known = [token_id for token_id in out if token_id < vocab]
+            forbidden |= eos_token_ids.union(options.stop_token_ids)
+        known = [token_id for token_id in forbidden if token_id < vocab]
         rows += [row.index] * len(known)
         columns += known
     if rows:
@@ -57,7 +57,7 @@ def mask(
 
 
 def is_limited(sampling: Sampling) -> bool:
-    """Return whether the options may mask tokens."""
+    """Return whether the options may mask tokens of the next row."""
     options = sampling.options
     if sampling.position - sampling.prompt_len < options.min_tokens:
         return True
@@ -65,18 +65,18 @@ def is_limited(sampling: Sampling) -> bool:
 
 
 def _completing(row: Row) -> set[int]:
-    """Return the tokens that would complete a bad sequence, with the drafts before this row."""
+    """Return the tokens that would complete a bad sequence after this row's text and drafts."""
     sampling = row.sampling
     first = max(sampling.prompt_len, len(sampling.token_ids) - MAX_BAD_SEQUENCE_LENGTH)
-    answer = (*sampling.token_ids[first:], *sampling.drafts[: row.num_drafts])
+    text = (*sampling.token_ids[first:], *sampling.drafts[: row.num_drafts])
     return {
         last
         for *before, last in row.options.bad_sequences
-        if answer[len(answer) - len(before) :] == tuple(before)
+        if text[len(text) - len(before) :] == tuple(before)
     }
 
 
 def _copy(logits: torch.Tensor) -> torch.Tensor:
-    if logits.device.type == "cpu":  # NumPy takes a tenth of torch's time
+    if logits.device.type == "cpu":  # NumPy is ten times as fast as torch
         return torch.from_numpy(logits.numpy().copy())
     return logits.clone(memory_format=torch.contiguous_format)

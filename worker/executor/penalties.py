@@ -1,13 +1,14 @@
 """Penalties and logit bias.
 
-In this order, each row by itself (SPEC 4.8):
+They are applied to each row in this order (SPEC 4.8):
 
-    repetition   of tokens in prompt or output: positive logits are divided, others multiplied
-    frequency    subtracted for each occurrence in the output
-    presence     subtracted if the output has the token
-    logit_bias   added
+    repetition   for tokens in prompt or output: divides positive logits, multiplies the others
+    frequency    is subtracted for each occurrence in the output
+    presence     is subtracted if the token is in the output
+    logit_bias   is added
 
-in float64, rounded once to float32.  Only changed logits are gathered, computed and scattered.
+They are computed in float64 and rounded once to float32.  Only the affected logits are gathered,
+computed and scattered.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from worker.executor.token_counts import Occurrences
 
 
 def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return [R, vocab] logits after penalties and biases: the same tensor if there are none."""
+    """Return [R, vocab] logits after penalties and biases; if there are none, the same tensor."""
     penalized = rows_of(samplings, lambda it: it.options.has_penalties)
     biased = rows_of(samplings, lambda it: bool(it.options.logit_bias))
     if not penalized and not biased:
@@ -37,7 +38,7 @@ def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
 
 
 def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
-    # Rows of one sampling are adjacent; the first has no drafts before it.
+    # The rows of one sampling are adjacent, and the first of them has no drafts before it.
     firsts = [row.sampling for row in rows if not row.num_drafts]
     found = [pair for it in firsts for pair in _occurrences(it).along(it.drafts)]
     sizes = [len(token_ids) for token_ids, _ in found]
@@ -46,10 +47,10 @@ def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
         values = np.array([field(row.options) for row in rows], np.float64)
         return torch.from_numpy(np.repeat(values, sizes)).to(logits.device)
 
-    places = np.concatenate([token_ids for token_ids, _ in found])
+    indexes = np.concatenate([token_ids for token_ids, _ in found])
     starts = np.array([row.index for row in rows], np.int64) * logits.shape[1]
-    places += np.repeat(starts, sizes)
-    where = torch.from_numpy(places).to(logits.device)
+    indexes += np.repeat(starts, sizes)
+    where = torch.from_numpy(indexes).to(logits.device)
     counts = np.concatenate([counts for _, counts in found]).astype(np.float64)
     count = torch.from_numpy(counts).to(logits.device)
     flat = logits.view(-1)
@@ -64,20 +65,20 @@ def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
 
 def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
     vocab = logits.shape[1]
-    places: dict[int, float] = {}
+    indexes: dict[int, float] = {}
     for row in rows:
         for token_id, bias in row.options.logit_bias:
-            if token_id < vocab:  # ids of a client may exceed the vocabulary
-                place = row.index * vocab + token_id
-                places[place] = places.get(place, 0.0) + bias
-    where = torch.tensor(list(places), dtype=torch.int64, device=logits.device)
-    bias_of = torch.tensor(list(places.values()), dtype=torch.float64, device=logits.device)
+            if token_id < vocab:  # ids from clients may exceed the vocabulary
+                index = row.index * vocab + token_id
+                indexes[index] = indexes.get(index, 0.0) + bias
+    where = torch.tensor(list(indexes), dtype=torch.int64, device=logits.device)
+    bias_of = torch.tensor(list(indexes.values()), dtype=torch.float64, device=logits.device)
     flat = logits.view(-1)
     flat[where] = (flat[where].double() + bias_of).to(logits.dtype)
 
 
 def _occurrences(sampling: Sampling) -> Occurrences:
-    """Return the up-to-date occurrences of the text without drafts."""
+    """Return the token counts of the text without its drafts, updated to the last token."""
     if sampling.occurrences is None:
         return Occurrences(sampling.token_ids, sampling.prompt_len)
     sampling.occurrences.update(sampling.token_ids)

@@ -1,4 +1,4 @@
-"""Executors by name for `--executor`, imported on demand; a plug-in is `module:factory`."""
+"""Creates the executor that `--executor` names; a plug-in is given as `module:factory`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from worker.executor.contract import Executor
 
-# torch: real models.  hash: model-free, deterministic, for tests of everything but the model.
+# torch: real models.  hash: a deterministic fake model, to test everything but the model.
 FACTORIES: Final = {
     "torch": "worker.executor.gpu:create",
     "hash": "worker.executor.hash:create",
@@ -18,15 +18,15 @@ FACTORIES: Final = {
 
 
 def create(name: str, **kwargs: Any) -> Executor:
-    """Make the executor called `name`.
+    """Import the module of the executor called `name`, and create the executor.
 
     Args:
-        kwargs: model_path, model_name, fingerprint, dtype, device, max_model_len, and others that
-            the factory takes.
+        kwargs: model_path, model_name, fingerprint, dtype, device, max_model_len, and other
+            arguments of the factory.
 
     Raises:
-        ValueError: There is no such executor (the message lists the names), or it has no such
-            dtype or device.
+        ValueError: There is no such executor (the message lists the names), or it does not support
+            the arguments, the dtype or the device.
     """
     module_name, colon, factory_name = FACTORIES.get(name, name).partition(":")
     if not colon or not module_name or not factory_name:
@@ -47,7 +47,7 @@ def create(name: str, **kwargs: Any) -> Executor:
     except TypeError as error:
         raise ValueError(f"executor {name!r} does not take these settings: {error}") from error
     except ValueError:
-        pass  # written in C, without a signature
+        pass  # a factory written in C has no signature
     executor: Executor = factory(**kwargs)
     _check(name, "dtype", kwargs.get("dtype", "auto"), executor.capabilities.dtypes)
     device = str(kwargs.get("device", "auto")).partition(":")[0]
@@ -67,7 +67,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _check(executor: str, setting: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError for a choice that the executor lacks."""
+    """Raise ValueError if the executor does not support this value of a setting."""
     if choices and value not in ("auto", *choices):
         raise ValueError(
             f"executor {executor!r}: --{setting} is {value!r}, not auto, {', '.join(choices)}"

@@ -1,24 +1,25 @@
-"""The next token of each row: greedy, or drawn by a counter-based generator.
+"""Samples the next token of each row, greedily or with a counter-based random number generator.
 
 The random number of a row is a pure function of (seed, choice, position), so a sequence continues
-identically on another worker, in another batch, after a retry:
+identically on another worker, in another batch, or after a retry:
 
     mix(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9
             x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
     key   = mix(mix(seed + G) + (choice + 1) * G)     G = 0x9E3779B97F4A7C15, all modulo 2^64
     u     = (mix(key + (position + 1) * G) >> 12) / 2^52
 
-that is, over positions, the SplitMix64 stream that starts at `key`.  The token is the first one, by
-id, at which the cumulated weight exceeds u times the total.  Weights are exp((logit - max) /
-temperature), in multiples of 2^-42 (`kernels.contract.SAMPLING`), of tokens that pass the filters,
-in this order:
+As the position grows, u follows the SplitMix64 stream that starts at `key`.  The sampled token is
+the first one, by id, at which the cumulative weight exceeds u times the total weight.  A weight is
+exp((logit - max) / temperature), rounded to a multiple of 2^-42 (`kernels.contract.SAMPLING`).
+Only tokens that pass these filters count, applied in this order:
 
-    top_k  logits not below the k-th largest
-    top_p  the likeliest tokens whose share of the weight left by top_k first reaches top_p
-    min_p  weights not below min_p times the largest
+    top_k  tokens whose logits are not below the k-th largest
+    top_p  the fewest most likely tokens whose share of the weight left by top_k reaches top_p
+    min_p  tokens whose weights are not below min_p times the largest
 
-Ties at a filter's border all pass.  Penalties and logit_bias (`worker.executor.penalties`) come
-first, then masks (`worker.executor.masks`).  Log-probabilities are of the logits before all this.
+Tokens tied at a filter's threshold all pass.  Penalties and logit_bias
+(`worker.executor.penalties`) are applied first, then masks (`worker.executor.masks`).
+Log-probabilities are computed from the logits before any of this.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from worker.executor.penalties import adjust
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
-# Rows of a prompt that are scored at a time: 128 of a large vocabulary are 80 MB.
+# The number of prompt rows scored at a time: with a large vocabulary, 128 rows take 80 MB.
 _SCORED_ROWS: Final = 128
 
 Uint64 = npt.NDArray[np.uint64]
 
 
 class NoTokenLeft(Exception):
-    """Every token of `row` is masked."""
+    """All tokens of `row` are masked, so none can be sampled."""
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -63,16 +64,16 @@ def sample(
     eos_token_ids: frozenset[int],
     structures: Masks | None = None,
 ) -> list[SampledToken]:
-    """Choose a token for each row.
+    """Sample a token for each row.
 
     Args:
-        logits: [R, vocab] float32; not changed.
+        logits: [R, vocab] float32; not modified.
         samplings: Together they have R rows.
         eos_token_ids: Masked, with a request's own stop ids, until its min_tokens are reached.
-        structures: The masks of structures, if any.
+        structures: The masks of structured output, if any.
 
     Raises:
-        NoTokenLeft: The options of a request exclude each other.
+        NoTokenLeft: The options of a request together mask every token.
     """
     if not samplings:
         return []
@@ -97,11 +98,11 @@ def sample(
 def draw(
     logits: torch.Tensor, samplings: Sequence[Sampling], bits: npt.NDArray[np.int32] | None = None
 ) -> torch.Tensor:
-    """Start to draw a token for each row: [R] int64 on the device.
+    """Start to sample a token for each row; return [R] int64 on the device.
 
     Args:
         logits: [R, vocab] float32, after penalties and masks.
-        bits: The masks of structures, as `kernels.draw` takes them.
+        bits: The masks of structured output, in the format of `kernels.draw`.
     """
     settings = None
     if bits is not None or any(it.options.temperature != 0 for it in samplings):
@@ -112,10 +113,10 @@ def draw(
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, scorings: Sequence[Scoring]) -> list[bytes]:
-    """Return each scoring's packed rows (`wire.logprobs`).
+    """Return the packed prompt logprobs of each scoring (`wire.logprobs`).
 
     Args:
-        logits: [Q, vocab] float32; not changed.
+        logits: [Q, vocab] float32; not modified.
         scorings: Together they have Q next tokens.
     """
     packed, start = [], 0
@@ -133,7 +134,7 @@ def uniforms(
     seed, choice, position = (np.array(words, np.uint64) for words in (seeds, choices, positions))
     one = np.uint64(1)
     key = _mix(_mix(seed + _GOLDEN) + (choice + one) * _GOLDEN)
-    # With 53 bits, u * total could round up to the total and select past the end.
+    # With 53 bits, u * total could round up to the total, and no token would be selected.
     bits = _mix(key + (position + one) * _GOLDEN) >> np.uint64(12)
     return bits.astype(np.float64) * 2.0**-52
 
@@ -145,7 +146,7 @@ def _mix(x: Uint64) -> Uint64:
 
 
 def _may_lack_all(sampling: Sampling) -> bool:
-    """Return whether the options may mask all tokens together."""
+    """Return whether the request's options together may mask all tokens."""
     options = sampling.options
     is_held = sampling.structured is not None and options.min_tokens > 0
     return is_held or bool(options.allowed_token_ids or options.bad_sequences)
@@ -156,7 +157,7 @@ def _on(device: torch.device, rows: Ints) -> torch.Tensor:
 
 
 def _settings(rows: list[Row]) -> npt.NDArray[np.int64]:
-    """Return the settings of rows, [R, 5] int64, as `kernels.draw` takes them."""
+    """Return the sampling parameters of rows, [R, 5] int64, in the format of `kernels.draw`."""
     options = [row.options for row in rows]
     settings = np.empty(len(rows), kernels.SAMPLING)
     for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -175,7 +176,7 @@ def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _logprobs(logits: torch.Tensor, token_ids: list[int], numbers: list[int]) -> list[Logprobs]:
-    """Return each row's log-probability of its token and of its likeliest `numbers` tokens."""
+    """Return for each row the log-probabilities of its token and of its `numbers` top tokens."""
     scores = _log_probabilities(logits)
     chosen: list[float] = scores[range(len(token_ids)), token_ids].tolist()
     best = scores.topk(min(max(numbers), scores.shape[1]))

@@ -1,8 +1,8 @@
-"""The executor of models that compute one sequence at a time: `functions` and `forward`.
+"""The executor for models that compute one sequence at a time: `functions` and `forward`.
 
-Such a model reads a whole prompt, or all KV so far and one more token.  Each call reads KV from the
-blocks, and a model keeps nothing of a sequence between calls, so an error ends only the sequence at
-hand.
+Such a model prefills a whole prompt, or processes one token given the KV of all earlier tokens.
+Each call gets the KV from the blocks, and the model keeps no data of a sequence between calls, so
+an error ends only the sequence being computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from worker.compute.shared_memory import Bytes
-from worker.executor.batch import Batch
+from worker.executor.batch import Batch, Int32
 from worker.executor.contract import (
     Attention,
     Capabilities,
@@ -31,22 +31,22 @@ from worker.executor.host_kv_cache import HostKVCache
 
 MAX_MODEL_LEN: Final = 32_768
 
-# The id of the next token, or [vocab] logits to draw it from.
-Answer = int | npt.NDArray[np.float32]
+# A prediction of the next token: its id, or [vocab] logits to sample it from.
+Prediction = int | npt.NDArray[np.float32]
 
 
 class StepwiseModel(Protocol):
-    """KV is uint8 [tokens, token_bytes]; a row is in the layout's order."""
+    """A custom model; its KV is uint8 [tokens, token_bytes], each row in the layout's order."""
 
-    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
-        """Read a prompt; return the KV of each token and, if already known, what comes next."""
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Prediction | None]:
+        """Prefill a prompt; return its KV and the prediction for the next token, if available."""
 
-    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
-        """Read one token after `position` others; return its KV row and what comes next."""
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Prediction]:
+        """Process one token at `position`; return its KV row and the prediction for the next."""
 
 
 class StepwiseExecutor:
-    """Steps a model one sequence after another; implements `worker.executor.contract.Executor`."""
+    """Computes the sequences of a batch one by one; implements `contract.Executor`."""
 
     def __init__(self, model: StepwiseModel, info: ModelInfo) -> None:
         self.info = info
@@ -65,90 +65,92 @@ class StepwiseExecutor:
         self._cache = HostKVCache(self.info.layout, num_blocks, block_size)
         return self._cache
 
-    def forward(self, batch: Batch) -> list[Answer]:
-        """Write the batch's KV; return the answers of the sampled rows.
+    def forward(self, batch: Batch) -> list[Prediction]:
+        """Write the batch's KV; return the predictions of the sampled rows.
 
         Raises:
-            SequenceFailed: The model raised (the cause), or returned unusable KV or answers.
+            SequenceFailed: The model raised (see the cause), or returned invalid KV or predictions.
         """
         assert self._cache is not None, "allocate comes first"
-        answers: list[Answer] = []
+        predictions: list[Prediction] = []
         ends = batch.query_starts[1:].tolist()
         wanted = set(batch.sample_rows.tolist())
         for index, (start, end) in enumerate(zip(batch.query_starts.tolist(), ends, strict=False)):
             token_ids, first = batch.token_ids[start:end], int(batch.positions[start])
             is_sampled = end - 1 in wanted
             try:
-                rows, answer = self._read(batch.block_tables[index], token_ids, first, is_sampled)
+                rows, prediction = self._compute(
+                    batch.block_tables[index], token_ids, first, is_sampled
+                )
                 self._cache.write(batch.slots[start:end], rows)
                 if is_sampled:
-                    answers.append(self._checked(answer))
+                    predictions.append(self._checked(prediction))
             except Exception as error:
                 raise SequenceFailed(index, f"{type(error).__name__}: {error}") from error
-        return answers
+        return predictions
 
-    def sample(self, logits: list[Answer], batch: Batch) -> list[SampledToken]:
-        """Return the ids that the model chose, or draw from its logits."""
-        places = [place for place, it in enumerate(logits) if isinstance(it, np.ndarray)]
-        if not places:
-            return [SampledToken(int(answer)) for answer in logits]
-        # Imported here: a model that chooses by itself needs no torch.
+    def sample(self, logits: list[Prediction], batch: Batch) -> list[SampledToken]:
+        """Return the ids that the model chose, or sample from its logits."""
+        indexes = [index for index, it in enumerate(logits) if isinstance(it, np.ndarray)]
+        if not indexes:
+            return [SampledToken(int(prediction)) for prediction in logits]
+        # Imported here, because a model that chooses tokens itself does not need torch.
         import torch
 
         from worker.executor import sampler
 
-        rows = torch.from_numpy(np.stack([np.asarray(logits[place]) for place in places]))
-        samplings = [batch.samplings[place] for place in places]
+        rows = torch.from_numpy(np.stack([np.asarray(logits[index]) for index in indexes]))
+        samplings = [batch.samplings[index] for index in indexes]
         try:
             drawn = iter(sampler.sample(rows, samplings, self.info.eos_token_ids))
         except sampler.NoTokenLeft as error:
-            index = batch.sequence_of(places[error.row])
+            index = batch.sequence_of(indexes[error.row])
             raise SequenceFailed(index, str(error), ErrorCode.INVALID_REQUEST) from None
         return [
-            next(drawn) if isinstance(answer, np.ndarray) else SampledToken(answer)
-            for answer in logits
+            next(drawn) if isinstance(prediction, np.ndarray) else SampledToken(prediction)
+            for prediction in logits
         ]
 
     def shutdown(self) -> None:
         self._cache = None
 
-    def _read(
-        self, table: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], first: int, ask: bool
-    ) -> tuple[Bytes, Answer | None]:
-        """Compute the KV of tokens from position `first` on, and what comes next."""
-        answer: Answer | None
+    def _compute(
+        self, table: Int32, token_ids: Int32, first: int, needs_prediction: bool
+    ) -> tuple[Bytes, Prediction | None]:
+        """Return the KV of tokens from position `first` on, and the prediction for the next."""
+        prediction: Prediction | None
         if first == 0:
-            rows, answer = self._model.prefill(token_ids)
-            if answer is None and ask:
-                _, answer = self._model.step(rows[:-1], int(token_ids[-1]), len(rows) - 1)
-            return rows, answer
-        # A cached prefix, a later chunk or a generated token: step token by token.
+            rows, prediction = self._model.prefill(token_ids)
+            if prediction is None and needs_prediction:
+                _, prediction = self._model.step(rows[:-1], int(token_ids[-1]), len(rows) - 1)
+            return rows, prediction
+        # After a cached prefix, in a later chunk, or while decoding: process token by token.
         assert self._cache is not None
         kv = np.empty((first + len(token_ids), self.info.layout.token_bytes), np.uint8)
         kv[:first] = self._cache.rows(table, first)
         for position, token_id in enumerate(token_ids.tolist(), first):
-            kv[position], answer = self._model.step(kv[:position], token_id, position)
-        return kv[first:], answer
+            kv[position], prediction = self._model.step(kv[:position], token_id, position)
+        return kv[first:], prediction
 
-    def _checked(self, answer: object) -> Answer:
-        """Return an id as int, or logits as float32 [vocab].
+    def _checked(self, prediction: object) -> Prediction:
+        """Return a prediction as an int or as float32 [vocab] logits.
 
         Raises:
-            TypeError: It is neither.
-            ValueError: It is not of this vocabulary, or nothing can be drawn from it.
+            TypeError: It is neither an integer nor an array.
+            ValueError: It does not fit the vocabulary, or no token can be sampled from it.
         """
         vocab_size = self.info.vocab_size
-        if isinstance(answer, np.ndarray) and answer.ndim:
-            logits = np.asarray(answer, np.float32)
+        if isinstance(prediction, np.ndarray) and prediction.ndim:
+            logits = np.asarray(prediction, np.float32)
             if logits.shape != (vocab_size,):
                 raise ValueError(f"the model's logits are {logits.shape}, not ({vocab_size},)")
             if not np.isfinite(highest := logits.max()):
                 raise ValueError(f"the highest of the model's logits is {highest}")
             return logits
         try:
-            token_id = operator.index(answer)  # type: ignore[arg-type]
+            token_id = operator.index(prediction)  # type: ignore[arg-type]
         except TypeError:
-            kind = type(answer).__name__
+            kind = type(prediction).__name__
             raise TypeError(f"the model chose a {kind}, not the id of a token") from None
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"the model chose token {token_id}, not one of 0 to {vocab_size - 1}")
@@ -163,11 +165,11 @@ def describe(
     eos_token_ids: Iterable[int],
     max_model_len: int,
 ) -> ModelInfo:
-    """Return the description of a model; `settings` are the keywords of a factory.
+    """Return the description of a model; `settings` are the arguments of an executor factory.
 
     Raises:
-        ValueError: They request longer sequences than the model has, or the layout is invalid or
-            has layers that do not keep all tokens.
+        ValueError: They request longer sequences than `max_model_len`, or the layout is invalid or
+            has layers that do not keep the KV of all tokens.
     """
     try:
         msgspec.convert(msgspec.to_builtins(layout), KVLayout)  # as peers will read it

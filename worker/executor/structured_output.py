@@ -1,6 +1,6 @@
-"""The position of one response in its grammar, and its token masks.  SPEC 4.9.
+"""The progress of one response through its grammar, and its token masks (SPEC 4.9).
 
-A pure function of the generated tokens: preemption, transfer and failover change nothing.
+Both are a pure function of the generated tokens, so they survive preemption, transfer and failover.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from wire.process.structured_output import StructureError
 if TYPE_CHECKING:  # optional at run time
     from llguidance import LLMatcher
 
-# Runs a call on another thread.
+# Submits a call to another thread.
 Submit = Callable[[Callable[[], Any]], Future[Any]]
 
 
 class Compiled(NamedTuple):
-    """A grammar in its initial state, and a mask of EOS: [words] int32, a bit for each token."""
+    """A compiled grammar in its initial state, and a mask of the EOS tokens: [words] int32."""
 
     matcher: LLMatcher
     eos: npt.NDArray[np.int32]
 
 
 class Structured:
-    """The position of one sequence in its structure.
+    """The progress of one sequence through its structure.
 
-    Used by one thread at a time: the engine's, a mask thread between `Grammars.start` and `take`,
-    or a background thread until it `is_ready`.
+    Only one thread uses it at a time: the engine's thread, a mask thread between `Grammars.start`
+    and `take`, or a background thread until it `is_ready`.
 
     Attributes:
-        is_slow: Steps should not wait for its masks.
-        mask_s: The time of its last mask.
+        is_slow: Its masks take so long that steps should not wait for them.
+        mask_s: How many seconds its last mask took.
     """
 
     def __init__(self, compiled: Future[Compiled], prompt_len: int, mask_threads: Submit) -> None:
@@ -52,34 +52,34 @@ class Structured:
         self._mask: Future[npt.NDArray[np.int32]] | None = None
         self._matcher: LLMatcher | None = None
         self._num_seen = prompt_len
-        self._num_after_end = 0  # tokens of a draft model after EOS
+        self._num_after_end = 0  # the number of tokens after EOS, from a draft model
         self._problem: str | None = None
 
     @property
     def is_ready(self) -> bool:
-        """True when compilation has ended and no mask is being computed in the background."""
+        """True if compilation has ended and no mask is being computed in the background."""
         return self._compiled.done() and (self._mask is None or self._mask.done())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is ready, at most `timeout_s`."""
+        """Wait until the grammar or the mask in the background is ready, at most `timeout_s`."""
         awaited: Future[Any] = self._compiled if self._mask is None else self._mask
         wait([awaited], timeout_s)
 
     def make_mask(self, token_ids: Sequence[int]) -> None:
         """Start to compute the mask after `token_ids` in the background.
 
-        It is not ready until then, and the tokens must not change.
+        Until the mask is computed, `is_ready` is False and the tokens must not change.
         """
         self._mask = self._mask_threads(partial(self._make_mask, token_ids))
 
     def cancel(self) -> None:
-        """Cancel a background mask that has not been started."""
+        """Cancel a background mask whose computation has not started."""
         if self._mask is not None:
             self._mask.cancel()
 
     @property
     def problem(self) -> str | None:
-        """Why the response cannot follow its structure; None if it can."""
+        """The reason why the response cannot follow its structure, or None."""
         if self._problem is None and self.is_ready and (error := self._compiled.exception()):
             self._problem = f"structure: {StructureError(str(error))}"
         return self._problem
@@ -89,26 +89,27 @@ class Structured:
         return self._compiled.result().eos
 
     def begin(self, prompt_len: int) -> Structured:
-        """Return the same structure in its initial state."""
+        """Return a copy of the structure in its initial state, for a response to a new prompt."""
         return Structured(self._compiled, prompt_len, self._mask_threads)
 
     def rewind(self, num_tokens: int) -> None:
-        """Forget the tokens after the first `num_tokens`, which must include the prompt."""
+        """Roll back to the first `num_tokens` tokens, which must include the prompt."""
         self._mask = None
         if self._matcher is not None and num_tokens < self._num_seen:
             num_back = self._num_seen - num_tokens
-            num_uncounted = min(num_back, self._num_after_end)
-            self._matcher.rollback(num_back - num_uncounted)
-            self._num_after_end -= num_uncounted
+            # The matcher has not consumed the tokens after EOS.
+            num_unconsumed = min(num_back, self._num_after_end)
+            self._matcher.rollback(num_back - num_unconsumed)
+            self._num_after_end -= num_unconsumed
             self._num_seen = num_tokens
 
     def fill(
         self, token_ids: Sequence[int], drafts: Sequence[int], address: int, row_bytes: int
     ) -> bool:
-        """Write the masks after `token_ids` and after each draft: D + 1 rows from `address` on.
+        """Write the masks after `token_ids` and after each of D drafts: D + 1 rows at `address`.
 
-        Rows after a draft that is forbidden or ends the text are not written.  Return whether it
-        succeeded; if not, there is a `problem`.
+        Rows after a draft that is forbidden or ends the text are not written.  Return whether this
+        succeeded; if not, `problem` is set.
         """
         if self._mask is not None and len(token_ids) == self._num_seen and not drafts:
             ctypes.memmove(address, self._mask.result().ctypes.data, row_bytes)

@@ -11,7 +11,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Occurrences:
-    """The distinct tokens of prompt and output, and how often the output has each."""
+    """The U distinct tokens in prompt and output, and how often each occurs in the output."""
 
     __slots__ = ("_counts", "_ids", "_num_prompt_slots", "_num_seen", "_slots")
 
@@ -27,7 +27,7 @@ class Occurrences:
         self.update(token_ids)
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Count new tokens; `token_ids` are all tokens of the sequence."""
+        """Count the new tokens; `token_ids` are all tokens of the sequence."""
         for token_id in token_ids[self._num_seen :]:
             slot = self._slots.setdefault(token_id, len(self._slots))
             if slot == len(self._ids):
@@ -38,7 +38,7 @@ class Occurrences:
         self._num_seen = len(token_ids)
 
     def rewind(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Uncount the tokens after the first `num_tokens`, which must include the prompt."""
+        """Stop counting the tokens after the first `num_tokens`, which must include the prompt."""
         slots, counts = self._slots, self._counts
         # Backwards, so that a slot whose count falls to 0 is always the last one.
         for token_id in reversed(token_ids[num_tokens : self._num_seen]):
@@ -49,12 +49,12 @@ class Occurrences:
         self._num_seen = min(self._num_seen, num_tokens)
 
     def along(self, drafts: Sequence[int]) -> list[tuple[Int64, Int64]]:
-        """Return [U] distinct tokens and their counts, with 0, 1, ... all of `drafts`.
+        """Return the distinct tokens and their counts with the first 0, 1, ... D drafts included.
 
-        The drafts are not counted for good.  The first pair is a view: it changes with an update.
+        The drafts are not added to the counts.  The first pair is a view, valid until an update.
         """
         ids, counts = self.token_ids, self.counts
-        new: dict[int, int] = {}  # the slots of tokens that only drafts have
+        new: dict[int, int] = {}  # slots of tokens that occur only in drafts
         found = [(ids, counts)]
         for token_id in drafts:
             slot = self._slots.get(token_id)
@@ -70,10 +70,10 @@ class Occurrences:
 
     @property
     def token_ids(self) -> Int64:
-        """[U] distinct tokens in order of first occurrence."""
+        """The distinct tokens in order of first occurrence, shape [U]."""
         return self._ids[: len(self._slots)]
 
     @property
     def counts(self) -> Int64:
-        """[U] number of each in the output."""
+        """How often each distinct token occurs in the output, shape [U]."""
         return self._counts[: len(self._slots)]

@@ -1,4 +1,4 @@
-"""The executor of real models: a Hugging Face directory on one torch device."""
+"""The executor for real models: a Hugging Face model directory on one torch device."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from worker.executor.grammars import Grammars
 from worker.executor.structured_output import Structured
 from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
 
-# Longer steps on a CPU save no more time per row.
+# Prompt tokens per step on a CPU beyond which a longer step takes no less time per token.
 _ENOUGH_ON_CPU = 256
 
-# More rows than a decode tile has, whatever the number of heads.
+# A prompt of this length has more rows than a decode tile, for any number of heads.
 _PROMPT_ON_GPU = 64
 
 
 class Step(NamedTuple):
-    """One step for `worker.compute.transformer.Transformer.forward`, in host memory.
+    """The input of `worker.compute.transformer.Transformer.forward`, in host memory.
 
-    Pipeline stages may compute it as `num_microbatches` parts (`worker.parallel.microbatches`).
-    `runs` locate the states; `windowed` is the batch for layers with a window.
+    Pipeline stages may split it into `num_microbatches` (`worker.parallel.microbatches`).
+    `runs` are its segments with recurrent states; `windowed` is for sliding-window layers.
     """
 
     token_ids: torch.Tensor
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 class TorchExecutor:
-    """A transformer that can be stepped; implements `worker.executor.contract.Executor`."""
+    """Computes a transformer; implements `worker.executor.contract.Executor`."""
 
     def __init__(self, model: Model, info: ModelInfo, path: Path) -> None:
         self.info = info
@@ -84,30 +84,30 @@ class TorchExecutor:
         max_model_len: int | None = None,
         ranks: Ranks | None = None,
     ) -> Self:
-        """Load a Hugging Face directory.
+        """Load a Hugging Face model directory.
 
         Args:
-            dtype: "auto" or one of float32, bfloat16, float16, to compute in.  On CUDA "auto" is
-                the checkpoint's.  On the CPU it is bfloat16 if the checkpoint has it and the
-                processor multiplies it, else float32; float16 there rounds the weights and
-                computes in float32.
-            kv_dtype: The type of keys and values; "auto" for `dtype`.
-            weights: "auto", or "int8" on the CPU to round the matrices to 8 bits.
+            dtype: The dtype of the computation: "auto", float32, bfloat16 or float16.  On CUDA
+                "auto" is the checkpoint's dtype.  On the CPU it is bfloat16 if the checkpoint has
+                it and the processor supports it, else float32; float16 rounds the weights there
+                but computes in float32.
+            kv_dtype: The dtype of keys and values; "auto" for `dtype`.
+            weights: "auto", or "int8" on the CPU to quantize the weight matrices to 8 bits.
             device: See `worker.compute.device.find_device`.
-            max_model_len: Longest sequence in tokens; None for the model's own limit.
-            ranks: The processes that share the model, each of which loads its part.
+            max_model_len: The maximum sequence length in tokens; None for the model's own limit.
+            ranks: The processes that share the model, each of which loads its shard.
 
         Raises:
-            ModelError: The directory, a setting or the length cannot be served.
+            ModelError: The directory, a setting or the length is invalid or not supported.
         """
-        place = find_device(device)
-        _check(place, dtype, kv_dtype, weights)
+        torch_device = find_device(device)
+        _check(torch_device, dtype, kv_dtype, weights)
         model = load_model(
             path,
             _dtype("dtype", dtype),
-            place,
+            torch_device,
             kv_dtype=_dtype("kv_dtype", kv_dtype),
-            compiled=place.type == "cpu",
+            compiled=torch_device.type == "cpu",
             in_int8=weights == "int8",
             ranks=ranks,
         )
@@ -131,10 +131,10 @@ class TorchExecutor:
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> KVCache:
-        """Make the paged KV cache that later batches address.
+        """Create the paged KV cache that later batches use.
 
         Raises:
-            ValueError: The device's kernels do not serve blocks of that size, or such heads.
+            ValueError: The device's kernels do not support this block size or these heads.
         """
         model = self._model
         assert model is not None, "allocate after shutdown"
@@ -148,7 +148,7 @@ class TorchExecutor:
         return 2 if self._model.device.type == "cpu" else _PROMPT_ON_GPU
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Run the batch and write its KV.
+        """Compute the batch and write its KV.
 
         Returns:
             [R + Q, vocab] float32 logits of `sample_rows`, then of `score_rows`, on the device;
@@ -188,7 +188,7 @@ class TorchExecutor:
         )
         try:
             logits = self._compute(step)
-            # Before any thread learns that these blocks are computed, and copies or frees them.
+            # Must come before any other thread may copy or free these blocks.
             self._cache.mark()
         except RuntimeError as error:
             self._note_started(error)
@@ -196,7 +196,7 @@ class TorchExecutor:
         return logits
 
     def _compute(self, step: Step) -> torch.Tensor:
-        """Return the logits of a step's rows."""
+        """Compute a step and return the logits of its `rows`."""
         assert self._model is not None and self._cache is not None
         batch = with_pools(self._cache, step)
         token_ids, positions, rows = (
@@ -220,7 +220,7 @@ class TorchExecutor:
             raise
 
     def _note_started(self, error: RuntimeError) -> None:
-        """Add to the error which kernel was started last."""
+        """Add a note to the error that names the kernel that was started last."""
         assert self._model is not None
         if (name := cuda.last_started(self._model.device.index or 0)) is not None:
             error.add_note(f"{name} was started last")
@@ -234,14 +234,14 @@ class TorchExecutor:
         return sampler.score(logits[len(batch.sample_rows) :], batch.scorings)
 
     def shutdown(self) -> None:
-        """Drop the weights and the cache."""
+        """Free the weights and the KV cache."""
         self._model = None
         self._cache = None
         self._grammars.shutdown()
 
 
 def with_pools(cache: TorchKVCache, step: Step) -> PagedBatch:
-    """Return a step's batch with the pools of states and window KV, if any."""
+    """Return a step's batch with the pools of recurrent states and of window KV, if any."""
     batch = step.batch
     if cache.states is not None:
         batch = replace(batch, states=plan_runs(cache.states, step.runs))
@@ -258,12 +258,12 @@ def make_cache(
     num_states: int = 0,
     num_window_blocks: int = 0,
 ) -> TorchKVCache:
-    """Make the KV cache of a model, or of a part of it, on its device.
+    """Create the KV cache for a model, or for one shard of it, on its device.
 
     Raises:
-        ValueError: The device's kernels do not serve blocks of that size, or such heads.
+        ValueError: The device's kernels do not support this block size or these heads.
     """
-    # Padding rows of a recorded step write their KV to a spare block.
+    # Padding rows of a CUDA graph write their KV to a spare block.
     spare_blocks = 1 if model.device.type == "cuda" else 0
     cache = TorchKVCache(
         layout,
@@ -283,28 +283,28 @@ def make_cache(
 
 
 def _without_mask(batch: Batch, row: int) -> SequenceFailed:
-    """Return the failure of a sequence that cannot follow its structure."""
+    """Return the exception for the sequence of `row`, which cannot follow its structure."""
     found = next(it.sampling for it in rows_of(batch.samplings) if it.index == row)
     problem = found.structured.problem if found.structured is not None else None
     return SequenceFailed(batch.sequence_of(row), problem or "", ErrorCode.INVALID_REQUEST)
 
 
-def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:
-    """Raise ModelError for invalid settings, or ones that the device does not support."""
-    is_cpu = place.type == "cpu"
+def _check(device: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:
+    """Raise ModelError for settings that are invalid or that the device does not support."""
+    is_cpu = device.type == "cpu"
     if not is_cpu and kv_dtype not in ("auto", dtype):
-        raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
+        raise ModelError(f"kv_dtype is {kv_dtype!r}, on {device.type} it is that of dtype")
     if weights not in ("auto", "int8"):
         raise ModelError(f"weights is {weights!r}, not auto or int8")
     if weights == "int8" and not is_cpu:
         raise ModelError(
-            f"weights is 'int8', on {place.type} they are what dtype says; leave --weights out, or "
-            "compute with --device cpu"
+            f"weights is 'int8', on {device.type} they are what dtype says; leave --weights out, "
+            "or compute with --device cpu"
         )
 
 
 def layout_of(config: ModelConfig, kv_dtype: torch.dtype) -> KVLayout:
-    """Return the KV layout of a model with this type of keys and values."""
+    """Return the KV layout of a model with this KV dtype."""
     groups: list[Group] = [
         KVGroup(
             num_layers=len(layers),
@@ -333,8 +333,8 @@ def _capabilities(model: Model, info: ModelInfo) -> Capabilities:
         kinds.add(Attention.SLIDING_WINDOW)
     if config.delta_layers:
         kinds.add(Attention.LINEAR)
-    # The widest point of a layer: the residual, its norm, and gate, up and their product; for each
-    # expert of a token its input and output as well.
+    # Activations are largest where the residual, its norm, gate, up and their product coexist; with
+    # experts, the input and output of each of a token's experts as well.
     hidden = config.hidden_size
     widths = [
         3 * config.intermediate_size
@@ -343,7 +343,7 @@ def _capabilities(model: Model, info: ModelInfo) -> Capabilities:
         + 3 * it.experts.shared_size
         for it in config.layers
     ]
-    # The input of a delta net, convolved and split, in float32: two numbers of 16 bits.
+    # The input of a DeltaNet layer, convolved and split, is float32: as large as two 16-bit values.
     widths += [2 * 3 * it.num_heads * it.channels for it in config.delta_layers]
     width = 2 * hidden + max(widths)
     return Capabilities(

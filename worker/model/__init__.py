@@ -1,1 +1,1 @@
-"""Reads models from Hugging Face directories, and cuts them for several processes."""
+"""Reads models from Hugging Face directories, and shards them across several processes."""

@@ -1,8 +1,8 @@
-"""Reads the config.json of a Hugging Face directory into the data that the transformer needs.
+"""Parses the config.json of a Hugging Face model directory.
 
-Differences between families (`worker.model.families`) are fields of `ModelConfig`, those between
-layers fields of `LayerConfig`: the transformer never asks which family it runs.  A key that cannot
-be honoured is refused by name, never ignored.
+Differences between model families (`worker.model.families`) become fields of `ModelConfig`, and
+differences between layers fields of `LayerConfig`, so the transformer never checks the family.  A
+key whose value is not supported raises an error that names the key; it is never ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker.model.rope import Rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 ACTIVATIONS: Final = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Keys that would change the computation, and that no family here switches on.
+# Keys that would change the computation but are not supported, unless they are null or false.
 REFUSED: Final = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -30,13 +30,13 @@ REFUSED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The fields in which layers of one model differ.
+    """The configuration of one layer, where it can differ from other layers of the model.
 
     Attributes:
-        window: How many positions a query sees, its own included; None: all.
-        rope: The rotation of queries and keys.
-        experts: None: the feed-forward is dense.
-        delta: None: the layer has attention instead of a delta net.
+        window: The size of the sliding window, including the query's own position, or None.
+        rope: The rotary embedding of queries and keys.
+        experts: The mixture of experts; None for a dense feed-forward.
+        delta: The heads of a gated delta net; None if the layer has softmax attention.
     """
 
     window: int | None
@@ -47,17 +47,18 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model's shape.
+    """The configuration of a model.
 
     Attributes:
-        intermediate_size: The size of dense feed-forwards.
-        attention_scale: The factor on products of queries and keys.
-        norm_shift: The number added to the weights of norms.
-        has_sinks: Whether each head has a score that takes part in the softmax without a value.
-        has_output_gate: Whether the output of attention is gated, by rows next to each query's.
+        intermediate_size: The inner size of dense feed-forwards.
+        attention_scale: The factor that multiplies query-key products before the softmax.
+        norm_shift: A number that is added to the stored weights of norms.
+        has_sinks: Whether each head has an attention sink: a learned score in the softmax that
+            contributes no value.
+        has_output_gate: Whether attention outputs are gated; q_proj then also computes the gates.
         post_norms: Whether the outputs of attention and feed-forward are normalized.
-        is_multimodal: Whether the checkpoint has other parts than text, which are not read.
-        dtype: The checkpoint's.
+        is_multimodal: Whether the checkpoint has parts other than text, which are not loaded.
+        dtype: The dtype of the checkpoint.
     """
 
     family: str
@@ -92,31 +93,31 @@ class ModelConfig:
 
     @property
     def intermediate_sizes(self) -> frozenset[int]:
-        """The size of each layer's feed-forward, or of each of its experts."""
+        """The inner sizes of feed-forwards and experts that occur in the model."""
         return frozenset(map(self.intermediate_size_of, self.layers))
 
     def intermediate_size_of(self, layer: LayerConfig) -> int:
-        """Return the size of a layer's feed-forward, or of each of its experts."""
+        """Return the inner size of a layer's dense feed-forward, or of each of its experts."""
         own = layer.experts
         return self.intermediate_size if own is None else own.intermediate_size
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer that has attention."""
+        """The sliding window, or None, of each layer that has softmax attention."""
         return tuple(layer.window for layer in self.layers if layer.delta is None)
 
     @property
     def delta_layers(self) -> tuple[DeltaHeads, ...]:
-        """The heads of each layer that keeps a state."""
+        """The heads of each layer that has a recurrent state."""
         return tuple(layer.delta for layer in self.layers if layer.delta is not None)
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read `config.json`, and `generation_config.json` where there is one, of a model directory.
+    """Parse the `config.json` and, if it exists, `generation_config.json` of a model directory.
 
     Raises:
-        ModelError: A file is missing or no JSON object, a key is missing, of the wrong type, out of
-            range, or asks for something this transformer does not do.
+        ModelError: `config.json` is missing, a file is no JSON object, or a key is missing, has the
+            wrong type, is out of range, or requires a feature that is not supported.
     """
     config = read_json(path / "config.json")
     generation = path / "generation_config.json"
@@ -245,7 +246,7 @@ def _eos_token_ids(config: Keys, path: Path) -> frozenset[int] | None:
 
 
 def _dtype(config: Keys) -> str:
-    # transformers 5 writes dtype, earlier releases torch_dtype.
+    # transformers 5 writes "dtype", earlier releases "torch_dtype".
     silent = "bfloat16" if _is_mxfp4(config) else "float32"
     value = config.get("dtype") or config.get("torch_dtype") or silent
     if value not in DTYPES:

@@ -1,6 +1,6 @@
-"""The families of models: the defaults and rules of each `model_type`.
+"""Model families: the defaults of each `model_type`, and how to parse its config.json.
 
-A family is a row of `FAMILIES`.  Its functions read the differences between layers.
+A family is an entry of `FAMILIES`.  Its functions parse the config keys that differ by layer.
 """
 
 from __future__ import annotations
@@ -13,62 +13,65 @@ from wire.process.model import ModelError
 from worker.model.keys import Keys, count, flag, positive
 from worker.model.rope import Rope, read_rope
 
-# For each layer, how many positions a query sees, its own included; None: all.
+# The sliding window of each layer, including the query's own position; None: no window.
 Windows = tuple[int | None, ...]
 
 
 class Ropes(NamedTuple):
-    """The rotation in layers that see all positions, and in those with a window."""
+    """The rotary embeddings of layers that see all positions, and of sliding-window layers."""
 
     everywhere: Rope
     windowed: Rope
 
 
 def on_no_layer(_keys: Keys, num_layers: int) -> tuple[None, ...]:
-    """No layer has a window, or experts, or a state."""
+    """Return None for each layer: no layer has a window, experts or a state."""
     return (None,) * num_layers
 
 
 def same_window(keys: Keys, num_layers: int) -> Windows:
-    """Every layer has `sliding_window`."""
+    """Return `sliding_window` for every layer."""
     return (_window(keys),) * num_layers
 
 
 def same_window_if_used(keys: Keys, num_layers: int) -> Windows:
-    """With `use_sliding_window`, every layer has `sliding_window`."""
+    """Return `sliding_window` for every layer if `use_sliding_window` is true, else None."""
     is_used = flag(keys, "use_sliding_window")
     return same_window(keys, num_layers) if is_used else on_no_layer(keys, num_layers)
 
 
 def windows_if_used(keys: Keys, num_layers: int) -> Windows:
-    """With `use_sliding_window`, layers by `layer_types`, or those from `max_window_layers` on."""
+    """Return windows by `layer_types`; without it, layers from `max_window_layers` on have one.
+
+    No layer has one unless `use_sliding_window` is true.
+    """
     window = _window(keys) if flag(keys, "use_sliding_window") else None
     first = count(keys, "max_window_layers", 28, minimum=0)
     return _by_type(keys, num_layers, window, lambda layer: layer >= first)
 
 
 def windows_between(keys: Keys, num_layers: int) -> Windows:
-    """Layers by `layer_types`, or all but each `sliding_window_pattern`-th."""
+    """Return windows by `layer_types`; without it, every `sliding_window_pattern`-th has none."""
     period = count(keys, "sliding_window_pattern", 6)
     return _by_type(keys, num_layers, _window(keys), lambda layer: (layer + 1) % period != 0)
 
 
 def windows_by_turns(keys: Keys, num_layers: int) -> Windows:
-    """Layers by `layer_types`, or every second from the first on."""
+    """Return windows by `layer_types`; without it, layers 0, 2, 4 and so on have one."""
     return _by_type(keys, num_layers, _window(keys, 128), lambda layer: layer % 2 == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: a router sends each token to `top_k` of them.
+    """A mixture of experts, where a router selects `top_k` experts for each token.
 
     Attributes:
-        intermediate_size: The size of each expert.
-        is_normalized: Whether the weights of a token's experts add up to 1.
+        intermediate_size: The inner size of each expert.
+        is_normalized: Whether the weights of a token's experts are normalized to sum to 1.
         has_bias: Whether experts and router have biases.
-        is_stacked: Whether a checkpoint has one transposed matrix of all experts, in which rows of
-            gate and up alternate.
-        shared_size: The size of the expert that every token goes to, with its own gate; 0: none.
+        is_stacked: Whether the checkpoint stores all experts in one transposed tensor, in which
+            rows of gate and up alternate.
+        shared_size: The inner size of the gated expert that processes every token; 0 if none.
     """
 
     num_experts: int
@@ -80,13 +83,13 @@ class Experts:
     shared_size: int = 0
 
 
-# For each layer; None: its feed-forward is dense.
+# The experts of each layer; None: the feed-forward is dense.
 ExpertLayers = tuple[Experts | None, ...]
 
 
 def sparse_layers(keys: Keys, num_layers: int) -> ExpertLayers:
-    """Every `decoder_sparse_step`-th layer has experts, but not those of `mlp_only_layers`."""
-    # transformers 5 writes num_local_experts, checkpoints from before it have num_experts.
+    """Return experts for every `decoder_sparse_step`-th layer, except for `mlp_only_layers`."""
+    # transformers 5 writes num_local_experts, earlier releases num_experts.
     key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
     num_experts = count(keys, key, 128, minimum=0)
     if num_experts == 0:
@@ -97,7 +100,7 @@ def sparse_layers(keys: Keys, num_layers: int) -> ExpertLayers:
 
 
 def sparse_layers_with_shared(keys: Keys, num_layers: int) -> ExpertLayers:
-    """As `sparse_layers`, with a shared expert."""
+    """Return the same layers as `sparse_layers`, with a shared expert in each mixture."""
     num_experts = count(keys, "num_experts", 512, minimum=0)
     if num_experts == 0:
         return on_no_layer(keys, num_layers)
@@ -122,7 +125,7 @@ def _on_some_layers(experts: Experts, keys: Keys, num_layers: int) -> ExpertLaye
 
 
 def stacked_experts(keys: Keys, num_layers: int) -> ExpertLayers:
-    """Every layer has experts of `intermediate_size`, stacked in the checkpoint."""
+    """Return the same experts for every layer, with `intermediate_size` as their inner size."""
     num_experts = count(keys, "num_local_experts", 128)
     experts = Experts(
         num_experts,
@@ -137,11 +140,11 @@ def stacked_experts(keys: Keys, num_layers: int) -> ExpertLayers:
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The heads of a gated delta net, which keeps a state instead of keys and values.
+    """The heads of a gated delta net: linear attention with a recurrent state instead of KV.
 
     Attributes:
-        num_heads: Key heads; each has `values_per_key` value heads.
-        width: How many tokens the convolution before it sees.
+        num_heads: The number of key heads, each of which has `values_per_key` value heads.
+        width: The kernel width, in tokens, of the convolution before the delta rule.
     """
 
     num_heads: int
@@ -152,22 +155,25 @@ class DeltaHeads:
 
     @property
     def channels(self) -> int:
-        """The size of a head's query, key and values together, which the convolution reads."""
+        """The number of channels per key head in the convolution: query, key and values."""
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     @property
     def state_size(self) -> int:
-        """The size of the state of one head."""
+        """The number of values in the recurrent state of one key head."""
         matrices = self.values_per_key * self.key_dim * self.value_dim
         return self.channels * (self.width - 1) + matrices
 
 
-# For each layer; None: it has attention.
+# The delta net heads of each layer; None: the layer has softmax attention.
 DeltaLayers = tuple[DeltaHeads | None, ...]
 
 
 def delta_between(keys: Keys, num_layers: int) -> DeltaLayers:
-    """Layers by `layer_types`, or all but each `full_attention_interval`-th."""
+    """Return which layers are linear attention (delta nets), by `layer_types`.
+
+    By default, every `full_attention_interval`-th layer is full attention, all others are linear.
+    """
     if keys.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"hidden_act is {keys['hidden_act']!r}; with linear_attention it is silu")
     num_keys = count(keys, "linear_num_key_heads", 16)
@@ -192,13 +198,13 @@ def delta_between(keys: Keys, num_layers: int) -> DeltaLayers:
 
 
 def one_rope(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """All layers have the same rotation."""
+    """Parse a rotary embedding that all layers share."""
     rope = read_rope(keys, head_dim, max_positions)
     return Ropes(rope, rope)
 
 
 def one_rope_or_yarn(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """All layers have the same rotation; YaRN is the default."""
+    """Parse a rotary embedding that all layers share; the default is YaRN with gpt-oss's values."""
     given = {key: value for key, value in keys.items() if value}
     if "rope_scaling" not in given and "rope_parameters" not in given:
         given["rope_scaling"] = _YARN
@@ -206,7 +212,7 @@ def one_rope_or_yarn(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
 
 
 def one_rope_of_a_part(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """All layers rotate `partial_rotary_factor` of each head, a quarter by default."""
+    """Parse a rotary embedding that rotates only `partial_rotary_factor` (0.25) of each head."""
     key, parameters = "partial_rotary_factor", keys.get("rope_parameters")
     nested = parameters if isinstance(parameters, dict) else {}
     part = positive({**keys, **nested}, key, 0.25)
@@ -225,9 +231,10 @@ def one_rope_of_a_part(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
 
 
 def ropes_by_type(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
-    """Layers rotate by the `rope_parameters` of their type.
+    """Parse different rotary embeddings for full and sliding-window attention layers.
 
-    Before transformers 5 these were `rope_theta` with `rope_scaling`, and `rope_local_base_freq`.
+    Transformers 5 stores them in `rope_parameters`; earlier releases have `rope_theta` and
+    `rope_scaling` for full attention, and `rope_local_base_freq` for sliding windows.
     """
     by_type, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
     types = ("full_attention", "sliding_attention")
@@ -247,21 +254,21 @@ def ropes_by_type(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
 
 
 class Family(NamedTuple):
-    """The defaults and the rules of a `model_type`; see also `worker.model.config.ModelConfig`.
+    """The defaults and parsers of a `model_type`; see also `worker.model.config.ModelConfig`.
 
     Attributes:
-        num_kv_heads: None: as many as query heads.
-        head_dim: None: hidden_size / num_attention_heads.
-        attention_bias: For query, key and value; None: the key attention_bias decides, for the
-            output as well, with `is_biased` as its default.
-        has_mlp_bias: Whether the key mlp_bias counts.
-        num_heads: None: config.json must name it; `vocab_size` likewise.
-        query_scalar: The default of `query_pre_attn_scalar`, by whose root queries are divided;
-            None: the head_dim.
-        scaled_embedding: Whether embeddings are multiplied by the root of their size.
-        is_clamped: Whether the gate is the clamped one of gpt-oss, with `swiglu_alpha`.
-        windows: Reads the windows of so many layers; `experts` and `delta` likewise.
-        ropes: Reads the rotation of heads of this size, up to so many positions.
+        num_kv_heads: The default; None: the number of query heads.
+        head_dim: The default; None: hidden_size / num_attention_heads.
+        attention_bias: Whether query, key and value have biases.  None: the key attention_bias
+            decides for them and for the output projection, with `is_biased` as its default.
+        has_mlp_bias: Whether the key mlp_bias is read.
+        num_heads, vocab_size: The defaults; None: config.json must have the key.
+        query_scalar: The default of `query_pre_attn_scalar`, whose inverse square root scales
+            attention scores; None: the family scales by head_dim.
+        scaled_embedding: Whether embeddings are multiplied by the square root of hidden_size.
+        is_clamped: Whether the activation is gpt-oss's clamped SwiGLU.
+        windows, experts, delta: Parse the values for each layer, given the number of layers.
+        ropes: Parses the rotary embeddings, given the head size and the maximum position.
     """
 
     num_kv_heads: int | None
@@ -350,14 +357,14 @@ FAMILIES: Final = {
         ropes=one_rope_or_yarn,
     ),
     "gemma3_text": _GEMMA3,
-    "gemma3": _GEMMA3,  # with images, which are not read: see `ModelConfig.is_multimodal`
+    "gemma3": _GEMMA3,  # multimodal; only the text part is loaded
 }
 
 
 def _by_type(
     keys: Keys, num_layers: int, window: int | None, is_windowed: Callable[[int], bool]
 ) -> Windows:
-    """Give layers this window by `layer_types`, or by a rule where that is missing."""
+    """Return `window` for sliding-window layers, by `layer_types` or, if missing, a rule."""
     types = _layer_types(keys, num_layers, "sliding_attention")
     if types is None:
         return tuple(window if is_windowed(layer) else None for layer in range(num_layers))
@@ -370,7 +377,7 @@ def _by_type(
 
 
 def _layer_types(keys: Keys, num_layers: int, other: str) -> list[str] | None:
-    """Return the type of each layer, full_attention or `other`; None: the key is missing."""
+    """Return `layer_types`, each full_attention or `other`; None if the key is missing."""
     types = keys.get("layer_types")
     if types is None:
         return None
@@ -388,7 +395,7 @@ def _top_k(keys: Keys, default: int, num_experts: int) -> int:
 
 
 def _window(keys: Keys, default: int = 4096) -> int | None:
-    # A missing key means the families' default, an explicit null means no window.
+    # If the key is missing, use the family's default; an explicit null means no window.
     if "sliding_window" in keys and keys["sliding_window"] is None:
         return None
     return count(keys, "sliding_window", default)

@@ -1,4 +1,4 @@
-"""Reads a key of a config.json, or raises the error that names it and its wrong value."""
+"""Reads single keys of a config.json; raises an error that names the key and the invalid value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Keys = Mapping[str, Any]
 
 
 def count(keys: Keys, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-    """Return an integer of at least `minimum`; a null stands for the default."""
+    """Return an integer of at least `minimum`; null means the default."""
     value = keys.get(key)
     if value is None:
         value = default
@@ -31,7 +31,7 @@ def flag(keys: Keys, key: str, *, default: bool = False) -> bool:
 
 
 def positive(keys: Keys, key: str, default: float | None = None) -> float:
-    """Return a number over 0; a null stands for the default."""
+    """Return a finite number above 0; null means the default."""
     value = keys.get(key)
     if value is None:
         value = default

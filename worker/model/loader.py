@@ -1,8 +1,8 @@
-"""Reads safetensors files, whole or sharded, straight into a model's memory.
+"""Loads safetensors files directly into a model's tensors.
 
-Each tensor, or the part of it that a shard keeps, is copied into its rows, which may have another
-dtype, so a model is never in memory twice.  A checkpoint must fill every tensor and hold no other:
-a model with a part missing would answer with noise.
+Each checkpoint tensor, or the part that a shard needs, is copied into the rows of its target, which
+may have another dtype, so the model is never in memory twice.  A checkpoint must contain every
+tensor and no unknown one, because a model with a missing part would generate noise.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from worker.model.mxfp4 import BLOCK, BLOCKS, SCALES, widen_into
 from worker.model.shard import WHOLE, Cut, Shard
 from worker.model.weights import Tensors, Weights
 
-# The name given to all tensors that do not belong to the text part.
+# The name that `_text_name` returns for tensors that do not belong to the text part.
 _NO_TEXT = ""
-# The prefix of tensors for multi-token prediction.
+# The prefix of multi-token prediction tensors, which are not loaded.
 _AHEAD = "mtp."
 
 
@@ -35,20 +35,20 @@ def load_weights(
     kv_dtype: torch.dtype | None = None,
     shard: Shard = WHOLE,
 ) -> Weights:
-    """Load a shard's part of the tensors of a model directory.
+    """Load the tensors of a model directory, or a shard's part of them.
 
     Args:
-        dtype: What they are kept in; None is the checkpoint's.
-        kv_dtype: What keys and values are kept in; None is `dtype`.
+        dtype: The dtype to store matrices in; None for the checkpoint's.
+        kv_dtype: The dtype of keys and values; None for `dtype`.
 
     Raises:
-        ModelError: The directory cannot be served; names the file and the key or tensor.
+        ModelError: The model cannot be served; the message names the file and the key or tensor.
     """
     config = read_config(path)
     dtype = dtype or getattr(torch, config.dtype)
     weights = Weights(config, dtype, device, kv_dtype, shard)
     missing = weights.named_tensors()
-    # Some checkpoints with tied embeddings store the output matrix as well.
+    # Some checkpoints with tied embeddings also store the output head.
     ignored = {"lm_head.weight", _NO_TEXT} if config.tied_embeddings else {_NO_TEXT}
     if not shard.is_whole:
         whole = Weights(config, dtype, torch.device("meta")).named_tensors()
@@ -69,9 +69,10 @@ def load_weights(
 
 @dataclass
 class _Loading:
-    """Fills tensors from one file after another and strikes them from `missing`.
+    """Fills tensors from one file after another, and removes them from `missing`.
 
-    `halves` are the blocks or scales of MXFP4 matrices whose other half has not been found yet.
+    An MXFP4 matrix is stored as two tensors, blocks and scales.  `halves` has those whose
+    counterpart has not been found yet.
     """
 
     missing: Tensors
@@ -81,10 +82,10 @@ class _Loading:
     halves: Tensors = field(default_factory=Tensors)
 
     def load(self, tensors: Any) -> None:
-        """Load an open file.
+        """Load the tensors of an open file.
 
         Raises:
-            ValueError: A tensor is unknown, repeated, or of another shape or dtype; names it.
+            ValueError: A tensor is unknown, repeated, or has a wrong shape or dtype.
         """
         stored = {_text_name(it) if self.is_multimodal else it: it for it in tensors.keys()}
         wanted = {it for it in stored if not self.ignored & {it, _matrix_of(it)}}
@@ -106,9 +107,9 @@ class _Loading:
                 _fill_part(target, cut, tensors.get_slice(stored[name]), stored[name])
 
     def _widen(self, name: str) -> None:
-        """Fill a matrix of MXFP4 once both halves are there."""
+        """Dequantize an MXFP4 matrix into its target if both halves have been found."""
         if name + BLOCKS in self.halves and name + SCALES in self.halves:
-            # Its rows are those of the matrix, which the checkpoint's other dtypes transpose.
+            # MXFP4 matrices are not transposed, unlike stacked experts of other dtypes.
             target, cut = self.missing.pop(name).transpose(1, 2), self.cuts[name]
             skipped = cut.kept.start % BLOCK if cut is not None and cut.dim == -2 else 0
             blocks, scales = self.halves.pop(name + BLOCKS), self.halves.pop(name + SCALES)
@@ -119,14 +120,14 @@ class _Loading:
 
 
 def _matrix_of(name: str) -> str:
-    """Return the matrix whose blocks or scales a name is that of; else the name."""
+    """Return the name of the matrix, given that of its blocks or scales or its own."""
     return name.removesuffix(BLOCKS).removesuffix(SCALES)
 
 
 def _text_name(name: str) -> str:
-    """Return the name of a multimodal checkpoint's tensor in a checkpoint of text alone.
+    """Convert a tensor's name in a multimodal checkpoint to its name in a text-only checkpoint.
 
-    Some begin with "model.", as transformers 5 writes them, others do not.
+    Checkpoints of transformers 5 have the prefix "model.", older ones do not.
     """
     part = name.removeprefix("model.")
     if part.startswith(("vision_tower.", "multi_modal_projector.")):
@@ -138,18 +139,18 @@ def _text_name(name: str) -> str:
 
 
 def _read_half(source: Any, cut: Cut | None, name: str) -> torch.Tensor:
-    """Read the blocks, or their scales, that hold the kept part of a matrix."""
+    """Read the MXFP4 blocks, or their scales, that contain a shard's part of a matrix."""
     if cut is None:
         return torch.as_tensor(source[:])
     dim, kept, length, _ = cut
-    if dim == -1:  # outputs, which are rows here
+    if dim == -1:  # the outputs, which are the rows in MXFP4
         return _read_part(source, 1, kept, length, name)
     groups = range(kept.start // BLOCK, -(-kept.stop // BLOCK))
     return _read_part(source, 2, groups, -(-length // BLOCK), name)
 
 
 def _read_part(source: Any, dim: int, kept: range, length: int, name: str) -> torch.Tensor:
-    """Read some of the `length` indices that a dimension of a tensor must have."""
+    """Read the indices `kept` of dimension `dim` of a tensor; that dimension must be `length`."""
     shape = source.get_shape()
     if len(shape) <= dim or shape[dim] != length:
         raise ValueError(
@@ -169,7 +170,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
 
 
 def _fill_part(target: torch.Tensor, cut: Cut, source: Any, name: str) -> None:
-    """Fill with a part of a tensor, of which no more is read; zero the padding behind it."""
+    """Fill `target` with a shard's part of a tensor, reading only that part; zero the padding."""
     dim, kept, length, further = cut
     dim += target.dim()
     start = 0

@@ -1,7 +1,7 @@
-"""Matrices of 4-bit floats in blocks that share a scale (MXFP4), widened as they are loaded.
+"""Dequantizes MXFP4 matrices while loading: 4-bit floats in blocks that share a scale.
 
-A block is 32 neighbours of a row, two in a byte, the low half first: a sign, two bits of exponent
-and one of mantissa.  Its scale is a power of two, kept as the exponent of a float32 is.
+A block is 32 adjacent values of a row, two per byte, low half first.  A value has a sign bit, two
+exponent bits and one mantissa bit.  A scale is a power of two, stored as an exponent with bias 127.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Final
 
 import torch
 
-# The ends of names in the checkpoint; without them a name is that of the matrix.
+# The suffixes that the checkpoint appends to a matrix's name.
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
 BLOCK = 2 * BLOCK_BYTES
 _SIZES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES: Final = (*_SIZES, *(-size for size in _SIZES))
 _PAIRS = torch.tensor([(_VALUES[byte % 16], _VALUES[byte // 16]) for byte in range(256)])
-# The format defines the last as NaN.
+# The format defines the largest exponent as NaN.
 _POWERS = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
 
 
 def widen_into(
     target: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, *, skipped: int = 0
 ) -> None:
-    """Fill the matrices of a target one after another, so that only one is float32 at a time.
+    """Dequantize E matrices into `target`, one at a time to limit memory for float32 results.
 
     Args:
         target: [E, rows, columns] of any float dtype.
         blocks: [E, rows, groups, BLOCK_BYTES] uint8, enough for skipped + columns.
         scales: [E, rows, groups] uint8.
-        skipped: How many columns lie before those of the target.
+        skipped: The number of leading columns of `blocks` to leave out.
 
     Raises:
-        ValueError: Blocks or scales are of another shape or dtype; says which.
+        ValueError: Blocks or scales have a wrong shape or dtype.
     """
     num_matrices, rows, columns = target.shape
     end = skipped + columns

@@ -1,9 +1,10 @@
-"""Rotary position embeddings: the frequencies that a config asks for, and the angles of positions.
+"""Rotary position embeddings (RoPE): parses their config and computes cosines and sines.
 
-Frequencies are plain, scaled linearly, or scaled as in Llama 3 or YaRN, which keep high frequencies
-and divide low ones, with a ramp between.  Both spellings of config.json are read: `rope_parameters`
-(transformers 5) and `rope_theta` with `rope_scaling`.  Other types (dynamic, longrope) are refused.
-Dimension i pairs with i + D / 2, as in every checkpoint of Hugging Face; angles are float32.
+Frequencies are unscaled, scaled linearly, or scaled as in Llama 3 or YaRN, which keep high
+frequencies and divide low ones, with a linear ramp in between.  Both forms of config.json are
+supported: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling`.  Other types
+(dynamic, longrope) raise ModelError.  Dimension i is rotated with dimension i + D / 2, as in all
+Hugging Face checkpoints; angles are float32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from worker.model.keys import Keys, flag, positive
 
 
 class Llama3Scaling(NamedTuple):
-    """Keeps wavelengths up to original / high_freq, divides those over original / low_freq."""
+    """The scaling of Llama 3, which keeps high frequencies and divides low ones by `factor`.
+
+    Frequencies with over `high_freq_factor` turns per original context are kept, those with under
+    `low_freq_factor` are divided; in between, a ramp over the number of turns mixes both.
+    """
 
     factor: float
     low_freq_factor: float
@@ -29,10 +34,11 @@ class Llama3Scaling(NamedTuple):
 
 
 class YarnScaling(NamedTuple):
-    """Keeps frequencies of `beta_fast` turns per original context, divides those of `beta_slow`.
+    """The scaling of YaRN, which keeps high frequencies and divides low ones by `factor`.
 
-    Between them the kept share grows with the index of the frequency; `truncate` widens that range
-    to whole numbers.  Queries and keys grow by `attention_factor`.
+    Frequencies with over `beta_fast` turns per original context are kept, those with under
+    `beta_slow` are divided; in between, a ramp over the frequency's index mixes both.  `truncate`
+    widens the ramp to integer bounds.  Queries and keys are multiplied by `attention_factor`.
     """
 
     factor: float
@@ -45,9 +51,9 @@ class YarnScaling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of the first `head_dim` dimensions, base `theta`; `num_still` more do not rotate.
+    """Rotates the first `head_dim` dimensions of a head, but not the `num_still` after them.
 
-    `scaling` is None, a divisor of all frequencies, or a rule.
+    `theta` is the base of the frequencies.  `scaling` as a number divides all frequencies.
     """
 
     head_dim: int
@@ -57,14 +63,14 @@ class Rope:
 
     @property
     def score_factor(self) -> float:
-        """The factor on attention scores that replaces one on both queries and keys."""
+        """The factor on attention scores that is equivalent to scaling queries and keys."""
         return self.scaling.attention_factor**2 if isinstance(self.scaling, YarnScaling) else 1.0
 
     @property
     def order(self) -> list[int]:
-        """The dimensions of a head in the order that makes all of them pairs (i, i + D / 2).
+        """The permutation of a head's D dimensions after which all pairs are (i, i + D / 2).
 
-        Dimensions that do not rotate become pairs with angle 0.
+        Dimensions that are not rotated are also paired, with angle 0.
         """
         rotated, whole = self.head_dim, self.head_dim + self.num_still
         first, second = range(rotated // 2), range(rotated // 2, rotated)
@@ -73,10 +79,10 @@ class Rope:
 
 
 def read_rope(config: Keys, head_dim: int, max_positions: int) -> Rope:
-    """Read the rotary keys of a config.json.
+    """Parse the RoPE keys of a config.json.
 
     Raises:
-        ModelError: The type is unknown, or a parameter is missing or out of range; names the key.
+        ModelError: The type is unknown, or a parameter is missing or out of range.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key) or {}
@@ -137,7 +143,7 @@ _READERS: Final[dict[str, Callable[[Keys, float, int], Llama3Scaling | YarnScali
 
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
-    """Return [D / 2] float32 angles per position, of pairs in the rope's `order`."""
+    """Return [D / 2] float32 radians per position for each pair, in the rope's `order`."""
     still = torch.zeros(rope.num_still // 2)
     return torch.cat((_frequencies(rope), still)).to(device)
 
@@ -159,10 +165,10 @@ def _frequencies(rope: Rope) -> torch.Tensor:
 
 
 def _kept_by_yarn(rope: Rope, scaling: YarnScaling) -> torch.Tensor:
-    """Return [D / 2] shares of each frequency that are kept."""
+    """Return [D / 2] weights in [0, 1] of the unscaled frequencies in YaRN's mix."""
 
     def index_of(turns: float) -> float:
-        """Return the index of the frequency that turns so often over the original context."""
+        """Return the (fractional) index of the frequency with this many turns per context."""
         wavelength = scaling.original_max_positions / turns / (2 * math.pi)
         return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -170,16 +176,16 @@ def _kept_by_yarn(rope: Rope, scaling: YarnScaling) -> torch.Tensor:
     if scaling.truncate:
         first, last = float(math.floor(first)), float(math.ceil(last))
     first, last = max(first, 0.0), min(last, rope.head_dim - 1.0)
-    # An empty range is a step; transformers gives it this width.
+    # Avoid division by zero for an empty ramp, with the same width as transformers.
     width = last - first or 0.001
     indices = torch.arange(rope.head_dim // 2, dtype=torch.float32)
     return 1 - ((indices - first) / width).clamp(0.0, 1.0)
 
 
 def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return [..., T, 2, D / 2] float32 cosines and sines of [T] positions, as kernels take them.
+    """Return [..., T, 2, D / 2] float32 cosines and sines of [T] positions.
 
-    `frequencies` are [..., D / 2] float32: for all ropes at once a GPU starts three kernels.
+    `frequencies` are [..., D / 2] float32.  Passing those of all ropes at once saves GPU launches.
     """
     angles = positions[:, None] * frequencies[..., None, :]
     rotation = angles.new_empty(*angles.shape[:-1], 2, angles.shape[-1])

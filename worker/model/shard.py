@@ -1,8 +1,8 @@
-"""The part of a model that one of several processes computes: some heads of some layers.
+"""Pipeline and tensor parallelism: the part of a model that each process stores and computes.
 
-Layers are cut into stages, and each stage into shards as Megatron cuts it: matrices that read
-hidden states (query, key and value; gate and up) are divided by their outputs, those that add to
-them (o; down) by their inputs, so that the shards' results only need an all-reduce.
+Layers are divided into pipeline stages, and each stage into tensor-parallel shards as in Megatron.
+Matrices that read hidden states (query, key and value; gate and up) are split by output, and those
+that add to hidden states (o; down) by input, so shards only need to all-reduce their results.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from wire.process.model import ModelError
 from worker.model.config import LayerConfig, ModelConfig
 from worker.model.families import DeltaHeads
 
-# The unit by which a checkpoint's tensors are divided, by the end of their names; all others, such
-# as routers of experts, are whole in every shard.
+# The unit by which checkpoint tensors are split, keyed by the last part of their names.  All other
+# tensors, such as the routers of experts, are replicated in every shard.
 DIVIDED_BY: Final = {
     "q_proj": "heads",
     "k_proj": "kv_heads",
@@ -38,16 +38,16 @@ DIVIDED_BY: Final = {
     "dt": "key_heads",  # dt_bias
     "out_proj": "key_heads",
 }
-# A shard has some inputs of these, and computes a summand of every output.
+# These matrices are split by input: each shard computes a summand of every output.
 SUMMED: Final = ("o_proj", "down_proj", "out_proj")
 _PART = re.compile(r"(\w+?)(\.weight|\.bias|_bias)?$")
 
 
 class Cut(NamedTuple):
-    """The indices of one dimension of a checkpoint's tensor that a shard keeps, out of `length`.
+    """The part of a checkpoint tensor that a shard loads: indices of one dimension of `length`.
 
-    The dimension is counted from the last, -1, as experts may have one more before the others.
-    `further` ranges follow those `kept`.
+    `dim` counts from the last dimension, -1, because stacked experts have an extra first one.
+    The shard's tensor has the indices `kept`, followed by those of the `further` ranges.
     """
 
     dim: int
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard `rank` of `size` of stage `stage` of `stages`."""
+    """Tensor-parallel shard `rank` of `size`, within pipeline stage `stage` of `stages`."""
 
     rank: int = 0
     size: int = 1
@@ -67,9 +67,9 @@ class Shard:
 
     @classmethod
     def of_process(cls, number: int, size: int, stages: int) -> Shard:
-        """Return the part of process `number` of size x stages; number 0 leads.
+        """Return the shard that process `number` computes; process 0 is the leader.
 
-        The leader is in the last stage: logits, many times as large as token ids, stay there.
+        The leader is in the last stage, so that logits, much larger than token ids, stay there.
         """
         return cls(number % size, size, stages - 1 - number // size, stages)
 
@@ -91,11 +91,11 @@ class Shard:
 
     @property
     def arithmetic(self) -> str:
-        """A suffix for `arithmetic_of`: shards round their sums differently."""
+        """A suffix for `arithmetic_of`, because sums round differently in shards."""
         return f" in {self.size} shards" if self.size > 1 else ""
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of the stage; the last stages, with the head, get fewer."""
+        """Return the layers of the stage; the last stages, with the output head, have fewer."""
         first, end = (-(-num_layers * it // self.stages) for it in (self.stage, self.stage + 1))
         return range(first, end)
 
@@ -104,30 +104,30 @@ class Shard:
         return range(self.rank * own, (self.rank + 1) * own)
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return the KV heads of the shard; several shards may have the same one."""
+        """Return the KV heads of the shard; with fewer heads than shards, they are replicated."""
         first = self.rank * num_kv_heads // self.size
         return range(first, first + max(1, num_kv_heads // self.size))
 
     def tokens(self, vocab_size: int) -> range:
-        """Return the tokens whose rows of embedding and head the shard has."""
+        """Return the token ids whose rows of the embedding and head the shard stores."""
         rows = self.num_rows(vocab_size)
         return range(min(self.rank * rows, vocab_size), min((self.rank + 1) * rows, vocab_size))
 
     def num_rows(self, vocab_size: int) -> int:
-        """Return the rows of embedding and head in every shard, with padding."""
+        """Return the number of rows of the embedding and head in every shard, with padding."""
         return -(-vocab_size // self.size)
 
     def rows(self, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return the row of each token in this shard; -1 if another shard has it."""
+        """Return each token's row in this shard, or -1 if another shard stores it."""
         kept = self.tokens(vocab_size)
         rows = token_ids - kept.start
         return rows.masked_fill_((rows < 0) | (rows >= len(kept)), -1)
 
     def of(self, config: ModelConfig) -> ModelConfig:
-        """Return the shape of this part; the vocabulary stays whole.
+        """Return the configuration of this shard's part of a model; `vocab_size` is unchanged.
 
         Raises:
-            ModelError: The model cannot be divided like this; names the numbers that work.
+            ModelError: The model cannot be divided like this; the message lists sizes that work.
         """
         self._check(config)
         own = self.layers(config.num_layers)
@@ -140,16 +140,16 @@ class Shard:
         )
 
     def cut(self, config: ModelConfig, name: str) -> Cut | None:
-        """Return the part of the checkpoint's tensor of this name that is kept; None: all of it."""
+        """Return the part of a checkpoint tensor that the shard loads; None for all of it."""
         found = _PART.search(name)
         assert found is not None
         part, kind = found.groups()
         if self.size == 1 or part not in DIVIDED_BY:
             return None
-        # Biases have outputs last, and so have stacked experts, which are transposed.
+        # The outputs are the last dimension of biases, and of stacked (transposed) experts.
         outputs, inputs = (-2, -1) if kind == ".weight" else (-1, -2)
         if part in SUMMED and kind in (".bias", "_bias"):
-            # Only one shard adds the bias to the sum.
+            # Only rank 0 adds the bias, because outputs are all-reduced.
             length = config.hidden_size
             return Cut(outputs, range(length if self.rank == 0 else 0), length)
         if DIVIDED_BY[part] == "tokens":
@@ -175,9 +175,9 @@ class Shard:
     def _cut_delta(self, heads: DeltaHeads, part: str, dim: int) -> Cut:
         values = heads.values_per_key * heads.value_dim
         own = self.heads(heads.num_heads)
-        if part == "conv1d":  # the queries of all heads, then the keys, then the values
+        if part == "conv1d":  # rows: the queries of all heads, then their keys, then their values
             first, *further = (
-                _wide(own, width, before * heads.num_heads)
+                _head_indices(own, width, before * heads.num_heads)
                 for width, before in (
                     (heads.key_dim, 0),
                     (heads.key_dim, heads.key_dim),
@@ -190,7 +190,7 @@ class Shard:
             "in_proj_ba": 2 * heads.values_per_key,
             "out_proj": values,
         }.get(part, heads.values_per_key)
-        return Cut(dim, _wide(own, width), heads.num_heads * width)
+        return Cut(dim, _head_indices(own, width), heads.num_heads * width)
 
     def _divided(self, layer: LayerConfig) -> LayerConfig:
         experts, delta = layer.experts, layer.delta
@@ -226,13 +226,13 @@ class Shard:
 WHOLE: Final = Shard()
 
 
-def _wide(heads: range, width: int, before: int = 0) -> range:
-    """Return the indices of heads of a width, after so many others."""
+def _head_indices(heads: range, width: int, before: int = 0) -> range:
+    """Return the indices of these heads, with `width` indices each, after `before` other ones."""
     return range(before + heads.start * width, before + heads.stop * width)
 
 
 def _undivided(config: ModelConfig, size: int) -> str | None:
-    """Return an error text naming the number that does not divide into shards, or None."""
+    """Return the error text if a model size does not divide into `size` shards, else None."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
         return f"num_attention_heads is {heads}, no multiple of {size} shards"

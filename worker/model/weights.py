@@ -1,7 +1,7 @@
-"""The tensors of a model, which a checkpoint fills and a forward pass reads.
+"""The tensors of a model, which the loader fills and the forward pass reads.
 
-Projections that read the same input are stored as one matrix (query, key and value; gate and up).
-`named` methods return the memory of each tensor by its name in a Hugging Face checkpoint.
+Projections of the same input are stored as one matrix (query, key and value; gate and up).  `named`
+methods map names in a Hugging Face checkpoint to views that the loader fills.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Linear:
-    """y = x W^T + b, whose rows may be several projections of the checkpoint, one after another.
+    """y = x W^T + b, where W may stack several projections of the checkpoint along its rows.
 
     Attributes:
-        weight: [rows, in_features], or [E, rows, in_features] for experts.
+        parts: The number of rows of each projection, by its name in the checkpoint.
+        weight: [rows, in_features], or [E, rows, in_features] for E experts.
         bias: [rows], [E, rows] or None.
     """
 
@@ -61,7 +62,7 @@ class Linear:
         return tensors
 
     def named_as_one(self, name: str) -> Tensors:
-        """Return the transposed tensors that a checkpoint has for stacked experts."""
+        """Return the two tensors of a checkpoint that stacks experts, with transposed matrices."""
         assert self.bias is not None
         return {name: self.weight.transpose(1, 2), f"{name}_bias": self.bias}
 
@@ -77,7 +78,7 @@ class Linear:
 
 
 def widen(part: object) -> None:
-    """Convert every matrix of a layer, or of a part of one, to float32."""
+    """Convert every matrix and bias of a layer, or of one of its components, to float32."""
     if isinstance(part, Linear):
         part.weight = part.weight.float()
         part.bias = None if part.bias is None else part.bias.float()
@@ -103,7 +104,7 @@ class GatedMLP:
 
 @dataclass(slots=True)
 class SharedMLP:
-    """y = sigmoid(gate(x)) * mlp(x), the expert of every token."""
+    """The shared expert of every token: y = sigmoid(gate(x)) * mlp(x)."""
 
     mlp: GatedMLP
     gate: Linear
@@ -145,7 +146,7 @@ class ExpertMLP:
         return router | self.gate_up.named(experts) | self.down.named(experts)
 
     def finish_loading(self) -> None:
-        """Put the rows of gate before those of up, where a checkpoint alternates them."""
+        """Move the rows of gate before those of up if the checkpoint interleaves them."""
         if self.config.is_stacked:
             for tensor in (self.gate_up.weight, self.gate_up.bias):
                 for rows in () if tensor is None else tensor:
@@ -154,13 +155,13 @@ class ExpertMLP:
 
 @dataclass(slots=True)
 class Attention:
-    """The tensors of attention.
+    """The tensors of softmax attention, with Hq query heads and Hkv KV heads of size D.
 
     Attributes:
-        num_heads: The number of query heads.
-        qkv: Followed by the rows of the output's gate, if it has one.
-        qk_norm: [Hq + Hkv, D], a row for each head, or None.
-        sinks: [Hq] float32 or None.
+        num_heads: Hq.
+        qkv: The projections of query, key, value and, if there is an output gate, of the gate.
+        qk_norm: [Hq + Hkv, D] norm weights of each query and key head, or None.
+        sinks: [Hq] float32 scores of attention sinks, or None.
     """
 
     num_heads: int
@@ -177,13 +178,13 @@ class Attention:
         if self.sinks is not None:
             tensors[prefix + "sinks"] = self.sinks
         if self.qk_norm is not None:
-            # Heads share one norm; the loader fills the first row, `finish_loading` the others.
+            # All heads share a norm: the loader fills the first row, `finish_loading` the others.
             tensors[prefix + "q_norm.weight"] = self.qk_norm[0]
             tensors[prefix + "k_norm.weight"] = self.qk_norm[self.num_heads]
         return tensors
 
     def finish_loading(self, config: ModelConfig, rope: Rope) -> None:
-        """Give each head its norm, and order rows as the forward pass needs them."""
+        """Copy the norm to each head, and reorder rows as the forward pass needs them."""
         num_heads = self.num_heads
         if self.qk_norm is not None:
             self.qk_norm += config.norm_shift
@@ -203,20 +204,21 @@ class Attention:
 
 
 def _gates_last(heads: torch.Tensor, num_heads: int) -> None:
-    """Move the gates, each of which follows its head's query, behind keys and values."""
+    """Move the gate rows, each of which follows its head's query rows, to the end."""
     queries, gates, rest = heads[: 2 * num_heads : 2], heads[1 : 2 * num_heads : 2], 2 * num_heads
     heads.copy_(torch.cat((queries, heads[rest:], gates)))
 
 
 @dataclass(slots=True)
 class DeltaNet:
-    """The tensors of a gated delta net, each grouped by head.
+    """The tensors of a gated delta net with H key heads, each with R value heads of size V.
 
     Attributes:
-        inputs: Rows of query, key, values and gates of each head, then beta and decay of each.
-        convolution: [H, C, W] float32, over query, key and values.
-        decay: [H, R] float32; `decay_bias` is added to the decay that a token asks for.
-        norm: [V] float32, of each head's output.
+        inputs: The projections to query, key, values and gates of each head, then beta and decay.
+        convolution: [H, C, W] float32, over W tokens, of C channels (query, key and values).
+        decay: [H, R] float32 factor of a token's decay.
+        decay_bias: [H, R] float32, added to the decay that is projected from a token.
+        norm: [V] float32, for the output of each value head.
     """
 
     config: DeltaHeads
@@ -241,7 +243,7 @@ class DeltaNet:
         }
 
     def finish_loading(self) -> None:
-        """Group the channels by head: a checkpoint has all queries first."""
+        """Group channels by head, where a checkpoint has all queries first; negate exp(decay)."""
         heads = self.config
         dims = (heads.key_dim, heads.key_dim, heads.values_per_key * heads.value_dim)
         parts = torch.split(self.convolution[:, 0], [heads.num_heads * dim for dim in dims])
@@ -255,8 +257,8 @@ class Layer:
     """The tensors of one decoder layer.
 
     Attributes:
-        attention_norm: For the input of attention or delta net; `mlp_norm` likewise.
-        attention_post_norm: For its output, or None; `mlp_post_norm` likewise.
+        attention_norm, mlp_norm: The norms of the inputs of attention (or delta net) and MLP.
+        attention_post_norm, mlp_post_norm: The norms of their outputs, or None.
     """
 
     config: LayerConfig
@@ -281,11 +283,11 @@ class Layer:
 class Weights:
     """The tensors of a decoder-only transformer, or of a shard of one.
 
-    Only the first stage has an embedding, only the last a head.
+    Only the first pipeline stage has an embedding, and only the last one an output head.
 
     Attributes:
-        config: The shape of this part.
-        weight_dtype: The dtype of matrices; norms and sinks are float32.
+        config: The configuration of this shard.
+        weight_dtype: The dtype of embeddings and projections; all other tensors are float32.
     """
 
     def __init__(
@@ -313,14 +315,14 @@ class Weights:
 
     def named_tensors(self) -> Tensors:
         tensors: Tensors = {}
-        # A tied head has memory of its own where another process embeds.
+        # A tied head needs its own copy if the embedding is in another process.
         is_tied = self.config.tied_embeddings
         if len(self.embed) or (is_tied and len(self.head)):
             tensors["model.embed_tokens.weight"] = self.embed if len(self.embed) else self.head
         for index, layer in enumerate(self.layers, self._first_layer):
             prefix = f"model.layers.{index}."
             tensors |= {prefix + name: norm for name, norm in layer.norms().items()}
-            # Random checkpoints are drawn in this order.
+            # Keep this order: randomly initialized checkpoints are generated in it.
             tensors |= layer.attention.named(prefix) | layer.mlp.named(prefix + "mlp.")
             tensors |= layer.attention.named_others(prefix)
         tensors["model.norm.weight"] = self.norm
@@ -329,7 +331,7 @@ class Weights:
         return tensors
 
     def finish_loading(self) -> None:
-        """Convert tensors from the checkpoint's order and form to the forward pass's."""
+        """Convert loaded tensors from the checkpoint's format to that of the forward pass."""
         shift = self.config.norm_shift
         self.norm += shift
         for layer in self.layers:
@@ -343,7 +345,7 @@ class Weights:
                 layer.attention.finish_loading(self.config, layer.config.rope)
 
     def release_layers(self) -> Iterator[Layer]:
-        """Yield the layers and forget them: dropping one frees its memory."""
+        """Yield the layers and remove them, so that the caller can free each layer's memory."""
         self.layers.reverse()
         while self.layers:
             yield self.layers.pop()

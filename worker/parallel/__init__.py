@@ -1,1 +1,1 @@
-"""One model in several processes: some heads of some layers in each (tensor, pipeline parallel)."""
+"""Tensor and pipeline parallelism: each of several processes has some heads of some layers."""

@@ -1,7 +1,7 @@
-"""Orders of the leader to the other processes of a model: int32 numbers in host memory.
+"""Commands of the leader (process 0 of a model) to the other processes: broadcast int32 arrays.
 
-An order is a header of `HEADER` numbers, which has the sizes of the arrays that follow.  A follower
-trusts them, as they come from its own worker.
+A command is a header of `HEADER` numbers; for a step, these are the sizes of the arrays that
+follow.  Followers do not validate commands, because they come from their own worker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from worker.compute.ranks import Ranks
 from worker.executor.torch import Step
 
 HEADER: Final = 8
-_NONE: Final = -1  # for the state before a run that begins its sequence
+_NONE: Final = -1  # a run at the beginning of its sequence has no state before it
 
 
 class Verb(IntEnum):
-    """`ALLOCATE` the KV cache, compute a `STEP`, or `END`."""
+    """Kinds of commands: `ALLOCATE` the KV cache, compute a `STEP`, or `END` the process."""
 
     ALLOCATE = 1
     STEP = 2
@@ -29,7 +29,7 @@ class Verb(IntEnum):
 
 
 class Order(NamedTuple):
-    """`numbers` are those of `Executor.allocate` for `ALLOCATE`; `step` belongs to `STEP`."""
+    """A command; `numbers` are the arguments of `Executor.allocate`, `step` is set for `STEP`."""
 
     verb: Verb
     numbers: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Order(NamedTuple):
 
 
 def send(ranks: Ranks, verb: Verb, *numbers: int) -> None:
-    """Broadcast an order that is not a step."""
+    """Broadcast a command other than `STEP`."""
     ranks.broadcast(_header(verb, *numbers))
 
 

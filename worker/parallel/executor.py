@@ -1,6 +1,7 @@
-"""The executor of one process of a model: the leader's takes the engine's steps, others follow it.
+"""The executor for one process of a model that is divided among several.
 
-All compute, only the leader samples.
+The engine calls the leader's executor, which broadcasts each step to the other processes, the
+followers.  All processes compute; only the leader samples.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def create(
     """Load this process's part of a model; see `TorchExecutor.load`.
 
     Raises:
-        ModelError: See there; or the model cannot be divided like this.
-        ConnectionError: Another process is gone.
+        ModelError: As `TorchExecutor.load`, or the model cannot be divided into these parts.
+        ConnectionError: The connection to another process was lost.
     """
     path = Path(model_path)
     executor = ShardedExecutor.load(path, name=model_name, ranks=ranks, **settings)
@@ -50,10 +51,11 @@ class ShardedExecutor(TorchExecutor):
     _ranks: Ranks
 
     def join(self, ranks: Ranks, path: Path) -> None:
-        """Wait until the others have loaded their parts.
+        """Wait until all processes have loaded their parts.
 
         Raises:
-            ModelError: Processors are of different kinds, which would choose different experts.
+            ModelError: They compute with different arithmetic, so they could choose different
+                experts.
         """
         if not ranks.agree(self.capabilities.arithmetic):
             raise ModelError(
@@ -64,11 +66,11 @@ class ShardedExecutor(TorchExecutor):
         self._ranks, shard = ranks, ranks.shard
         self._parts = parts_of(self.info.layout, read_config(path), shard.size, shard.stages)
         self._steps = Steps()
-        self._asking: list[RemotePart] = []
+        self._remote_parts: list[RemotePart] = []
         self.capabilities = self._summed(self.capabilities)
 
     def _summed(self, own: Capabilities) -> Capabilities:
-        """Return the capabilities of all processes together."""
+        """Return the capabilities of the whole model, from those of this process."""
         shard, memory = self._ranks.shard, own.memory
         number = shard.size * shard.stages
         limit = self.info.max_model_len
@@ -94,9 +96,9 @@ class ShardedExecutor(TorchExecutor):
         send(self._ranks, Verb.ALLOCATE, *sizes)
         own, *others = self._parts
         self._cache = make_cache(self._model, own.layout, *sizes)
-        self._asking = [RemotePart(self._ranks, part, self._steps) for part in others]
+        self._remote_parts = [RemotePart(self._ranks, part, self._steps) for part in others]
         mine = own, OwnPart(self._cache, own)
-        theirs = zip(others, self._asking, strict=True)
+        theirs = zip(others, self._remote_parts, strict=True)
         return ShardedKVCache(self.info.layout, self._cache, [mine, *theirs])
 
     def _compute(self, step: Step) -> torch.Tensor:
@@ -110,12 +112,12 @@ class ShardedExecutor(TorchExecutor):
         return logits
 
     def follow(self) -> None:
-        """Execute the leader's orders; see `worker.parallel.follower`."""
+        """Execute the leader's commands until it ends; see `worker.parallel.follower`."""
         assert self._model is not None
         follow(self._model, self._parts[self._ranks.shard.process], self._ranks)
 
     def shutdown(self) -> None:
-        """Drop the weights and the cache, and let the other processes end."""
+        """Free the weights and the KV cache, and end the other processes."""
         if self._model is not None:
             try:
                 self._end()
@@ -126,6 +128,6 @@ class ShardedExecutor(TorchExecutor):
     def _end(self) -> None:
         self._ranks.is_ending = True
         send(self._ranks, Verb.END)
-        for asking in self._asking:
-            asking.end()
+        for remote_part in self._remote_parts:
+            remote_part.end()
         self._ranks.leave()

@@ -1,4 +1,4 @@
-"""A process that computes its part of a model by the leader's orders, and knows no requests."""
+"""Runs a process that computes its part of a model on the leader's commands, without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.compute.model import Model
 from worker.compute.ranks import Ranks
 from worker.executor.torch import make_cache
 from worker.parallel.commands import Verb, receive
-from worker.parallel.kv_copies import Steps, answer
+from worker.parallel.kv_copies import Steps, serve_copies
 from worker.parallel.microbatches import compute
 from worker.parallel.partition import Part
 
@@ -20,7 +20,7 @@ log = structlog.get_logger("worker")
 
 
 def follow(model: Model, part: Part, ranks: Ranks) -> None:
-    """Execute the leader's orders until `Verb.END`.
+    """Execute the leader's commands until `Verb.END`.
 
     Raises:
         RuntimeError: The leader or another process has died.
@@ -41,9 +41,9 @@ def follow(model: Model, part: Part, ranks: Ranks) -> None:
 
 
 def _copy(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
-    """Copy for the leader; if that fails, end the process, as the leader waits for each copy."""
+    """Copy KV for the leader; on an error, end the process, because the leader awaits the copy."""
     try:
-        answer(ranks, cache, steps)
+        serve_copies(ranks, cache, steps)
     except Exception as error:
         log.error("cannot copy KV for the leader", reason=f"{type(error).__name__}: {error}")
         end_at_once(1)

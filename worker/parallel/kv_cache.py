@@ -1,4 +1,4 @@
-"""One KV cache over the parts of several processes."""
+"""One KV cache for a model whose KV is divided among several processes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from worker.parallel.partition import Part
 
 
 class Copying(Protocol):
-    """Copies shares of one part, in layers and heads of the whole model.
+    """Copies KV of one process's part; shares are in layers and heads of the whole model.
 
-    `places` are the blocks of a sequence, or the slot of a state.
+    `indexes` are the blocks of a sequence, or the slot of a recurrent state.
     """
 
-    def pack(self, places: Sequence[int], share: Rectangle) -> memoryview: ...
-    def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None: ...
+    def pack(self, indexes: Sequence[int], share: Rectangle) -> memoryview: ...
+    def unpack(self, indexes: Sequence[int], share: Rectangle, segment: Buffer) -> None: ...
 
 
 class ShardedKVCache(KVCache):
-    """The KV of a model in several processes.
+    """The KV cache of a model that is divided among several processes.
 
-    `num_shards` and `stages` make `wire.transfer.plan` send segments of one part each; received
-    segments may span several.
+    With `num_shards` and `stages`, `wire.transfer.plan` makes segments that lie within one part;
+    received segments may span several parts.
     """
 
     def __init__(self, layout: KVLayout, own: TorchKVCache, parts: Sequence[tuple[Part, Copying]]):
         self.layout = layout
         self.num_blocks, self.block_size = own.num_blocks, own.block_size
         self.copies_at_once = own.copies_at_once
-        # Equal in every process.
+        # The same in every process.
         self.state_slots, self.window_blocks = own.state_slots, own.window_blocks
         self._parts = parts
         self.num_shards = max(
@@ -78,11 +78,11 @@ class ShardedKVCache(KVCache):
                 copying.unpack(block_table, share, own.reshape(-1).data)
 
     def _shares(self, rectangle: Rectangle) -> list[tuple[Copying, Rectangle]]:
-        """Return shares that cover each head and layer of a rectangle once, and their parts."""
+        """Return shares that cover each head and layer of a rectangle once, with their parts."""
         found: dict[Rectangle, Copying] = {}
         for part, copying in self._parts:
             share = part.share(rectangle)
-            if share is not None:  # with fewer heads than shards, several have it
+            if share is not None:  # with fewer heads than shards, several parts have it
                 found.setdefault(share, copying)
         return [(copying, share) for share, copying in found.items()]
 
@@ -94,12 +94,12 @@ class ShardedKVCache(KVCache):
         num_bytes = self.layout.groups[group].head_bytes
         if self._is_state(rectangle):
             return len(layers), 1, len(heads), 1, num_bytes
-        # Keys and values of a head have the same size in a pool.
+        # The keys and the values of a head have the same size in a pool.
         num_bytes //= 2
         return len(layers), 2, len(heads), len(tokens), num_bytes
 
     def _at(self, segment: Bytes, rectangle: Rectangle, share: Rectangle) -> Bytes:
-        """Return the view of a share in the bytes of a rectangle."""
+        """Return the view of a share in the KV of the whole rectangle."""
         layers, heads = rectangle.layers.start, rectangle.heads.start
         return segment.reshape(self._shape(rectangle))[
             share.layers.start - layers : share.layers.stop - layers,

@@ -1,6 +1,6 @@
-"""Copies of the KV of other processes of a model, by a thread there that serves the leader.
+"""Copies KV between the leader and the other processes of a model, each of which has a copy thread.
 
-Copies and steps do not wait for each other.
+Copies and steps run concurrently; a copy only waits for the steps that the leader has finished.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Verb(IntEnum):
 
 
 class Steps:
-    """Counts the steps that this process has computed, or has started on its GPU."""
+    """Counts the steps that this process has computed, or started on its GPU."""
 
     def __init__(self) -> None:
         self._count = 0
         self._changed = threading.Condition()
 
     def add(self) -> None:
-        """Count one more step: later copies come after it."""
+        """Count one more step; copies that are requested later see its KV."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
@@ -49,88 +49,93 @@ class Steps:
         return self._count
 
 
-def pack(cache: TorchKVCache, places: Sequence[int], own: Rectangle) -> memoryview:
-    """Copy a rectangle out of blocks, or out of the slot of a state."""
-    if cache.is_state(own):
-        return cache.pack_state(places[0], own)
-    return cache.pack(places, own)
+def pack(cache: TorchKVCache, indexes: Sequence[int], local: Rectangle) -> memoryview:
+    """Copy a rectangle out of cache blocks, or a recurrent state out of its slot."""
+    if cache.is_state(local):
+        return cache.pack_state(indexes[0], local)
+    return cache.pack(indexes, local)
 
 
-def unpack(cache: TorchKVCache, places: Sequence[int], own: Rectangle, segment: Buffer) -> None:
-    """Copy a segment into blocks, or into the slot of a state."""
-    if cache.is_state(own):
-        cache.unpack_state(places[0], own, segment)
+def unpack(cache: TorchKVCache, indexes: Sequence[int], local: Rectangle, segment: Buffer) -> None:
+    """Copy received KV into cache blocks, or a recurrent state into its slot.
+
+    Args:
+        indexes: The blocks of the sequence, or the slot of the state.
+        local: The rectangle in groups, layers and heads of this process's part.
+    """
+    if cache.is_state(local):
+        cache.unpack_state(indexes[0], local, segment)
     else:
-        cache.unpack(places, own, segment)
+        cache.unpack(indexes, local, segment)
 
 
 class OwnPart:
-    """The part of this process."""
+    """Copies KV of this process's own part."""
 
     def __init__(self, cache: TorchKVCache, part: Part) -> None:
         self._cache, self._part = cache, part
 
-    def pack(self, places: Sequence[int], share: Rectangle) -> memoryview:
-        return pack(self._cache, places, self._part.own(share))
+    def pack(self, indexes: Sequence[int], share: Rectangle) -> memoryview:
+        return pack(self._cache, indexes, self._part.own(share))
 
-    def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None:
-        unpack(self._cache, places, self._part.own(share), segment)
+    def unpack(self, indexes: Sequence[int], share: Rectangle, segment: Buffer) -> None:
+        unpack(self._cache, indexes, self._part.own(share), segment)
 
 
 class RemotePart:
-    """The part of another process, in the leader.  Calls may come from several threads."""
+    """Copies KV of another process's part, on the leader.  Thread-safe."""
 
     def __init__(self, ranks: Ranks, part: Part, steps: Steps) -> None:
         self._ranks, self._part, self._steps = ranks, part, steps
         self._lock = threading.Lock()
 
-    def pack(self, places: Sequence[int], share: Rectangle) -> memoryview:
-        own = self._part.own(share)
-        segment = torch.empty(own.num_bytes(self._part.layout), dtype=torch.uint8)
+    def pack(self, indexes: Sequence[int], share: Rectangle) -> memoryview:
+        local = self._part.own(share)
+        segment = torch.empty(local.num_bytes(self._part.layout), dtype=torch.uint8)
         with self._lock:
-            self._order(_Verb.PACK, places, own)
+            self._order(_Verb.PACK, indexes, local)
             self._ranks.receive_from(segment, self._part.process)
         return segment.numpy().data
 
-    def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None:
-        """Copy a share into the other process, and wait for its acknowledgement."""
-        own = self._part.own(share)
+    def unpack(self, indexes: Sequence[int], share: Rectangle, segment: Buffer) -> None:
+        """Send a share to the other process and wait until it acknowledges the copy."""
+        local = self._part.own(share)
         with self._lock:
-            self._order(_Verb.UNPACK, places, own)
+            self._order(_Verb.UNPACK, indexes, local)
             self._ranks.send_to(tensor_over(segment), self._part.process)
             self._ranks.receive_from(torch.empty(1, dtype=torch.uint8), self._part.process)
 
     def end(self) -> None:
-        """End the other process's copies."""
+        """End the copy thread of the other process."""
         with self._lock:
             self._order(_Verb.END, (), Rectangle(0, range(0), range(0), range(0)))
 
-    def _order(self, verb: _Verb, places: Sequence[int], own: Rectangle) -> None:
-        group, layers, heads, tokens = own
+    def _order(self, verb: _Verb, indexes: Sequence[int], local: Rectangle) -> None:
+        group, layers, heads, tokens = local
         ends = [layers.start, layers.stop, heads.start, heads.stop, tokens.start, tokens.stop]
-        numbers = [verb, self._steps.count, group, *ends, len(places)]
+        numbers = [verb, self._steps.count, group, *ends, len(indexes)]
         self._ranks.send_to(torch.tensor(numbers), self._part.process)
-        if places:
-            self._ranks.send_to(torch.tensor(places), self._part.process)
+        if indexes:
+            self._ranks.send_to(torch.tensor(indexes), self._part.process)
 
 
-def answer(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
-    """Pack and unpack for the leader until `_Verb.END`."""
+def serve_copies(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
+    """Serve the leader's requests to pack and unpack KV, until `_Verb.END`."""
     header = torch.empty(HEADER, dtype=torch.int64)
     while True:
         ranks.receive_from(header, 0)
-        verb, num_steps, group, *ends, num_places = header.tolist()
+        verb, num_steps, group, *ends, num_indexes = header.tolist()
         if verb == _Verb.END:
             return
-        places = torch.empty(num_places, dtype=torch.int64)
-        ranks.receive_from(places, 0)
-        own = Rectangle(group, range(*ends[:2]), range(*ends[2:4]), range(*ends[4:]))
-        # This process may still compute a step that the leader has finished.
+        indexes = torch.empty(num_indexes, dtype=torch.int64)
+        ranks.receive_from(indexes, 0)
+        local = Rectangle(group, range(*ends[:2]), range(*ends[2:4]), range(*ends[4:]))
+        # This process may still be computing a step that the leader has finished.
         steps.wait_for(num_steps)
         if verb == _Verb.PACK:
-            ranks.send_to(tensor_over(pack(cache, places.tolist(), own)), 0)
+            ranks.send_to(tensor_over(pack(cache, indexes.tolist(), local)), 0)
         else:
-            segment = torch.empty(own.num_bytes(cache.layout), dtype=torch.uint8)
+            segment = torch.empty(local.num_bytes(cache.layout), dtype=torch.uint8)
             ranks.receive_from(segment, 0)
-            unpack(cache, places.tolist(), own, segment.numpy().data)
+            unpack(cache, indexes.tolist(), local, segment.numpy().data)
             ranks.send_to(torch.zeros(1, dtype=torch.uint8), 0)

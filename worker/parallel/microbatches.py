@@ -1,7 +1,7 @@
-"""Cuts a step into microbatches, so that the stages of a model compute at the same time.
+"""Splits a step into microbatches, so that the pipeline stages of a model compute concurrently.
 
 While the second stage computes the first microbatch, the first stage computes the second.  A
-microbatch may end inside a sequence, as the KV of its first tokens is there for the next one.
+microbatch may end inside a sequence, because the next one finds the KV of the tokens before it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 from worker.executor.torch import Step, with_pools
 
-# A smaller microbatch takes nearly as long: most of its time weights are read.
+# A smaller microbatch takes nearly as long, because most of the time is spent on loading weights.
 MIN_TOKENS: Final = 128
 
 
 def num_microbatches(num_tokens: int, num_stages: int, *, has_states: bool) -> int:
-    """Return the number of microbatches of a step: two for each stage, if they are large enough.
+    """Return the number of microbatches for a step: two per stage, if they are large enough.
 
-    A step with states is not cut: there is no state between two microbatches of a sequence.
+    A step with recurrent states is not split, because no state is stored between microbatches.
     """
     if num_stages == 1 or has_states:
         return 1
@@ -34,9 +34,10 @@ def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]
     """Compute this process's part of a step.
 
     Returns:
-        [r, vocab] float32 logits of each microbatch's rows in the leader, [0, vocab] in others.
+        For each microbatch, the float32 logits of its rows: [rows, vocab] in the leader, [0, vocab]
+        in the other processes.
     """
-    device, microbatches, logits = model.device, cut(step), []
+    device, microbatches, logits = model.device, split(step), []
     for microbatch in microbatches:
         token_ids, positions, rows = (
             it.to(device) for it in (microbatch.token_ids, microbatch.positions, microbatch.rows)
@@ -48,24 +49,24 @@ def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]
     return logits
 
 
-def cut(step: Step) -> list[Step]:
+def split(step: Step) -> list[Step]:
     if step.num_microbatches == 1:
         return [step]
-    return [_microbatch(step, start, stop) for start, stop in pairwise(_borders(step))]
+    return [_microbatch(step, start, stop) for start, stop in pairwise(_boundaries(step))]
 
 
 def in_order(step: Step, logits: list[torch.Tensor]) -> torch.Tensor:
-    """Return the logits of all microbatches, [R, vocab], in the order of the step's rows."""
+    """Concatenate the logits of all microbatches, [R, vocab], in the order of `step.rows`."""
     if len(logits) == 1:
         return logits[0]
-    # Scored rows come after sampled ones, wherever in the step they are.
-    inner = torch.tensor(_borders(step)[1:-1])
+    # In `step.rows`, scored rows follow sampled rows, whatever their order in the batch.
+    inner = torch.tensor(_boundaries(step)[1:-1])
     microbatches = torch.bucketize(step.rows, inner, right=True)
     order = microbatches.sort(stable=True).indices
     return torch.cat(logits)[order.argsort().to(logits[0].device)]
 
 
-def _borders(step: Step) -> list[int]:
+def _boundaries(step: Step) -> list[int]:
     num_tokens = len(step.token_ids)
     return [num_tokens * it // step.num_microbatches for it in range(step.num_microbatches + 1)]
 

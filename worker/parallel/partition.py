@@ -1,4 +1,4 @@
-"""The part of a model's KV that each process of the model stores."""
+"""Computes which part of a model's KV each process of the model stores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from worker.model.shard import Shard
 
 
 class Part(NamedTuple):
-    """The KV of one process: the same heads of some adjacent layers of each group.
+    """The KV that one process stores: the same heads of adjacent layers, in each group of layers.
 
     Attributes:
-        layout: The layout of the part, without groups that have no layer here.
-        layers: By group of the whole model, in the order of `layout`; `heads` likewise.
+        layout: The layout of this part, without groups that have no layer in it.
+        layers: The range of layers within each group, by the group's index in the whole model.
+        heads: The range of heads within each group, by the group's index in the whole model.
     """
 
     process: int
@@ -31,10 +32,10 @@ class Part(NamedTuple):
         stage, kv_heads = shard.layers(config.num_layers), shard.kv_heads(config.num_kv_heads)
         layers, heads, groups = {}, {}, list[Group]()
         for index, (group, of_model) in enumerate(zip(layout.groups, _layers(config), strict=True)):
-            places = [place for place, layer in enumerate(of_model) if layer in stage]
-            if not places:
+            offsets = [offset for offset, layer in enumerate(of_model) if layer in stage]
+            if not offsets:
                 continue
-            layers[index], own = range(places[0], places[-1] + 1), {"num_layers": len(places)}
+            layers[index], own = range(offsets[0], offsets[-1] + 1), {"num_layers": len(offsets)}
             if isinstance(group, KVGroup):
                 heads[index], own["num_kv_heads"] = kv_heads, len(kv_heads)
             else:
@@ -44,7 +45,7 @@ class Part(NamedTuple):
         return cls(shard.process, KVLayout(groups=tuple(groups)), layers, heads)
 
     def share(self, rectangle: Rectangle) -> Rectangle | None:
-        """Return the share of a rectangle of the whole model that is in this part, or None."""
+        """Return what this part stores of a rectangle of the whole model, or None for nothing."""
         group, layers, heads, tokens = rectangle
         if group not in self.layers:
             return None
@@ -52,7 +53,7 @@ class Part(NamedTuple):
         return Rectangle(group, layers, heads, tokens) if layers and heads else None
 
     def own(self, share: Rectangle) -> Rectangle:
-        """Translate a share from the model's groups, layers and heads to the part's."""
+        """Convert a share from group, layer and head numbers of the model to those of this part."""
         group, layers, heads, tokens = share
         return Rectangle(
             list(self.layers).index(group),
@@ -63,16 +64,16 @@ class Part(NamedTuple):
 
 
 def _layers(config: ModelConfig) -> list[list[int]]:
-    """Return the model's layers of each group of its layout (`worker.executor.torch.layout_of`)."""
+    """Return the layer numbers of each group in the model's layout (`torch.layout_of`)."""
     with_kv = [index for index, layer in enumerate(config.layers) if layer.delta is None]
     with_state = [index for index, layer in enumerate(config.layers) if layer.delta is not None]
     groups = layers_by_window(config.windows).values()
-    groups_of_model = [[with_kv[place] for place in group] for group in groups]
+    groups_of_model = [[with_kv[offset] for offset in group] for group in groups]
     return [*groups_of_model, with_state] if with_state else groups_of_model
 
 
 def parts_of(layout: KVLayout, config: ModelConfig, size: int, stages: int) -> list[Part]:
-    """Return the part of every process of a model."""
+    """Return the parts of all processes of a model, in the order of the processes."""
     shards = (Shard.of_process(it, size, stages) for it in range(size * stages))
     return [Part.of(layout, config, shard) for shard in shards]
 

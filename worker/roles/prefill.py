@@ -1,10 +1,11 @@
-"""The prefill role: reads prompts, sends their KV to decode workers and first tokens to routers.
+"""The prefill role: prefills prompts, sends KV to decode workers and first tokens to routers.
 
-PREFILL_REQUEST adds a sequence to the engine.  The KV is offered when the engine has blocks for it;
-if chunks are slow, only after the first chunk, so that the decode worker holds no blocks early; if
-they are very fast, also after it, so that the KV goes along with the offer.  While chunks are
-computed, segments are sent within the credit (`worker.transfer.sender`).  The first token is sent
-as soon as it is drawn.  The blocks are kept until the transfer has ended.  SPEC 4.1, 4.2.
+PREFILL_REQUEST adds a sequence to the engine.  The KV is offered to the decode worker as soon as
+the engine has allocated blocks, with two exceptions: if chunks are slow, after the first chunk, so
+that the decode worker does not allocate blocks too early, and if they are very fast, also after it,
+so that the offer can carry the KV.  While chunks are computed, segments are sent within the credit
+(`worker.transfer.sender`).  The first token is sent as soon as it is sampled.  The blocks are kept
+until the transfer has ended.  SPEC 4.1, 4.2.
 """
 
 from __future__ import annotations
@@ -37,32 +38,32 @@ from worker.transfer.sender import OutgoingTransfer
 log = structlog.get_logger("worker")
 
 # KV is offered before its first chunk is computed if the last prompt's first chunk took less than
-# so many leases: 1 s with a lease of 30 s (SPEC 6.6).  This saves waiting for a step of the decode
-# worker, which is little compared to a slower chunk.
+# this fraction of a lease: 1 s with a lease of 30 s (SPEC 6.6).  An early offer saves the wait for
+# a step of the decode worker, which is short compared to a slower chunk.
 EARLY_OFFER_LEASES: Final = 1 / 30
-# Measured, from an offer of KV to the ACK.  Faster chunks are offered when computed.
+# The measured time from an offer of KV to its ACK.  If chunks are faster, the offer waits for one.
 ROUND_TRIP_S: Final = 0.002
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """One PREFILL_REQUEST, until its blocks are freed."""
+    """The state of one PREFILL_REQUEST, until the request is over."""
 
     router: RouterLink
     request_id: int
     transfer: OutgoingTransfer | None
     started: Started | None = None
     started_s: float = 0.0
-    is_computed: bool = False  # its first chunk
-    is_ended: bool = False  # by `_end`, while its KV may still be sent
-    # The request is over when both are true, in either order: a decode worker that has the whole
-    # prompt cached is ready before the first token is drawn.
-    is_answered: bool = False
+    is_computed: bool = False  # its first chunk is computed
+    is_ended: bool = False  # `_end` was called; a task may still send its KV
+    # The request is over when both are true.  They may become true in either order, because a
+    # decode worker that has the whole prompt cached completes the transfer before the first token.
+    is_response_sent: bool = False
     is_transferred: bool = False
 
 
 class PrefillRole:
-    """All requests of a prefill worker, and its decode `peers`.  On the event loop."""
+    """Handles all requests of a prefill worker, on the event loop; `peers` are decode workers."""
 
     kv_endpoint, kv_unasked_bytes = "", 0
 
@@ -87,8 +88,8 @@ class PrefillRole:
         self.segment_traffic = self.peers.segment_traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
-        self.first_chunk_s = inf  # of the last prompt
-        # By request id, until the socket no longer reads the blocks.
+        self.first_chunk_s = inf  # how long the first chunk of the last prompt took
+        # Send tasks by request id, until the socket no longer reads the blocks.
         self._sending: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -97,7 +98,7 @@ class PrefillRole:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of requests that a drain waits for."""
+        """The number of requests that must end before a draining worker exits."""
         return len(self._prefills)
 
     @property
@@ -110,14 +111,14 @@ class PrefillRole:
 
     @property
     def kv_inflight_bytes(self) -> int:
-        """Bytes sent but not acknowledged."""
+        """The number of bytes of KV that were sent but not acknowledged."""
         transfers = (prefill.transfer for prefill in self._prefills.values())
         return sum(transfer.inflight_bytes for transfer in transfers if transfer is not None)
 
-    # Frames of a router.
+    # Frames from routers.
 
     def on_registered(self, router: RouterLink) -> None:
-        """Nothing to do: each request reads the lease from its router."""
+        """Do nothing: each request gets the lease from its router."""
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         frame = message.frame
@@ -131,7 +132,7 @@ class PrefillRole:
         if frame.decode_rank != NO_RANK:
             transfer = self._offer_to(router, frame, token_ids)
         self._prefills[frame.request_id] = Prefill(router, frame.request_id, transfer)
-        # With a transfer the engine stops after one token, whatever the request's limit is.
+        # With a transfer, the engine stops after one token regardless of the request's limit.
         is_sent = transfer is not None
         limit = None if is_sent else 1
         sequence = Sequence(frame.request_id, token_ids, options, limit, transfer=is_sent)
@@ -150,7 +151,7 @@ class PrefillRole:
             if prefill.router is router:
                 self._end(prefill)
 
-    # Outputs of the engine.
+    # Outputs from the engine.
 
     def on_outputs(self, outputs: list[Output]) -> None:
         now = self._clock()
@@ -173,7 +174,7 @@ class PrefillRole:
         lease_s = self._config.lease_s or prefill.router.lease_s
         if prefill.transfer is not None and self.first_chunk_s < EARLY_OFFER_LEASES * lease_s:
             if self.first_chunk_s < ROUND_TRIP_S and prefill.transfer.is_taken_unasked:
-                return  # the KV will go along with the offer
+                return  # the offer will carry the KV of the first chunk
             self._offer(prefill, started.cached_tokens, now)
 
     def _on_computed(self, prefill: Prefill, computed: Computed, now: float) -> None:
@@ -188,7 +189,7 @@ class PrefillRole:
         transfer.advance(computed.num_tokens, now)
 
     def _offer(self, prefill: Prefill, num_tokens: int, now: float) -> None:
-        """Offer the KV of a prompt, `num_tokens` of which are computed."""
+        """Offer the KV of a prompt whose first `num_tokens` tokens are computed."""
         assert prefill.transfer is not None and prefill.started is not None
         prefill.transfer.offer(prefill.started.block_table, num_tokens, now)
         task = asyncio.create_task(self._send(prefill, prefill.transfer))
@@ -196,10 +197,10 @@ class PrefillRole:
         task.add_done_callback(lambda _: self._sending.pop(prefill.request_id))
 
     async def _send(self, prefill: Prefill, transfer: OutgoingTransfer) -> None:
-        """Send the KV; free the blocks when the socket no longer reads them."""
+        """Send the KV, then free the blocks, which the socket no longer reads."""
         await transfer.run()
-        give_back = Engine.cancel if prefill.is_ended else Engine.release
-        self._engine.post(lambda engine: give_back(engine, prefill.request_id))
+        free_blocks = Engine.cancel if prefill.is_ended else Engine.release
+        self._engine.post(lambda engine: free_blocks(engine, prefill.request_id))
 
     def _on_first_token(self, prefill: Prefill, token: Token) -> None:
         assert prefill.started is not None
@@ -215,7 +216,7 @@ class PrefillRole:
         )
         done = PrefillDone(prefill.request_id, kv_bytes)
         prefill.router.send(done, encode_prefill_result(result))
-        prefill.is_answered = True
+        prefill.is_response_sent = True
         if not kv_bytes:
             self._end(prefill)
         elif prefill.is_transferred:
@@ -246,7 +247,7 @@ class PrefillRole:
         if peer is None:
             rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
             raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
-        # The decode worker would refuse the offer, but only after blocks were allocated here.
+        # The decode worker would reject the offer too, but only after blocks were allocated here.
         size, limit = (
             self._layout.transfer_bytes(len(token_ids)),
             self._config.max_kv_transfer_bytes,
@@ -291,7 +292,7 @@ class PrefillRole:
             self._fail(prefill, sender.error, "transfer")
             return
         prefill.is_transferred = True
-        if prefill.is_answered:
+        if prefill.is_response_sent:
             del self._prefills[prefill.request_id]
 
     def _fail(self, prefill: Prefill, error: WireError, stage: str) -> None:
@@ -301,7 +302,7 @@ class PrefillRole:
         self._end(prefill)
 
     def _end(self, prefill: Prefill) -> None:
-        """Forget a request and free its blocks, here and at the decode worker."""
+        """End a request and free its blocks on this worker and on the decode worker."""
         del self._prefills[prefill.request_id]
         prefill.is_ended = True
         if prefill.transfer is not None:

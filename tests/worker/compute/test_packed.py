@@ -16,7 +16,7 @@ from kernels.cpu.rows_int8 import to_planes
 from kernels.cpu.rowwise import norm
 from scripts.models.make_model import make_model
 from worker.compute.packed import (
-    ExpertRoom,
+    ExpertBuffers,
     Packed,
     PackedExperts,
     PackedMLP,
@@ -63,7 +63,7 @@ def test_experts_add_what_they_make_of_their_tokens(
 
     def added(rows: torch.Tensor) -> torch.Tensor:
         """Return what a room for more tokens than these has them become."""
-        hidden, room = before[: len(rows)].clone(), ExpertRoom(experts.config, 64, 60, packed)
+        hidden, room = before[: len(rows)].clone(), ExpertBuffers(experts.config, 64, 60, packed)
         exact = room.exact[: len(rows)]
         exact_norm = None if packed is PackedWeight else norm(hidden, ones, EPS, exact)
         in_one_call(experts.added(hidden, rows, exact_norm, room, mlp.activation))()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from wire.layout import KVGroup, KVLayout, StateGroup
-from worker.compute.pool_shape import PoolShape, layers_by_window, places
+from worker.compute.pool_shape import PoolShape, indices_in_pool, layers_by_window
 
 FULL = KVGroup(num_layers=2, num_kv_heads=4, key_dim=8, value_dim=8, dtype="bfloat16")
 WINDOWED = msgspec.structs.replace(FULL, num_layers=5, window=9)
@@ -30,8 +30,8 @@ def test_layers_that_see_all_come_first_then_the_smaller_windows() -> None:
     windows = (8, None, 4, 8, None)
     groups = layers_by_window(windows)
     assert list(groups.items()) == [(None, [1, 4]), (4, [2]), (8, [0, 3])]
-    assert places(windows) == [1, 0, 0, 2, 1]
-    assert places((None, None)) == places((5, 5)) == [0, 1]
+    assert indices_in_pool(windows) == [1, 0, 0, 2, 1]
+    assert indices_in_pool((None, None)) == indices_in_pool((5, 5)) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from worker.compute.ranks import Ranks
 from worker.model.shard import Shard
 
 
-def add_up(ranks: Ranks, summands: torch.Tensor) -> torch.Tensor:
+def all_reduce(ranks: Ranks, summands: torch.Tensor) -> torch.Tensor:
     own = summands[ranks.shard.process].clone()
-    ranks.add_up(own)
+    ranks.all_reduce(own)
     return own
 
 
@@ -28,16 +28,16 @@ def test_shards_add_up_a_row_alike_whoever_shares_the_batch(processes: Processes
         wanted = summands[0].clone()
         for summand in summands[1:size]:
             wanted += summand
-        for found in processes.run(size, 1, add_up, summands):
+        for found in processes.run(size, 1, all_reduce, summands):
             assert torch.equal(found, wanted)
         for row in (0, 5):
-            alone = processes.run(size, 1, add_up, summands[:, row : row + 1])
+            alone = processes.run(size, 1, all_reduce, summands[:, row : row + 1])
             assert torch.equal(alone[0][0], wanted[row])
 
 
 def test_stages_add_up_each_for_itself(processes: Processes) -> None:
     summands = torch.arange(4, dtype=torch.bfloat16)[:, None]
-    assert [int(it) for it in processes.run(2, 2, add_up, summands)] == [1, 1, 5, 5]
+    assert [int(it) for it in processes.run(2, 2, all_reduce, summands)] == [1, 1, 5, 5]
 
 
 def gather(ranks: Ranks, num_rows: int) -> torch.Tensor:
@@ -115,7 +115,13 @@ def wait_for_the_dead(ranks: Ranks, dead: int, method: str) -> NoReturn:
 
 @pytest.mark.parametrize(
     ("dead", "method", "stages"),
-    [(0, "broadcast", 1), (1, "broadcast", 1), (1, "add_up", 1), (1, "receive", 2), (0, "send", 2)],
+    [
+        (0, "broadcast", 1),
+        (1, "broadcast", 1),
+        (1, "all_reduce", 1),
+        (1, "receive", 2),
+        (0, "send", 2),
+    ],
 )
 def test_the_others_notice_that_a_process_has_died(
     dead: int, method: str, stages: int, tmp_path: Path

@@ -16,7 +16,7 @@ import pytest
 from tests.faults.ports import free_port
 from worker.compute.connection import Connection, exchange
 from worker.compute.handshake import Caller, Purpose, call
-from worker.compute.rendezvous import Connections, Settings, meet, other_connections
+from worker.compute.rendezvous import Connections, Settings, connect, other_connections
 from worker.model.shard import Shard
 
 TIMEOUT_S = 55.0
@@ -41,7 +41,7 @@ def meet_all(
         shard = Shard.of_process(process, size, len(settings) // size)
         secret = secrets[process] if secrets else b""
         try:
-            opened.append(meet(rendezvous, shard, settings[process], TIMEOUT_S, secret))
+            opened.append(connect(rendezvous, shard, settings[process], TIMEOUT_S, secret))
         except (ValueError, RuntimeError, OSError) as error:
             return error
         return opened[-1]
@@ -82,7 +82,7 @@ def test_each_reaches_those_it_has_something_for_and_nobody_listens_after(
         one, other = found[caller][called, purpose], found[called][caller, purpose]
         for sending, receiving in ((one, other), (other, one)):
             word = f"{caller} to {called} for {purpose}".encode()
-            is_sealed = len(sending.room_for(memoryview(word))) > len(word)
+            is_sealed = len(sending.receive_buffer(memoryview(word))) > len(word)
             assert is_sealed is (bool(secret) and rendezvous.startswith("tcp"))
             heard = bytearray(len(word))
             exchange([(sending, word)], [])
@@ -118,10 +118,10 @@ def test_one_that_has_another_key_learns_it_at_once() -> None:
     place = f"tcp://127.0.0.2:{free_port()}"
     with ThreadPoolExecutor(1) as threads:
         shard = Shard.of_process(0, 2, 1)
-        leading = threads.submit(meet, place, shard, {}, TIMEOUT_S, b"of decode-0")
+        leading = threads.submit(connect, place, shard, {}, TIMEOUT_S, b"of decode-0")
         with pytest.raises(ValueError, match=f"{place}: a process listens there that has another"):
-            meet(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-1")
-        opened.append(meet(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-0"))
+            connect(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-1")
+        opened.append(connect(place, Shard.of_process(1, 2, 1), {}, TIMEOUT_S, b"of decode-0"))
         opened.append(leading.result())
 
 
@@ -152,11 +152,11 @@ def test_a_second_process_of_one_number_is_refused(rendezvous: str) -> None:
     shards = [Shard.of_process(it, 3, 1) for it in (0, 1, 1, 2)]
     with ThreadPoolExecutor(3) as threads:
         leading, *same = (
-            threads.submit(meet, rendezvous, shard, {}, TIMEOUT_S) for shard in shards[:3]
+            threads.submit(connect, rendezvous, shard, {}, TIMEOUT_S) for shard in shards[:3]
         )
         # One of the two is refused while the other waits for process 2.
         wait(same, return_when=FIRST_COMPLETED)
-        opened.append(meet(rendezvous, shards[3], {}, TIMEOUT_S))
+        opened.append(connect(rendezvous, shards[3], {}, TIMEOUT_S))
         opened.append(leading.result())
         errors = [it.exception() for it in same]
         opened.extend(it.result() for it in same if it.exception() is None)
@@ -170,14 +170,14 @@ def test_a_file_that_is_there_is_left_alone_and_refused(tmp_path: Path) -> None:
     place = tmp_path / "meet"
     place.write_text("mine")
     with pytest.raises(ValueError, match="give each worker and each start a new file"):
-        meet(f"file://{place}", Shard.of_process(0, 2, 1), {}, TIMEOUT_S)
+        connect(f"file://{place}", Shard.of_process(0, 2, 1), {}, TIMEOUT_S)
     assert place.read_text() == "mine"
 
 
 def test_the_file_is_for_this_user_alone_and_gone_when_process_0_gives_up(tmp_path: Path) -> None:
     place = tmp_path / "meet"
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(meet, f"file://{place}", Shard.of_process(0, 2, 1), {}, 0.3)
+        waiting = threads.submit(connect, f"file://{place}", Shard.of_process(0, 2, 1), {}, 0.3)
         while not waiting.done():
             if place.exists() and not (mode := stat.S_IMODE(place.stat().st_mode)) & 0o077:
                 assert mode == 0o600
@@ -192,4 +192,4 @@ def test_one_that_does_not_come_is_named(process: int, rendezvous: str) -> None:
     with pytest.raises(
         TimeoutError, match=f"process {1 - process} .* to --rendezvous {rendezvous}"
     ):
-        meet(rendezvous, Shard.of_process(process, 2, 1), {}, 0.0)
+        connect(rendezvous, Shard.of_process(process, 2, 1), {}, 0.0)

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels
-from kernels import reference
 from wire.options import Options
 from worker.executor import sampler
 from worker.executor.batch import Sampling
@@ -92,11 +90,6 @@ def test_the_generator_is_the_documented_one(words: list[tuple[int, int, int]]) 
     assert ((got >= 0) & (got < 1)).all()
 
 
-def test_greedy_takes_the_largest() -> None:
-    logits = logits_of(5)
-    assert ids(logits, [asked()] * 5) == logits.argmax(-1).tolist()
-
-
 options_strategy = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.05, 0.7, 1.0, 2.0]),
@@ -121,26 +114,6 @@ def test_filters_and_draws_equal_plain_python(
     samplings = [asked(position=position, **options) for options, position in rows]
     want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
     assert ids(logits, samplings) == want
-
-
-def test_only_flat_rows_have_their_whole_vocabulary_sorted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    logits = logits_of(5, vocab=reference.LARGE_VOCABULARY + 1, scale=4.0)
-    logits[1] /= 40
-    logits[3] /= 60
-    samplings = [asked(temperature=1.0, top_p=0.95, seed=i) for i in range(5)]
-    want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
-    shapes = []
-
-    def descending(values: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(values.shape))
-        return values.sort(dim=-1, descending=True).values
-
-    monkeypatch.setattr(reference, "descending", descending)
-    monkeypatch.setattr(kernels, "backend_of", lambda _: reference)
-    assert ids(logits, samplings) == want
-    assert shapes == [(2, reference.LARGE_VOCABULARY + 1)]
 
 
 @settings(max_examples=40)
@@ -195,22 +168,6 @@ def test_a_draw_of_zero_takes_the_first_token_that_passes(monkeypatch: pytest.Mo
     monkeypatch.setattr(sampler, "uniforms", lambda *words: np.zeros(len(words[0])))
     logits = torch.tensor([[0.0, 5.0, 4.0]])
     assert ids(logits, [asked(temperature=1.0, top_k=2)]) == [1]
-
-
-def test_ties_at_a_border_all_pass() -> None:
-    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 0.0]])
-    for options in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}):
-        drawn = {
-            ids(logits, [asked(temperature=1.0, seed=seed, **options)])[0] for seed in range(60)
-        }
-        assert drawn == {1, 2, 3}
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 1e-6, 0.01])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    logits = logits_of(4, scale=30.0)
-    samplings = [asked(temperature=temperature, seed=i) for i in range(4)]
-    assert ids(logits, samplings) == logits.argmax(-1).tolist()
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

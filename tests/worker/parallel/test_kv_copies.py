@@ -14,7 +14,7 @@ from wire.transfer import Rectangle, plan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.ranks import Ranks
 from worker.parallel.kv_cache import Copying, ShardedKVCache
-from worker.parallel.kv_copies import OwnPart, RemotePart, Steps, answer
+from worker.parallel.kv_copies import OwnPart, RemotePart, Steps, serve_copies
 from worker.parallel.partition import Part
 
 NUM_THREADS, ROUNDS, BLOCK_SIZE, NUM_TOKENS = 6, 2, 4, 11
@@ -26,7 +26,7 @@ def copy_by_many_threads(ranks: Ranks) -> None:
     layout = whole.parts[ranks.shard.process].layout
     cache = TorchKVCache(layout, NUM_BLOCKS, BLOCK_SIZE, CPU)
     if not ranks.is_leader:
-        return answer(ranks, cache, steps)
+        return serve_copies(ranks, cache, steps)
     first, *others = whole.parts
     asking = [RemotePart(ranks, part, steps) for part in others]
     every: list[tuple[Part, Copying]] = [(first, OwnPart(cache, first))]
@@ -77,7 +77,7 @@ def copy_ahead_of_a_step(ranks: Ranks) -> None:
         assert (np.frombuffer(packed, np.float32) == 7).all()
         asking.end()
     else:
-        answering = threading.Thread(target=answer, args=(ranks, cache, steps))
+        answering = threading.Thread(target=serve_copies, args=(ranks, cache, steps))
         answering.start()
         assert steps.is_awaited.wait(TIMEOUT_S)
         cache.pool.fill_(7)
@@ -101,7 +101,7 @@ def put_in_before_telling(ranks: Ranks) -> None:
         ranks.broadcast(torch.zeros(1))
         asking.end()
     else:
-        answering = threading.Thread(target=answer, args=(ranks, cache, steps))
+        answering = threading.Thread(target=serve_copies, args=(ranks, cache, steps))
         answering.start()
         ranks.broadcast(torch.zeros(1))
         assert cache.pool.all(), "not all has been put in"

@@ -14,7 +14,7 @@ from kernels import PagedBatch
 from kernels.contract import Scratch
 from tests.worker.paged import Text, batch_of
 from worker.executor.torch import Step
-from worker.parallel.microbatches import MIN_TOKENS, cut, in_order, num_microbatches
+from worker.parallel.microbatches import MIN_TOKENS, in_order, num_microbatches, split
 
 BLOCK_SIZE = 4
 NUM_COLUMNS = 9
@@ -87,7 +87,7 @@ def test_each_token_sees_what_it_saw_in_the_whole_step(step: Step) -> None:
     batch = step.batch
     other = replace(batch, slots=batch.slots + 100, block_tables=batch.block_tables + 25)
     step = step._replace(windowed=other)
-    microbatches = cut(step)
+    microbatches = split(step)
     in_windows = [it._replace(batch=it.windowed) for it in microbatches if it.windowed is not None]
     assert [it for microbatch in in_windows for it in queries(microbatch)] == queries(
         step._replace(batch=other)
@@ -107,7 +107,7 @@ def test_each_token_sees_what_it_saw_in_the_whole_step(step: Step) -> None:
 @given(steps())
 def test_rows_come_in_the_order_of_the_step_those_that_are_scored_last(step: Step) -> None:
     logits, start = [], 0
-    for microbatch in cut(step):
+    for microbatch in split(step):
         logits.append((microbatch.rows + start).float()[:, None].expand(-1, 3))
         start += len(microbatch.token_ids)
     assert in_order(step, logits)[:, 0].int().tolist() == step.rows.tolist()
