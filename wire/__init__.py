@@ -1,1 +1,1 @@
-"""The Baton protocol: usable alone; its sockets are in `wire.aio`."""
+"""The Baton wire protocol, usable on its own.  Asyncio sockets are in `wire.aio`."""

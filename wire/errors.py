@@ -1,16 +1,16 @@
-"""Errors of the wire protocol, each with a code that crosses the wire.  SPEC 8.
+"""Errors of the wire protocol, each with a code that is sent in ERROR frames.  SPEC 8.
 
     WireError(code)
-      ProtocolError             never raised itself
-        LocalProtocolError      we were about to break SPEC: a bug of ours, let it crash the task
-        RemoteProtocolError     the peer broke SPEC: drop the peer; the only error decoders raise
-      TransferTooLarge          refused before a byte is computed or buffered
-      TransferFailed            the KV transfer broke; retryable on another worker
+      ProtocolError             abstract
+        LocalProtocolError      we were about to violate SPEC, a bug here: let it crash the task
+        RemoteProtocolError     the peer violated SPEC: drop it; the only error decoders raise
+      TransferTooLarge          the KV transfer was refused before any KV was computed or buffered
+      TransferFailed            the KV transfer broke; the request can be retried on another worker
       PeerLost                  the peer's heartbeats stopped or its socket closed
-      RequestFailed             the peer ended this one request with an ERROR frame
+      RequestFailed             the peer ended one request with an ERROR frame
 
-Each error carries its data and builds its own sentence.  A peer is told the code and a fixed
-sentence; details that name paths, payload bytes or other requests stay in the log.
+Each error has its data as attributes and builds its own message.  A peer receives only the code and
+a fixed sentence; details such as paths, payload bytes and other requests stay in the log.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-# Characters that an error repeats of what was sent.
+# An error message quotes at most this many characters of a peer's input.
 MAX_SHOWN: Final = 200
 
 
 class ErrorCode(IntEnum):
-    """Why a request or a connection ended.  SPEC 8 says who is at fault and what may be retried."""
+    """Reasons why a request or connection ended.  SPEC 8 lists whose fault it is, and retries."""
 
     INTERNAL = 1
     PROTOCOL = 2
@@ -48,17 +48,17 @@ class ErrorCode(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorCode | None:
-        """Read a code of a later version as INTERNAL, so that no peer's number can crash us."""
+        """Map codes unknown to this version to INTERNAL, so that they cannot crash the process."""
         return cls.INTERNAL if isinstance(value, int) else None
 
     @property
     def label(self) -> str:
-        """The lower-case name clients see, for example ``kv_transfer_too_large``."""
+        """The lower-case name shown to clients, for example ``kv_transfer_too_large``."""
         return self.name.lower()
 
 
 class WireError(Exception):
-    """An error with an `ErrorCode`."""
+    """An error with a protocol error code."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -76,15 +76,15 @@ class ProtocolError(WireError):
 
 
 class LocalProtocolError(ProtocolError):
-    """We were about to break SPEC."""
+    """This process was about to violate SPEC."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke SPEC."""
+    """The peer violated SPEC."""
 
 
 class TransferTooLarge(WireError):
-    """A KV cache of `size` bytes is over the `limit` set by max_kv_transfer_bytes."""
+    """A KV cache of `size` bytes exceeds the `limit` set by max_kv_transfer_bytes."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -114,9 +114,9 @@ class PeerLost(WireError):
 
 
 class RequestFailed(WireError):
-    """A peer ended one request with ERROR."""
+    """A peer ended one request with an ERROR frame."""
 
 
 def shown(sent: str) -> str:
-    """Return what was sent as an error may repeat it: quoted, and the beginning only."""
+    """Quote a peer's input for an error message, truncated to `MAX_SHOWN` characters."""
     return repr(sent if len(sent) <= MAX_SHOWN else sent[:MAX_SHOWN] + "…")

@@ -1,10 +1,10 @@
-"""The frames of the protocol: a frozen struct per tag, a fixed 16-byte header each.  SPEC 3-5.
+"""The frame headers of the protocol: one frozen struct per tag, each 16 bytes long.  SPEC 3-5.
 
-A frame here is a header.  Payloads are in `wire.payloads` and `wire.options`; how both are laid
-out on ZeroMQ is `wire.parts`, on raw TCP `wire.stream`.  The headers of tags 30, 31, 34, 35 and 36
+A `Frame` is only the header.  `wire.payloads` and `wire.options` define the payloads; `wire.parts`
+encodes both for ZeroMQ and `wire.stream` for raw TCP.  The headers of tags 30, 31, 34, 35 and 36
 are byte for byte those of seed 000 (boostr, wire protocol for disaggregated inference).
 
-Nothing here reads a clock or a socket.  Decoders raise `RemoteProtocolError` and nothing else.
+Nothing here uses a clock or a socket.  Decoders raise `RemoteProtocolError` and nothing else.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from msgspec.structs import astuple
 from wire.errors import LocalProtocolError, RemoteProtocolError
 
 HEADER_BYTES: Final = 16
-# The version that HELLO names: a worker's on the bus, a client's on raw TCP.  SPEC 10.
+# The protocol versions in HELLO: of a worker on ZeroMQ, and of a client on raw TCP.  SPEC 10.
 VERSION: Final = 2
 CLIENT_VERSION: Final = 1
 
-# PREFILL_REQUEST.decode_rank: any decode worker will do (a client leaves the choice to the router).
+# PREFILL_REQUEST.decode_rank of a client: the router chooses the decode worker.
 ANY_RANK: Final = 0xFFFFFFFF
-# PREFILL_REQUEST.decode_rank: no decode worker; the first token is also the last.
+# PREFILL_REQUEST.decode_rank without a decode worker: the first token is also the last.
 NO_RANK: Final = 0xFFFFFFFE
-# DECODE_REQUEST.max_new_tokens of a client: to the end of the context.  A worker gets a number.
+# DECODE_REQUEST.max_new_tokens of a client: generate until the context is full.  Routers replace
+# it, so a worker never receives it.
 AS_MANY_AS_FIT: Final = 0xFFFFFFFF
-# Token ids are u32 wherever a prompt is written, so a generated one must fit there too.
+# Token ids in prompts are u32, so a generated token id must fit into a u32 too.
 MAX_TOKEN_ID: Final = 2**32 - 1
 # DECODE_DONE.token_id, reserved by seed 000 as the end-of-generation marker.
 END_OF_GENERATION: Final = -1
 
 
 class Tag(IntEnum):
-    """Frame types.  30-36 are the seeds' data plane, 40-46 our control plane."""
+    """Frame types: 30-36 are the data plane (from the seeds), 40-46 the control plane (new)."""
 
     PREFILL_REQUEST = 30
     PREFILL_DONE = 31
@@ -56,7 +57,7 @@ class Tag(IntEnum):
 
 
 class Role(IntEnum):
-    """The role of a peer (seed 000: DisaggRole, and the raw TCP client)."""
+    """The role of a peer: `DisaggRole` of seed 000, plus the raw TCP client."""
 
     PREFILL = 0
     DECODE = 1
@@ -65,13 +66,13 @@ class Role(IntEnum):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """A 16-byte header; `layout` packs the fields in their order."""
+    """A 16-byte header.  `layout` packs the struct's fields in the order of their definition."""
 
     tag: ClassVar[Tag]
     layout: ClassVar[Struct]
 
     def header(self) -> bytes:
-        """Return the 16 bytes of this header.  Raises LocalProtocolError."""
+        """Encode this header in 16 bytes.  Raises LocalProtocolError if a field is out of range."""
         try:
             return self.layout.pack(*astuple(self))
         except struct.error as error:
@@ -79,7 +80,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def from_header(cls, header: bytes | memoryview) -> Self:
-        """Read a header of exactly 16 bytes.  Raises RemoteProtocolError."""
+        """Decode a header of exactly 16 bytes.  Raises RemoteProtocolError if it is invalid."""
         if len(header) != HEADER_BYTES:
             raise RemoteProtocolError(f"{cls.tag.name} header has {len(header)} bytes, not 16")
         frame = cls(*cls.layout.unpack(header))
@@ -87,19 +88,19 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return frame
 
     def check(self) -> None:
-        """Refuse reserved fields that are not zero, and a request_id that names no request.
+        """Raise RemoteProtocolError if a reserved field is not 0, or the request id is 0.
 
-        Frames with more to refuse override this.  Raises RemoteProtocolError: as above.
+        Frames with further constraints extend this method.
         """
         if reserved := getattr(self, "zero", 0):
             raise RemoteProtocolError(f"{self.tag.name}: the reserved field is {reserved}, not 0")
-        # In ERROR it names the connection.
+        # In ERROR, request id 0 stands for the connection.
         if getattr(self, "request_id", 1) == 0 and self.tag is not Tag.ERROR:
             raise RemoteProtocolError(f"{self.tag.name}: request_id is 0, not 1 to 2^64 - 1")
 
 
 class PrefillRequest(Frame, frozen=True):
-    """Router to prefill worker: read this prompt, hand its KV to `decode_rank`.  SPEC 4.1."""
+    """Router to prefill worker: prefill this prompt, send its KV to `decode_rank`.  SPEC 4.1."""
 
     tag = Tag.PREFILL_REQUEST
     layout = Struct("<QII")
@@ -110,7 +111,7 @@ class PrefillRequest(Frame, frozen=True):
 
 
 class PrefillDone(Frame, frozen=True):
-    """Prefill worker to router: the prompt is read, here is the first token.  SPEC 4.2."""
+    """Prefill worker to router: prefill is complete; carries the first token.  SPEC 4.2."""
 
     tag = Tag.PREFILL_DONE
     layout = Struct("<QQ")
@@ -120,7 +121,7 @@ class PrefillDone(Frame, frozen=True):
 
 
 class KvCache(Frame, frozen=True):
-    """Prefill worker to decode worker: the offer (segment 0) or one KV segment.  SPEC 4.3, 6."""
+    """Prefill worker to decode worker: a KV offer (segment 0) or one KV segment.  SPEC 4.3, 6."""
 
     tag = Tag.KV_CACHE
     layout = Struct("<QII")
@@ -131,7 +132,7 @@ class KvCache(Frame, frozen=True):
 
 
 class KvCacheAck(Frame, frozen=True):
-    """Decode worker to prefill worker: `kv_bytes` received so far; carries credit.  SPEC 4.4, 6."""
+    """Decode worker to prefill worker: ACK of `kv_bytes` in total, with credit.  SPEC 4.4, 6."""
 
     tag = Tag.KV_CACHE_ACK
     layout = Struct("<QQ")
@@ -167,7 +168,7 @@ class DecodeToken(Frame, frozen=True):
 
 
 class DecodeDone(Frame, frozen=True):
-    """Decode worker to router: generation is finished, nothing follows.  SPEC 4.7."""
+    """Decode worker to router: generation is finished; the last frame of a request.  SPEC 4.7."""
 
     tag = Tag.DECODE_DONE
     layout = Struct("<Qq")
@@ -182,7 +183,7 @@ class DecodeDone(Frame, frozen=True):
 
 
 class Hello(Frame, frozen=True):
-    """A peer introduces itself, as its ZeroMQ identity says too.  SPEC 5.1."""
+    """First frame of a peer: its epoch, rank and role, as in its ZeroMQ identity.  SPEC 5.1."""
 
     tag = Tag.HELLO
     layout = Struct("<QIBBH")
@@ -200,12 +201,12 @@ class Hello(Frame, frozen=True):
 
     @classmethod
     def of_client(cls) -> Self:
-        """Return the only one that a raw TCP client may say."""
+        """Return the HELLO of a raw TCP client, which is the same for all clients."""
         return cls(0, 0, Role.CLIENT, CLIENT_VERSION)
 
 
 class Welcome(Frame, frozen=True):
-    """Router to worker: you are registered; beat every `heartbeat_ms`.  SPEC 5.2."""
+    """Router to worker: registered; send a heartbeat every `heartbeat_ms`.  SPEC 5.2."""
 
     tag = Tag.WELCOME
     layout = Struct("<QII")
@@ -216,7 +217,7 @@ class Welcome(Frame, frozen=True):
 
 
 class Heartbeat(Frame, frozen=True):
-    """Either way: alive and progressing; `step` counts engine steps.  SPEC 5.3."""
+    """Worker to router or back: the sender is alive; `step` counts engine steps.  SPEC 5.3."""
 
     tag = Tag.HEARTBEAT
     layout = Struct("<QII")
@@ -227,7 +228,7 @@ class Heartbeat(Frame, frozen=True):
 
 
 class Peers(Frame, frozen=True):
-    """Router to worker: the decode workers one may hand KV to.  SPEC 5.4."""
+    """Router to prefill worker: the decode workers it may send KV to.  SPEC 5.4."""
 
     tag = Tag.PEERS
     layout = Struct("<QII")
@@ -238,7 +239,7 @@ class Peers(Frame, frozen=True):
 
 
 class Cancel(Frame, frozen=True):
-    """Any peer: drop this request, free what it holds, answer nothing more.  SPEC 5.5."""
+    """From any peer: abort this request, free its resources, send no response.  SPEC 5.5."""
 
     tag = Tag.CANCEL
     layout = Struct("<QII")
@@ -249,7 +250,7 @@ class Cancel(Frame, frozen=True):
 
 
 class Error(Frame, frozen=True):
-    """Any peer: this request (or, with request_id 0, this connection) failed.  SPEC 5.6."""
+    """From any peer: this request (or, with request_id 0, this connection) failed.  SPEC 5.6."""
 
     tag = Tag.ERROR
     layout = Struct("<QII")
@@ -260,7 +261,7 @@ class Error(Frame, frozen=True):
 
 
 class Drain(Frame, frozen=True):
-    """Worker: place nothing more on me.  Router: nothing of mine is left with you.  SPEC 5.7."""
+    """Worker: send no new requests.  Router, in reply: no requests are left on you.  SPEC 5.7."""
 
     tag = Tag.DRAIN
     layout = Struct("<QII")
@@ -274,7 +275,7 @@ FRAMES: Final[dict[int, type[Frame]]] = {kind.tag: kind for kind in Frame.__subc
 
 
 def frame_of(tag: int, header: bytes | memoryview) -> Frame:
-    """Read the 16-byte header of a frame with this tag.  Raises RemoteProtocolError."""
+    """Decode the 16-byte header of a frame with this tag.  Raises RemoteProtocolError."""
     kind = FRAMES.get(tag)
     if kind is None:
         raise RemoteProtocolError(f"unknown tag {tag}")

@@ -1,7 +1,7 @@
-"""A worker's ZeroMQ identity, `role-rank-epoch`, written and read in this one place.
+"""The ZeroMQ identity of a worker, `role-rank-epoch`.  SPEC 2.1.
 
-Every layer behind the handshake compares identities, never their text: a prefix of the text says
-nothing (`prefill-1` is how `prefill-10-7` begins).  SPEC 2.1.
+After the handshake, code compares parsed identities and never text prefixes: `prefill-10-7` starts
+with `prefill-1`, but is another worker.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from wire.errors import RemoteProtocolError
 from wire.frames import NO_RANK, Role
 
 MAX_EPOCH: Final = 2**64 - 1
-# One spelling each, so that equal identities have equal bytes: no leading zero, no sign, no space.
+# Each identity has one spelling (no leading zero, sign or space), so that equal identities have
+# equal bytes.
 _NAME: Final = re.compile(rb"(prefill|decode)-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,19})")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which process of which rank; `str()` is its party, whose key it must have."""
+    """One process of one rank.  `str()` is `role-rank`, the name that its CURVE key belongs to."""
 
     role: Role
     rank: int
@@ -28,7 +29,7 @@ class Identity:
 
     @property
     def name(self) -> bytes:
-        """The ZeroMQ routing id: a restarted worker is another peer."""
+        """The ZeroMQ routing id.  It has the epoch, so that a restarted worker is a new peer."""
         return f"{self}-{self.epoch}".encode()
 
     def __str__(self) -> str:
@@ -36,7 +37,7 @@ class Identity:
 
     @classmethod
     def parse(cls, name: bytes) -> Self:
-        """Read a routing id.  Raises RemoteProtocolError: it is not that of a worker."""
+        """Parse a routing id.  Raises RemoteProtocolError if it is not the id of a worker."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise RemoteProtocolError("the ZeroMQ identity is not <role>-<rank>-<epoch>")
@@ -47,7 +48,7 @@ class Identity:
 
 
 def is_of_party(name: bytes, party: str) -> bool:
-    """Whether a routing id is one that the holder of this party's key may use."""
+    """Whether the owner of the CURVE key of `party` (a `role-rank`) may use this routing id."""
     try:
         return str(Identity.parse(name)) == party
     except RemoteProtocolError:

@@ -1,7 +1,7 @@
-"""The KV layout: the groups of layers of a model, and what is sent of each.  SPEC 6.1, 6.2.
+"""The KV layout: a model's groups of layers, and what a transfer sends of each.  SPEC 6.1, 6.2.
 
-Layers of a group are alike.  A layer keeps keys and values of each token (`KVGroup`), or of a whole
-sequence a state of fixed size, at one position (`StateGroup`).
+All layers of a group have the same shape.  A layer stores either keys and values for each token
+(`KVGroup`) or a recurrent state of fixed size for the whole sequence (`StateGroup`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from wire.maps import Map
 
-# What is never cut by tokens or layers has to fit a segment.
+# One layer at one position is never split by tokens or layers, so it must fit into a segment.
 MAX_LAYER_BYTES: Final = 4 << 20
 MAX_GROUPS: Final = 16
 _SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -23,10 +23,10 @@ Dtype = Annotated[str, msgspec.Meta(pattern=r"^(float32|bfloat16|float16|uint8)\
 
 
 class KVGroup(Map, frozen=True, kw_only=True, tag_field="kind", tag="kv"):
-    """Layers that keep keys and values of each token, or of a `window` of the last ones.
+    """Attention layers: they store keys and values for each token, or for a sliding window.
 
-    A query sees `window` positions, its own included.  `value_dim` is 0 where keys are all there is
-    (latent attention).
+    `window` is the number of positions a query attends to, including its own.  `value_dim` is 0 if
+    only keys are stored (latent attention).
     """
 
     num_layers: Layers
@@ -53,11 +53,11 @@ class KVGroup(Map, frozen=True, kw_only=True, tag_field="kind", tag="kv"):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one token in one layer."""
+        """Size in bytes of the KV of one head, token and layer."""
         return (self.key_dim + self.value_dim) * _SIZES[self.dtype]
 
     def sent(self, cached_tokens: int, num_tokens: int) -> range:
-        """Return the tokens that are sent of so many when the receiver has `cached_tokens`."""
+        """Return which of `num_tokens` tokens to send if the receiver has `cached_tokens`."""
         first = cached_tokens
         if self.window is not None:
             first = max(first, num_tokens - self.window + 1)
@@ -65,9 +65,9 @@ class KVGroup(Map, frozen=True, kw_only=True, tag_field="kind", tag="kv"):
 
 
 class StateGroup(Map, frozen=True, kw_only=True, tag_field="kind", tag="state"):
-    """Layers that keep a state of the sequence: recurrent and convolutional ones.
+    """Recurrent and convolutional layers: they store one state for the whole sequence.
 
-    It can be cut into `num_heads` equal shares; 1 says that it cannot.
+    The state can be sharded into `num_heads` equal parts; 1 means that it cannot be sharded.
     """
 
     num_layers: Layers
@@ -81,9 +81,9 @@ class StateGroup(Map, frozen=True, kw_only=True, tag_field="kind", tag="state"):
         return f"{self.num_layers} states x {self.num_heads} heads x {self.head_bytes} bytes"
 
     def sent(self, cached_tokens: int, num_tokens: int) -> range:
-        """Return the position of the state that is sent, the one after the last token: no tokens.
+        """Return an empty range that starts at the position of the state, after the last token.
 
-        It is the same however many tokens the receiver has.
+        A state is sent whole, regardless of how many tokens the receiver has cached.
         """
         return range(num_tokens, num_tokens)
 
@@ -92,16 +92,16 @@ Group = KVGroup | StateGroup
 
 
 class KVLayout(Map, frozen=True, kw_only=True):
-    """The groups of layers, in an order that all workers of a cluster share.
+    """The groups of layers of a model, in an order that all workers of a cluster share.
 
-    A layer of the model is in one group; those of a group are in the model's order.
+    Each layer of the model is in one group.  Within a group, layers are in the model's order.
     """
 
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
 
     @classmethod
     def uniform(cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
-        """Return the layout of a model whose layers are all alike and see every position."""
+        """Return the layout of a model with identical full-attention layers."""
         group = KVGroup(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
@@ -120,31 +120,32 @@ class KVLayout(Map, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token over all layers that keep it."""
+        """Size in bytes of one token's KV, summed over all attention layers."""
         return sum(group.num_layers * layer_bytes(group) for group in self.kv_groups)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of one sequence at one position."""
+        """Size in bytes of one sequence's recurrent states, summed over all layers."""
         states = (group for group in self.groups if isinstance(group, StateGroup))
         return sum(group.num_layers * layer_bytes(group) for group in states)
 
     @property
     def piece_bytes(self) -> int:
-        """The most bytes that cannot be cut: a layer of one token, or of a state."""
+        """Size in bytes of the largest unit that is never split: one layer at one position."""
         return max(layer_bytes(group) for group in self.groups)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """How many positions the layers with a window see, the smallest first."""
-        return tuple(sorted({it.window for it in self.kv_groups if it.window is not None}))
+        """The distinct sliding-window sizes in tokens, in ascending order."""
+        sizes = {group.window for group in self.kv_groups if group.window is not None}
+        return tuple(sorted(sizes))
 
     @property
     def has_state(self) -> bool:
         return any(isinstance(group, StateGroup) for group in self.groups)
 
     def transfer_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
-        """Return the bytes sent of `num_tokens` if the receiver holds `cached_tokens`."""
+        """Return how many bytes a transfer sends if the receiver has `cached_tokens` cached."""
         if cached_tokens == num_tokens:
             return 0
         return sum(
@@ -156,7 +157,7 @@ class KVLayout(Map, frozen=True, kw_only=True):
 
 
 def layer_bytes(group: Group) -> int:
-    """Return the bytes of one layer at one position, of all heads."""
+    """Return the size in bytes of one layer at one position, including all heads."""
     return group.num_heads * group.head_bytes
 
 

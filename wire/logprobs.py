@@ -1,7 +1,7 @@
-"""Log-probabilities on the wire: of one generated token a map, of a whole prompt packed words.
+"""Log-probabilities on the wire: a map for one generated token, packed rows for a prompt.
 
-A prompt's have a fixed little-endian layout: a map would cost 20 bytes more a token.  SPEC 4.2,
-4.6.
+The prompt's rows have a fixed little-endian layout because maps would need 20 more bytes per token.
+SPEC 4.2, 4.6.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from wire.maps import Map
 from wire.options import MAX_TOP_LOGPROBS
 from wire.parts import Buffer
 
-# What a log-probability may be: JSON has no infinity, and rounding may lift one a little over 0.
+# The range of a log-probability: JSON has no infinity, and rounding may yield slightly more than 0.
 LEAST_LOGPROB: Final = -9999.0
 MOST_LOGPROB: Final = 0.01
-# PREFILL_DONE has to fit the 1 MiB of a frame on raw TCP, with everything else it holds.
+# PREFILL_DONE with all its fields has to fit into 1 MiB, the limit for a small frame on raw TCP.
 MAX_PROMPT_LOGPROBS_BYTES: Final = 15 << 16
 _NUM_TOP: Final = Struct("<I")
 _U32_MAX: Final = 2**32 - 1
@@ -34,14 +34,14 @@ PackedLogprobs = Annotated[
 
 
 class Logprobs(Map, frozen=True, kw_only=True):
-    """Log-probability of one token and of the likeliest ones at its position (id, logprob)."""
+    """The log-probability of one token, and the top (id, logprob) pairs at its position."""
 
     logprob: Logprob
     top: Annotated[tuple[Top, ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)] = ()
 
 
 def prompt_logprobs_problem(seq_len: int, num_top: int | None) -> str | None:
-    """Say why the logprobs of such a prompt cannot be sent, if so; `num_top` None wants none."""
+    """Return an error message if a prompt's logprobs are requested but too large, else None."""
     if num_top is None or (size := (seq_len - 1) * _row(num_top).size) <= MAX_PROMPT_LOGPROBS_BYTES:
         return None
     return (
@@ -51,22 +51,22 @@ def prompt_logprobs_problem(seq_len: int, num_top: int | None) -> str | None:
 
 
 def join_prompt_logprobs(num_top: int, rows: Iterable[bytes]) -> bytes:
-    """Join packed rows, one for each prompt token but the first, behind their number of tops."""
+    """Return `num_top` followed by the packed rows of all prompt tokens except the first."""
     return _NUM_TOP.pack(num_top) + b"".join(rows)
 
 
 def pack_logprobs(logprobs: Logprobs) -> bytes:
-    """Pack one row: ``f32 logprob`` then ``(u32 token id, f32 logprob)`` for each of the top."""
+    """Pack one row: ``f32 logprob``, then ``(u32 token id, f32 logprob)`` for each top token."""
     words = [number for pair in logprobs.top for number in pair]
     return _row(len(logprobs.top)).pack(logprobs.logprob, *words)
 
 
 def check_prompt_logprobs(packed: Buffer) -> None:
-    """Raise RemoteProtocolError unless these are whole rows, of at most 20 tops, all in range."""
+    """Raise RemoteProtocolError unless `packed` has complete rows with all values in range."""
     if len(packed) < _NUM_TOP.size:
         raise RemoteProtocolError(f"prompt_logprobs has {len(packed)} bytes, not >= 4")
     (num_top,) = _NUM_TOP.unpack_from(packed)
-    # Before it is multiplied into a struct: the peer chose the number.
+    # The peer chose this number: check it before building a struct of that size.
     if num_top > MAX_TOP_LOGPROBS:
         raise RemoteProtocolError(f"prompt_logprobs: {num_top} tops, over {MAX_TOP_LOGPROBS}")
     rows_bytes = len(packed) - _NUM_TOP.size
@@ -75,7 +75,7 @@ def check_prompt_logprobs(packed: Buffer) -> None:
     width, floats = 1 + 2 * num_top, memoryview(packed)[_NUM_TOP.size :].cast("f")
     for start in (0, *range(2, width, 2)):
         column = floats[start::width]
-        # A NaN hides from min and max, but not from a sum.
+        # min and max may miss a NaN; the sum does not.
         if len(column) and not (
             min(column) >= LEAST_LOGPROB and max(column) <= MOST_LOGPROB and isfinite(sum(column))
         ):
@@ -83,23 +83,23 @@ def check_prompt_logprobs(packed: Buffer) -> None:
 
 
 def num_rows(packed: Buffer, num_top: int) -> int:
-    """Return how many rows these checked bytes have; -1 if their tops are more than `num_top`."""
+    """Return the number of rows in checked bytes, or -1 if they have more than `num_top` tops."""
     (has_top,) = _NUM_TOP.unpack_from(packed)
     return -1 if has_top > num_top else (len(packed) - _NUM_TOP.size) // _row(has_top).size
 
 
 def largest_top_token_id(packed: Buffer) -> int:
-    """Return the largest token id among the tops of checked rows, -1 when they have none."""
+    """Return the largest token id among the top tokens of checked rows, -1 if there are none."""
     (num_top,) = _NUM_TOP.unpack_from(packed)
     width, words = 1 + 2 * num_top, memoryview(packed)[_NUM_TOP.size :].cast("I")
     return max([max(words[start::width], default=-1) for start in range(1, width, 2)], default=-1)
 
 
 def unpack_prompt_logprobs(packed: Buffer) -> list[Logprobs]:
-    """Read the rows: of the prompt's second token, the third, and so on.
+    """Unpack the rows of a prompt; the first row is for the second token.
 
     Raises:
-        RemoteProtocolError: These are no whole rows.
+        RemoteProtocolError: The rows are incomplete or out of range.
     """
     check_prompt_logprobs(packed)
     if len(packed) == _NUM_TOP.size:

@@ -1,7 +1,7 @@
-"""Maps, as SPEC 1.2 means them: msgpack with string keys, none of them unknown, none there twice.
+"""Payload maps: msgpack maps with string keys, without unknown or repeated keys.  SPEC 1.2.
 
-Of a repeated key msgspec takes the last value, another reader may take the first.  msgspec cannot
-refuse it, so `check_keys` counts the keys after decoding.
+For a repeated key, msgspec keeps the last value and another decoder may keep the first.  msgspec
+cannot reject repeated keys, so `check_keys` counts the keys after decoding.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ _ARRAY: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 class Map(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Common parent of the payloads that are maps."""
+    """Base class for payloads that are msgpack maps."""
 
 
 def check_keys(buffer: Buffer, *nested: str) -> None:
-    """Refuse a repeated key: in a map, in those under its keys `nested`, in an array of maps.
+    """Raise msgspec.ValidationError if a map, or a map in an array, repeats a key.
 
-    In those below, the same keys are looked under.
-
-    `buffer` was decoded already, so it is one whole msgpack value of the right kind.
-    Raises msgspec.ValidationError.
+    The values under the keys `nested` are checked too, recursively.  `buffer` must have been
+    decoded successfully before, so it is one complete msgpack value of the right type.
     """
     view = memoryview(buffer)
     head = view[0]
     if 0x80 <= head <= 0x8F:
         count = head & 0x0F
-    elif head == 0xDE or head == 0xDF:  # the count is in the 2 or 4 bytes behind it
+    elif head == 0xDE or head == 0xDF:  # the next 2 or 4 bytes are the count
         count = int.from_bytes(view[1 : 3 if head == 0xDE else 5], "big")
     elif 0x90 <= head <= 0x9F or head == 0xDC or head == 0xDD:
         for item in _ARRAY.decode(view):

@@ -1,7 +1,7 @@
 """The options of a request: one msgpack map, every field optional.  SPEC 4.8.
 
-Unknown keys are refused, values out of range are refused, and the error names the field.  A client
-that sends no options at all is a valid client: it gets greedy decoding.
+Unknown keys and values out of range are rejected with an error that names the field.  A client may
+send no options at all, and then gets greedy decoding.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from wire.errors import MAX_SHOWN, ErrorCode, RemoteProtocolError
 from wire.maps import Map, check_keys
 from wire.parts import Buffer
 
-# Every option at its own limit, all in one request, and some room.
+# Enough for a request with every option at its own limit.
 MAX_OPTIONS_BYTES: Final = 256 * 1024
-# The tools of an agent, each with its schema, are tens of thousands of characters.
+# An agent's tools with their schemas can have tens of thousands of characters.
 MAX_STRUCTURE_LENGTH: Final = 64 * 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 4096
 MAX_BAD_SEQUENCES: Final = 256
@@ -28,7 +28,7 @@ MAX_LOGIT_BIASES: Final = 1024
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NumTop = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
-# From 1/100 to 100; beyond that, logits would leave the range of float32.
+# From 1/100 to 100; beyond that, logits could overflow float32.
 RepetitionPenalty = Annotated[float, msgspec.Meta(ge=0.01, le=100.0)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 LogitBias = Annotated[tuple[tuple[TokenId, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]
@@ -38,10 +38,10 @@ BadSequence = Annotated[
 
 
 class Structure(Map, frozen=True):
-    """A constraint on the whole text of an answer.
+    """Structured output: a constraint on the whole text of a response.
 
-    A JSON schema as JSON text, a regular expression, or a grammar in llguidance's Lark dialect.
-    Whether a model can be held to it is not asked here (`wire.process.structured_output`).
+    `text` is a JSON schema, a regular expression, or a grammar in llguidance's Lark dialect.
+    `wire.process.structured_output` checks whether a model's output can be constrained to it.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
@@ -49,17 +49,17 @@ class Structure(Map, frozen=True):
 
 
 class Options(Map, frozen=True, kw_only=True):
-    """Sampling and limits of one request.
+    """Sampling parameters and limits of one request.
 
-    `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 switch their filter off.  The repetition
-    penalty counts tokens of prompt and response, the other two only the response's.  `logit_bias`
-    has pairs of token id and bias.  `allowed_token_ids` are the only ones drawn, if there are any;
-    a token that would complete one of `bad_sequences` never is.  `seed` and `choice` key the
-    counter-based generator: with the position, they give the same number on every worker.
-    `max_tokens` includes prefill's first token.  `logprobs` and `prompt_logprobs` are the numbers
-    of top tokens.  `deadline_ms` counts from when the frame is read.  Only routers set
-    `generated_tokens`, the number of ids at the end of PREFILL_REQUEST that an earlier attempt
-    generated, and `tenant`, an opaque name of the API key or address, among which steps are shared.
+    `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 disable their filter.  The repetition
+    penalty applies to tokens of prompt and response, the other two only to those of the response.
+    `logit_bias` has (token id, bias) pairs.  `allowed_token_ids`, if not empty, are the only tokens
+    sampled; a token that would complete one of `bad_sequences` is never sampled.  `seed` and
+    `choice` are the key of the counter-based random generator, so that each position gets the same
+    random number on every worker.  `max_tokens` includes the token from prefill.  `logprobs` and
+    `prompt_logprobs` are numbers of top tokens.  `deadline_ms` counts from receipt of the frame.
+    Only routers set `generated_tokens`, how many ids at the end of PREFILL_REQUEST an earlier
+    attempt generated, and `tenant`, an opaque id of the API key or address, for fair scheduling.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
@@ -92,7 +92,7 @@ class Options(Map, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether it matters which tokens the sequence has already."""
+        """Whether any penalty is set, so that sampling depends on the tokens so far."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -100,7 +100,7 @@ class Options(Map, frozen=True, kw_only=True):
         )
 
 
-# First bytes of a msgpack map: with a count of 16 bits behind it, and with one of 4 bits in it.
+# First byte of a msgpack map: followed by a 16-bit count, or with a 4-bit count in its low bits.
 _MAP_16: Final = 0xDE
 _FIXED_MAP: Final = 0x80
 _ENCODER = msgspec.msgpack.Encoder()
@@ -108,16 +108,16 @@ _DECODER = msgspec.msgpack.Decoder(Options)
 
 
 def encode_options(options: Options) -> bytes:
-    """Return the msgpack map; empty bytes when every field has its default."""
+    """Encode options as a msgpack map; as no bytes at all if every field has its default."""
     encoded = _ENCODER.encode(options)
     if encoded[0] == _MAP_16 and encoded[1] == 0 and encoded[2] < 16:
-        # The encoder sizes the head of a map by all fields there are; few are ever set.
+        # The encoder chose the map's header for all fields; with few set, use the short one.
         encoded = bytes((_FIXED_MAP | encoded[2],)) + encoded[3:]
     return b"" if encoded[0] == _FIXED_MAP else encoded
 
 
 def decode_options(buffer: Buffer) -> Options:
-    """Read options; no bytes at all means every default.  Raises RemoteProtocolError."""
+    """Decode options; an empty buffer means all defaults.  Raises RemoteProtocolError."""
     if len(buffer) == 0:
         return Options()
     if len(buffer) > MAX_OPTIONS_BYTES:
@@ -130,7 +130,7 @@ def decode_options(buffer: Buffer) -> Options:
         check_keys(buffer, "structure")
         return options
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # An unknown key is quoted in the message: cut it, the peer chose its length.
+        # The message quotes an unknown key, whose length the peer chose: truncate it.
         raise RemoteProtocolError(
             f"options: {error}"[:MAX_SHOWN], ErrorCode.INVALID_REQUEST
         ) from error

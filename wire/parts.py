@@ -1,9 +1,9 @@
-"""The envelope on ZeroMQ: a multipart message is headers and payload parts.  SPEC 2.1.
+"""Encode and decode messages as ZeroMQ multipart messages.  SPEC 2.1.
 
     [tag u32] [headers: n x 16 bytes] [payload part]*
 
 Only DECODE_TOKEN may carry n > 1 headers: one message per engine step holds every token of the
-step.  Payload parts are passed through untouched, so a KV segment crosses without a copy.
+step.  Payload parts are passed through untouched, so a KV segment is never copied here.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.frames import HEADER_BYTES, MAX_TOKEN_ID, DecodeToken, Frame, Tag, frame_of
 
 TAG: Final = Struct("<I")
-# `DecodeToken.layout`, but a token id below 0 reads as a huge one: one comparison finds both.
+# `DecodeToken.layout` with an unsigned token id: a negative one reads as a huge number, so that one
+# comparison rejects both kinds of invalid id.
 _TOKENS: Final = Struct("<QQ")
-# One engine step's tokens: more running sequences than any worker has, 1 MiB of headers.
+# More than the running sequences, and so the tokens per engine step, of any worker.
 MAX_HEADERS: Final = 4096
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message: its header or, of DECODE_TOKEN, the first, and the payload parts that follow.
+    """One message: its header and payload parts.
 
-    `tokens` has the request id and the token id of every header of a DECODE_TOKEN: as plain pairs,
-    for a router reads a thousand of them while it reads one of anything else.
+    For DECODE_TOKEN, `frame` is the first header and `tokens` has the (request id, token id) of
+    every header.  They are plain tuples because a router reads far more tokens than other frames.
     """
 
     frame: Frame
@@ -42,17 +43,17 @@ class Message(msgspec.Struct, frozen=True):
         return self.frame.tag
 
     def body(self) -> Buffer:
-        """Return the payload as one buffer; a copy only when it came in several parts."""
+        """Return the payload as one buffer.  Copies only if the payload has several parts."""
         if len(self.payload) == 1:
             return self.payload[0]
         return b"".join(self.payload)
 
 
 def encode(frames: Frame | Sequence[Frame], *payload: Buffer) -> list[Buffer]:
-    """Return the parts of one ZeroMQ message; payload buffers are the very objects passed in.
+    """Return the parts of one ZeroMQ message.  Payload buffers are not copied.
 
     Raises:
-        LocalProtocolError: No frame, or several that are not all DECODE_TOKEN.
+        LocalProtocolError: There is no frame, or several frames are not all DECODE_TOKEN.
     """
     if isinstance(frames, Frame):
         return [TAG.pack(frames.tag), frames.header(), *payload]
@@ -65,7 +66,7 @@ def encode(frames: Frame | Sequence[Frame], *payload: Buffer) -> list[Buffer]:
 
 
 def decode(parts: Sequence[Buffer]) -> Message:
-    """Read one ZeroMQ message.  Raises RemoteProtocolError: anything that is not such a message."""
+    """Decode the parts of one ZeroMQ message.  Raises RemoteProtocolError if they are malformed."""
     if len(parts) < 2:
         raise RemoteProtocolError(f"a message has at least 2 parts, this one {len(parts)}")
     if len(parts[0]) != TAG.size:
@@ -81,12 +82,13 @@ def decode(parts: Sequence[Buffer]) -> Message:
 
 
 def message_of(tag: int, headers: bytes | memoryview, payload: tuple[Buffer, ...]) -> Message:
-    """Read the headers of a message.  Raises RemoteProtocolError."""
+    """Decode the headers of a message and attach its payload.  Raises RemoteProtocolError."""
     if tag != Tag.DECODE_TOKEN:
         return Message(frame_of(tag, headers), payload)
     tokens = tuple(_TOKENS.iter_unpack(headers))
     for request_id, token_id in tokens:
         if token_id > MAX_TOKEN_ID or not request_id:
             for start in range(0, len(headers), HEADER_BYTES):
-                DecodeToken.from_header(headers[start : start + HEADER_BYTES])  # one of them raises
+                # Raises for the invalid header, with its error message.
+                DecodeToken.from_header(headers[start : start + HEADER_BYTES])
     return Message(DecodeToken(*tokens[0]), payload, tokens)

@@ -1,7 +1,7 @@
-"""The payloads that follow the headers, besides options and KV bytes.  SPEC 4, 5.
+"""Encode and decode the payloads that follow the headers, except options and KV.  SPEC 4, 5.
 
-Token ids and KV descriptors are fixed little-endian layouts, so that a client in C needs no
-library; everything else is one msgpack map, typed, bounded, with unknown keys refused.
+Token ids and KV descriptors have fixed little-endian layouts, so that a client in C needs no
+library.  Every other payload is one msgpack map; types, ranges and unknown keys are checked.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from wire.parts import Buffer
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-# A float holds these exactly too, so that sums, JSON and metrics of them are right everywhere.
+# A float represents these integers exactly, so that sums, JSON and metrics of them are exact.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no larger integers
-# \Z: `$` would also match before a line break at the end.
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no integers above 64 bits
+# \Z because `$` would also match before a line break at the end.
 FinishReason = Annotated[str, msgspec.Meta(pattern=r"^(stop|length)\Z")]
-# Numbers and runs of them, as Linux lists cores: "0-3,8".
+# A list of CPU cores in the format of Linux, such as "0-3,8".
 _RUN: Final = "[0-9]{1,5}(-[0-9]{1,5})?"
 MAX_CORES_LENGTH = 4096
 Cores = Annotated[
     str, msgspec.Meta(max_length=MAX_CORES_LENGTH, pattern=rf"^({_RUN}(,{_RUN})*)?\Z")
 ]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-# The longest deadline there is, in seconds.
+# A duration, at most as long as the longest deadline.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
-# The most prefix hashes that one heartbeat reports as stored, and as evicted: reading them takes
-# half a millisecond of the router's loop.
+# The most prefix hashes that one heartbeat may report as stored, and as evicted.  Processing them
+# takes half a millisecond of the router's event loop.
 MAX_HASHES: Final = 1024
 Hashes = Annotated[tuple[U64, ...], msgspec.Meta(max_length=MAX_HASHES)]
-# A host's name or address with a port, or the path of a socket file.  Characters with a meaning of
-# their own to libzmq or a shell (`;`, `*`, spaces) are refused.
+# A host name or address with a port, or the path of a socket file.  Characters that libzmq or a
+# shell would interpret (`;`, `*`, spaces) are rejected.
 _PORT: Final = (
     "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 )
@@ -53,10 +53,10 @@ _ENDPOINT: Final = (
 )
 Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}\Z")]
 EndpointOrNone = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}?\Z")]
-# Where a request failed.
+# The stage at which a request failed.
 Stage = Annotated[str, msgspec.Meta(pattern=r"^(router|prefill|transfer|decode)\Z")]
 
-# PREFILL_DONE: the request ended on a stop token before any text.
+# The token_id in PREFILL_DONE if the first token was a stop token: no text was generated.
 NO_TOKEN: Final = -1
 # The finish_reason of a request that ended on an EOS or stop token.
 STOP: Final = "stop"
@@ -66,7 +66,7 @@ _TOKEN: Final = Struct("<q")
 
 
 class HelloDetail(Map, frozen=True, kw_only=True):
-    """HELLO of a worker: what the router checks and places by.  SPEC 5.1."""
+    """HELLO of a worker: its model and capacity, which the router checks.  SPEC 5.1."""
 
     model: Name
     fingerprint: Name
@@ -85,17 +85,18 @@ class HelloDetail(Map, frozen=True, kw_only=True):
 
 
 class WelcomeDetail(Map, frozen=True, kw_only=True):
-    """WELCOME: the router's own settings that bind a worker.  SPEC 5.2."""
+    """WELCOME: the router's settings that a worker must use.  SPEC 5.2."""
 
     max_kv_transfer_bytes: Size
 
 
 class Load(Map, frozen=True, kw_only=True):
-    """HEARTBEAT of a worker: its blocks, its progress, what its prefix cache gained and lost.
+    """HEARTBEAT of a worker: KV block usage, progress and prefix-cache changes.  SPEC 5.3.
 
-    `step_ms`: age of the step under way.  A step takes about `step_s`, `token_s` more for each
-    prompt token in it, and `sequence_s` more for each sequence that gets a token; None as long as
-    that is not known.  Prefix hashes are `wire.prefix`'s (u64).  SPEC 5.3.
+    `step_ms` is how long the current step has been running.  A step takes about `step_s` seconds,
+    plus `token_s` for each prompt token and `sequence_s` for each generating sequence in it; None
+    means not measured yet.  `stored` and `evicted` are prefix hashes (`wire.prefix`) of blocks added
+    to and removed from the prefix cache.
     """
 
     total: Count
@@ -113,7 +114,7 @@ class Load(Map, frozen=True, kw_only=True):
 
 
 class PeerDetail(Map, frozen=True, kw_only=True):
-    """One decode worker in PEERS; it takes `kv_unasked_bytes` with an offer.  SPEC 5.4."""
+    """One decode worker in PEERS; `kv_unasked_bytes` of KV may come with an offer.  SPEC 5.4."""
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     epoch: U64
@@ -123,9 +124,10 @@ class PeerDetail(Map, frozen=True, kw_only=True):
 
 
 class PrefillRest(Map, frozen=True, kw_only=True):
-    """The map behind the first token in PREFILL_DONE; `wire.logprobs` unpacks `prompt_logprobs`.
+    """The map that follows the first token in PREFILL_DONE.  SPEC 4.2.
 
-    `stop_token_id` is the EOS or stop token that came instead of a first one.  SPEC 4.2.
+    `wire.logprobs` unpacks `prompt_logprobs`.  `stop_token_id` is the EOS or stop token, if the
+    first sampled token was one.
     """
 
     cached_tokens: Count = 0
@@ -136,21 +138,22 @@ class PrefillRest(Map, frozen=True, kw_only=True):
 
 
 class PrefillResult(PrefillRest, frozen=True, kw_only=True):
-    """PREFILL_DONE: the first token.  `finish_reason` is set when it is also the last.  SPEC 4.2.
+    """PREFILL_DONE: the first token.  `finish_reason` is set if it is also the last.  SPEC 4.2.
 
-    Not a map on the wire: `encode_prefill_result` puts `token_id` first, as an i64, so that a
-    client in C can read it.  It is `NO_TOKEN` when the request ended on a stop token.
+    Its wire format is not one map: `encode_prefill_result` writes `token_id` first, as an i64, so
+    that a client in C can read it.  It is `NO_TOKEN` if the first token was a stop token.
     """
 
     token_id: int
 
 
 class Usage(Map, frozen=True, kw_only=True):
-    """DECODE_DONE: the reason of the end, and the cost.  SPEC 4.7.
+    """DECODE_DONE: the finish reason and usage figures.  SPEC 4.7.
 
-    `kv_bytes` came from the prefill worker, `kv_skipped_tokens` were cached by the decode worker;
-    `kv_seconds` is from the offer's acceptance to the last byte, `kv_transfer_seconds` without the
-    sender's idle time.  `stop_token_id` is the EOS or stop token, with its `stop_logprobs`.
+    `kv_bytes` were received from the prefill worker; `kv_skipped_tokens` were already cached by the
+    decode worker.  `kv_seconds` is the time from accepting the offer to the last byte,
+    `kv_transfer_seconds` the same without the sender's idle time.  `stop_token_id` is the EOS or
+    stop token that ended the generation, with its `stop_logprobs`.
     """
 
     finish_reason: FinishReason
@@ -164,7 +167,7 @@ class Usage(Map, frozen=True, kw_only=True):
 
 
 class ErrorDetail(Map, frozen=True, kw_only=True):
-    """ERROR: a sentence for people, and where it happened.  SPEC 5.6."""
+    """ERROR: a human-readable message, and the stage and worker that failed.  SPEC 5.6."""
 
     message: Text
     param: Name | None = None
@@ -179,12 +182,12 @@ _DECODERS: dict[type, msgspec.msgpack.Decoder] = {}  # type: ignore[type-arg]
 
 
 def encode_map(payload: msgspec.Struct | Sequence[msgspec.Struct | None]) -> bytes:
-    """Return the msgpack form of one payload map, or of a list of them."""
+    """Encode one payload map, or a list of maps, as msgpack."""
     return _ENCODER.encode(payload)
 
 
 def decode_map(kind: type[_M], buffer: Buffer) -> _M:
-    """Read one payload map (or `list[Kind]`).  Raises RemoteProtocolError."""
+    """Decode a payload map of type `kind`, or a `list` of maps.  Raises RemoteProtocolError."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
@@ -193,18 +196,18 @@ def decode_map(kind: type[_M], buffer: Buffer) -> _M:
         check_keys(buffer, *NESTED.get(kind, ()))
         return decoded  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
-        # The field first: the end is cut, for a key that is unknown is quoted at any length.
-        what, _, where = str(problem).rpartition(" - at ")
-        said = f"{where}: {what}" if what else where
+        # The field comes first: truncation may cut the end, as unknown keys are quoted in full.
+        reason, _, field = str(problem).rpartition(" - at ")
+        message = f"{field}: {reason}" if reason else field
         name = getattr(kind, "__name__", kind)
-        raise RemoteProtocolError(f"{name}: {said}"[:MAX_SHOWN]) from problem
+        raise RemoteProtocolError(f"{name}: {message}"[:MAX_SHOWN]) from problem
 
 
 def encode_prefill_result(result: PrefillResult) -> bytes:
-    """PREFILL_DONE payload: ``i64 token_id`` then the rest as a map, if there is any.  SPEC 4.2.
+    """Encode a PREFILL_DONE payload: ``i64 token_id``, then a map unless it is empty.  SPEC 4.2.
 
     Raises:
-        LocalProtocolError: `token_id` is no u32, though the request goes on.
+        LocalProtocolError: `token_id` is not a u32, and the request did not end on a stop token.
     """
     token_id = NO_TOKEN if result.finish_reason == STOP else result.token_id
     if not 0 <= token_id <= MAX_TOKEN_ID and result.finish_reason != STOP:
@@ -215,7 +218,7 @@ def encode_prefill_result(result: PrefillResult) -> bytes:
 
 
 def decode_prefill_result(buffer: Buffer) -> PrefillResult:
-    """Read a PREFILL_DONE payload.  Raises RemoteProtocolError."""
+    """Decode a PREFILL_DONE payload.  Raises RemoteProtocolError."""
     if len(buffer) < _TOKEN.size:
         raise RemoteProtocolError(f"PREFILL_DONE payload has {len(buffer)} bytes, not >= 8")
     (token_id,) = _TOKEN.unpack_from(buffer)
@@ -231,30 +234,30 @@ def decode_prefill_result(buffer: Buffer) -> PrefillResult:
 
 
 def decode_error(buffer: Buffer) -> ErrorDetail:
-    """Read an ERROR payload; a peer may send none.  Raises RemoteProtocolError."""
+    """Decode an ERROR payload, which may be empty.  Raises RemoteProtocolError."""
     return decode_map(ErrorDetail, buffer) if len(buffer) else ErrorDetail(message="")
 
 
 def encode_prompt(token_ids: Sequence[int], options: Options) -> bytes:
-    """PREFILL_REQUEST payload: ``u32 x seq_len`` then options.  SPEC 4.1."""
+    """Encode a PREFILL_REQUEST payload: ``u32 x seq_len``, then options.  SPEC 4.1."""
     return Struct(f"<{len(token_ids)}I").pack(*token_ids) + encode_options(options)
 
 
 def decode_prompt(buffer: Buffer, seq_len: int) -> tuple[tuple[int, ...], Options]:
-    """Read a PREFILL_REQUEST payload whose header says `seq_len`.  Raises RemoteProtocolError."""
+    """Decode a PREFILL_REQUEST payload; the header has `seq_len`.  Raises RemoteProtocolError."""
     return _token_ids(buffer, 0, seq_len), decode_options(memoryview(buffer)[4 * seq_len :])
 
 
 def encode_continuation(token_ids: Sequence[int], options: Options) -> bytes:
-    """DECODE_REQUEST payload: ``u32 count, u32 x count`` then options.  SPEC 4.5."""
+    """Encode a DECODE_REQUEST payload: ``u32 count, u32 x count``, then options.  SPEC 4.5."""
     return _COUNT.pack(len(token_ids)) + encode_prompt(token_ids, options)
 
 
 def decode_continuation(buffer: Buffer) -> tuple[tuple[int, ...], Options]:
-    """Read a DECODE_REQUEST payload; an empty one means no ids and default options.
+    """Decode a DECODE_REQUEST payload; an empty one means no ids and default options.
 
     Raises:
-        RemoteProtocolError: Fewer bytes than the count says, or bad options.
+        RemoteProtocolError: The payload is too short for its token ids, or has invalid options.
     """
     if len(buffer) == 0:
         return (), Options()
@@ -276,17 +279,17 @@ def _token_ids(buffer: Buffer, offset: int, count: int) -> tuple[int, ...]:
         raise RemoteProtocolError("token ids are not u32 little-endian") from problem
 
 
-# A Unix socket in the abstract namespace.  A peer chooses it: the prefix keeps it off other
-# sockets.
+# A Unix socket in the abstract namespace.  A peer chooses the name: the prefix prevents that it
+# names a socket of another program.
 SocketName = Annotated[str, msgspec.Meta(pattern=r"^baton-[A-Za-z0-9-]{1,90}\Z")]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Offer(Map, frozen=True, kw_only=True):
-    """Segment 0: the offer, for which the receiver reserves blocks.  SPEC 6.2.
+    """Payload of segment 0: a KV transfer offer, for which the receiver reserves blocks.  SPEC 6.2.
 
-    `memory` is the socket that hands out the memory of the KV (SPEC 6.8); `token` opens a
-    connection for segments, and `key` seals them there (SPEC 6.9).
+    `memory` is the socket that passes the descriptor of the shared memory with the KV (SPEC 6.8).
+    `token` authorizes a separate TCP connection for segments; `key` encrypts them there (SPEC 6.9).
     """
 
     layout: KVLayout
@@ -299,11 +302,11 @@ class Offer(Map, frozen=True, kw_only=True):
     token: Key | None = None
 
     def __repr__(self) -> str:
-        """Leave out the key and the prompt, which must not get into a log."""
+        """Omit the key and the prompt, which must not be logged."""
         return f"Offer(num_tokens={self.num_tokens}, total_bytes={self.total_bytes})"
 
 
-# The keys of each map, at any depth, whose values are maps: their keys must be distinct too.
+# For each map, the keys (at any depth) of nested maps, which `check_keys` has to check too.
 NESTED: Final[dict[type, tuple[str, ...]]] = {
     KVLayout: ("groups",),
     HelloDetail: ("layout", "groups"),
@@ -314,12 +317,13 @@ NESTED: Final[dict[type, tuple[str, ...]]] = {
 
 
 class Credit(NamedTuple):
-    """KV_CACHE_ACK payload: up to `credit` bytes in all may be sent.  SPEC 4.4.
+    """KV_CACHE_ACK payload: the sender may send up to `credit` bytes in total.  SPEC 4.4.
 
-    `cached_tokens` leading tokens are held and are not to be sent.  `ready` is 1 in the final ACK:
-    every byte is in its blocks.  `credit` 0 and `ready` 0: the offer waits for blocks.  `in_memory`
-    is 1 if segments may lie in the offered memory; `segment_port` is the port for segments on a
-    connection of their own, 0 for none.  Only `credit` and `ready` ever change.
+    The receiver has the first `cached_tokens` tokens already; they must not be sent.  `ready` is 1
+    in the final ACK, when all KV is stored in blocks.  `credit` 0 with `ready` 0 means that the
+    offer waits for free blocks.  `in_memory` is 1 if segments may refer to the offered shared
+    memory.  `segment_port` is the port of a separate TCP connection for segments, 0 for none.  Only
+    `credit` and `ready` may change during a transfer.
     """
 
     credit: int
@@ -333,7 +337,7 @@ class Credit(NamedTuple):
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> Credit:
-        """Read a credit.  Raises RemoteProtocolError."""
+        """Decode a credit.  Raises RemoteProtocolError."""
         if len(buffer) != CREDIT.size:
             raise RemoteProtocolError(f"the credit has {len(buffer)} bytes, not {CREDIT.size}")
         credit = cls(*CREDIT.unpack(buffer))

@@ -1,8 +1,8 @@
-"""Prefix hashes: one u64 names a block of tokens and everything before it.  SPEC 5.3.
+"""Prefix hashes: a u64 that identifies a block of tokens and all tokens before it.  SPEC 5.3.
 
-Workers index their cached blocks by it and report it in HEARTBEAT; the router computes it for a
-prompt and sees who holds how much of it.  Only full blocks have a hash.  Two texts may have the
-same hash: a router then loses a cache hit, a worker must compare the token ids to be sure.
+Workers use the hashes as keys of their prefix cache and report them in HEARTBEAT.  The router
+hashes a prompt to find which worker has how much of it cached.  Only full blocks have a hash.  Two
+prefixes may collide: the router then misroutes, and a worker must compare the token ids.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from xxhash import xxh3_64_intdigest
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int) -> list[int]:
-    """Return the hash of each full block: XXH3-64 of its u32 little-endian ids.
+    """Return the hash of each full block: XXH3-64 of its token ids as little-endian u32.
 
-    Its seed is the hash of the block before, 0 for the first.  Raises ValueError: `block_size` is
-    under 1, or a token id is no u32.
+    The seed is the hash of the previous block, 0 for the first.  Raises ValueError if `block_size`
+    is less than 1 or a token id does not fit into a u32.
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}, not 1 or more")

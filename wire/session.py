@@ -1,10 +1,10 @@
-"""The life of one request as a table: which frames are allowed in which state.  SPEC 7.
+"""The state machine of one request: which frames are allowed in which state.  SPEC 7.
 
-A raw TCP client asks the router, and the router asks its pair of workers, in the same frames; both
-use this table.  `Session` knows our side, and so the side at fault.
+Requests from a raw TCP client to the router, and from the router to a pair of workers, use the same
+frames and this same table.  `Session` stores the direction of this side, to tell which side erred.
 
-Frames cross: a CANCEL or DECODE_REQUEST may be under way when the end comes, and responses to a
-cancelled request still arrive.  The table has those too; they change nothing.
+Frames can cross: a CANCEL or DECODE_REQUEST may be in flight when the request ends, and responses
+to a cancelled request still arrive.  The table allows such frames; they do not change the state.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from wire.frames import Tag
 
 
 class Direction(StrEnum):
-    """Which way a frame goes."""
+    """The direction of a frame."""
 
     REQUEST = "request"  # from client to router, from router to workers
-    RESPONSE = "response"  # back
+    RESPONSE = "response"  # from router to client, from workers to router
 
 
 class SessionState(Enum):
@@ -28,7 +28,7 @@ class SessionState(Enum):
 
     IDLE = "idle"
     PREFILLING = "prefilling"
-    PIPELINED = "pipelined"  # prefilling, and DECODE_REQUEST is there already
+    PIPELINED = "pipelined"  # prefilling, and DECODE_REQUEST was sent already
     PREFILLED = "prefilled"
     DECODING = "decoding"
     DONE = "done"
@@ -74,7 +74,7 @@ ENDED: Final = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
 
 
 class Session:
-    """One request on one connection; `sends` is the direction of our own frames."""
+    """One request on one connection; `sends` is the direction of this side's frames."""
 
     def __init__(self, sends: Direction) -> None:
         self.sends = sends
@@ -82,15 +82,15 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether the terminal event has been sent or received."""
+        """Whether the last frame of the request has been sent or received."""
         return self.state in ENDED
 
     def on(self, tag: Tag, direction: Direction) -> SessionState:
-        """Take one frame, ours or theirs, and return the new state.
+        """Process a frame that was sent or received, and return the new state.
 
         Raises:
-            LocalProtocolError: We sent what the table does not allow.
-            RemoteProtocolError: The peer did.
+            LocalProtocolError: This side sent a frame that is not allowed in this state.
+            RemoteProtocolError: The peer sent a frame that is not allowed in this state.
         """
         state = SESSION[self.state].get((direction, tag))
         if state is None:

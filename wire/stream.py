@@ -1,8 +1,8 @@
-"""The envelope on raw TCP: tag, length, header, payload; bytes in, messages out.  SPEC 2.2.
+"""Encode and decode messages on raw TCP: tag, length, header, payload.  SPEC 2.2.
 
-`StreamDecoder` turns any chunking of the byte stream into messages.  It refuses a bad tag or length
-from the 8-byte prefix alone, so a peer can make it hold at most one message of `max_frame_bytes`.
-After an error there is no way to find the next message: close the connection.
+`StreamDecoder` accepts the byte stream in chunks of any size.  It rejects a bad tag or length as
+soon as it has the 8-byte prefix, so it buffers at most one message of `max_frame_bytes`.  After an
+error the next message cannot be found in the stream: close the connection.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from wire.frames import FRAMES, HEADER_BYTES, Frame, Tag
 from wire.parts import Buffer, Message, message_of
 
 PREFIX: Final = Struct("<II")
-# A whole DECODE_TOKEN: its prefix, and `DecodeToken.layout`.
+# A complete DECODE_TOKEN message: `PREFIX`, then `DecodeToken.layout`.
 _TOKEN: Final = Struct("<IIQq")
 # A prompt of a million tokens is 4 MiB, and options are 256 KiB at most.
 DEFAULT_MAX_FRAME_BYTES: Final = 8 * 1024 * 1024
-# Everything that carries no prompt and no KV fits in this.
+# The limit for all messages except those that carry a prompt or KV.
 MAX_SMALL_FRAME_BYTES: Final = 1024 * 1024
 _LARGE: Final = frozenset({Tag.PREFILL_REQUEST, Tag.DECODE_REQUEST, Tag.KV_CACHE})
 
 
 def encode(frame: Frame, *payload: Buffer) -> list[Buffer]:
-    """Return the buffers of one message; payload buffers are the very objects passed in.
+    """Return the buffers of one message.  Payload buffers are not copied.
 
     Raises:
-        LocalProtocolError: A field of the frame does not fit its width.
+        LocalProtocolError: A field's value is out of range for its width.
     """
     length = HEADER_BYTES + sum(memoryview(part).nbytes for part in payload)
     return [PREFIX.pack(frame.tag, length) + frame.header(), *payload]
 
 
 def encode_token(request_id: int, token_id: int) -> bytes:
-    """Return what `encode` does of a DecodeToken, in a tenth of the time."""
+    """Encode a DECODE_TOKEN message, ten times faster than `encode`."""
     return _TOKEN.pack(Tag.DECODE_TOKEN, HEADER_BYTES, request_id, token_id)
 
 
 class StreamDecoder:
-    """Bytes in, messages out.
+    """Incremental decoder for the byte stream of a TCP connection.
 
-    After `receive`, call `next_message` until it returns None; at the end of the stream call
+    After `receive`, call `next_message` until it returns None.  At the end of the stream call
     `receive_eof`.
     """
 
@@ -53,16 +53,16 @@ class StreamDecoder:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes received and not yet returned in a message."""
+        """Number of bytes received but not yet returned in a message."""
         return len(self._buffer)
 
     def receive(self, chunk: Buffer) -> None:
-        """Append bytes from the network; dropped when the stream is already broken."""
+        """Append bytes from the network.  After a protocol error they are discarded."""
         if self._error is None:
             self._buffer += chunk
 
     def receive_eof(self) -> None:
-        """Note that the peer will send no more.  Raises RemoteProtocolError."""
+        """Handle the end of the stream.  Raises RemoteProtocolError if a message is incomplete."""
         if self._error is None and self._buffer:
             self._error = RemoteProtocolError("the stream ended inside a message")
         if self._error is not None:
@@ -72,7 +72,7 @@ class StreamDecoder:
         """Return the next message, or None when more bytes are needed.
 
         Raises:
-            RemoteProtocolError: The stream broke SPEC; every later call raises it again.
+            RemoteProtocolError: The stream violates SPEC.  Every later call raises the same error.
         """
         if self._error is None:
             try:
@@ -90,7 +90,7 @@ class StreamDecoder:
         end = PREFIX.size + length
         if len(self._buffer) < end:
             return None
-        # Views pin a bytearray's size: they must be gone before the bytes are dropped.
+        # A bytearray cannot be resized while a memoryview of it exists: close the view first.
         with memoryview(self._buffer) as view:
             header = bytes(view[PREFIX.size : PREFIX.size + HEADER_BYTES])
             payload = bytes(view[PREFIX.size + HEADER_BYTES : end])

@@ -1,1 +1,1 @@
-"""Sockets and timers around the sans-IO protocol of `wire`."""
+"""Asyncio sockets and timers for the sans-IO protocol in `wire`."""

@@ -1,8 +1,9 @@
-"""Listens on a TCP port, with or without TLS.
+"""Listen on a TCP port, with or without TLS.
 
-asyncio's own server reports a TLS client only after its handshake, so silent connections would hold
-descriptors and buffers that no limit counts.  Hence TLS clients are accepted here, with a limit and
-a timer for handshakes alone; the protocol counts connections after that, as without TLS.
+asyncio's server reports a TLS client only after its handshake, so that silent connections would use
+file descriptors and buffers without any limit.  Therefore `Acceptor` accepts TLS clients, with a
+limit and a timeout for handshakes.  After the handshake, the protocol counts a connection as it
+does without TLS.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import structlog
 from wire.aio.tls import sealed_protocol
 
 BACKLOG: Final = 1024
-# Clients accepted in an iteration of the loop: with one, a full backlog of clients that connect and
-# leave would delay all others by as many iterations.
+# Clients accepted per iteration of the event loop.  With only one, a backlog full of clients that
+# connect and disconnect would delay other clients by one iteration each.
 NUM_ACCEPTED: Final = 4
-# After an accept that failed: the process has no descriptor left, which takes a while to change.
+# Pause after a failed accept: the process has no file descriptor left.
 PAUSE_S: Final = 1.0
-# At a client's deadline its bytes are read for this long before it is refused: if the whole process
-# stood still, they may have come in time.
+# After a client's deadline, its data is still read for this long before it is refused: if the whole
+# process was suspended, the data may have arrived in time.
 LAST_LOOK_S: Final = 0.05
-# Clients over the limit that get an error at a time.
+# At most this many clients over the connection limit get an error response at a time.
 MAX_REFUSED: Final = 32
 
 _LOG = structlog.get_logger(__name__)
@@ -38,19 +39,20 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class Listener(Protocol):
-    """The interface of `Servers` and `Acceptor`."""
+    """A listening server: `Servers` or `Acceptor`."""
 
     def close(self) -> None:
-        """Stop accepting clients, and end the handshakes under way."""
+        """Stop accepting clients and cancel the handshakes in progress."""
 
     async def wait_closed(self) -> None:
-        """Wait until the sockets are closed and no handshake is left."""
+        """Wait until all sockets are closed and all handshakes have ended."""
 
 
 def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """Return a socket that listens on `host`:`port` (0: any).  Raises OSError.
+    """Return a socket that listens on `host`:`port` (0: any free port).  Raises OSError.
 
-    One that `is_shared` gets its share of the connections to an address that is reserved.
+    With `is_shared`, several processes listen on one reserved address (SO_REUSEPORT), and the
+    kernel distributes connections among them.
     """
     return socket.create_server(
         (host, port), family=_family(host), backlog=BACKLOG, reuse_port=is_shared
@@ -58,28 +60,30 @@ def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
 
 
 def reserve(host: str, port: int, others: Sequence[socket.socket] = ()) -> socket.socket:
-    """Reserve `host`:`port` (0: any) for shared sockets of this user, without listening.  On Linux.
+    """Bind `host`:`port` (0: any free port) without listening, for `bind(is_shared=True)`.
+
+    This reserves the address for SO_REUSEPORT sockets of this user.  Linux only.
 
     Raises:
-        OSError: The address is in use, or is also one of `others` that we have reserved: two
-            reservations would mix their connections.
+        OSError: The address is in use, or overlaps with one of the reserved sockets `others`, so
+            that clients of one would reach the other.
     """
-    kept = socket.socket(_family(host))
+    reserved = socket.socket(_family(host))
     try:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind((host, port))
-        if any(_are_mixed(kept, other) for other in others):
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, port))
+        if any(_overlap(reserved, other) for other in others):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        # After bind: before, it would be shared with whoever else reserved it.
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Set after bind, so that bind fails if another process has reserved the address.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:
-        kept.close()
+        reserved.close()
         raise
-    return kept
+    return reserved
 
 
-def _are_mixed(one: socket.socket, other: socket.socket) -> bool:
-    """Whether one client could reach either socket."""
+def _overlap(one: socket.socket, other: socket.socket) -> bool:
+    """Whether a client could reach either socket at the same address."""
     (host, port), (other_host, other_port) = (each.getsockname()[:2] for each in (one, other))
     is_at_both = host == other_host or {host, other_host} & {"0.0.0.0", "::"}
     return port == other_port and one.family == other.family and bool(is_at_both)
@@ -90,9 +94,10 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def gets_refusal(num_connections: int, max_connections: int) -> bool:
-    """Whether a client over the limit gets an error, which keeps its descriptor for 1 or 2 s.
+    """Whether a client over the connection limit gets an error response.
 
-    Of many at once the rest are cut off at once: they would take all descriptors that are left.
+    Sending one keeps the connection open for 1 or 2 s.  During a flood of connections most are
+    aborted instead, to save file descriptors.
     """
     return num_connections - max_connections <= max(1, min(MAX_REFUSED, max_connections // 4))
 
@@ -106,10 +111,11 @@ async def listen(
     max_handshakes: int,
     pause_s: float = PAUSE_S,
 ) -> Listener:
-    """Give each client of a listening socket a protocol, under TLS once its handshake is over.
+    """Accept clients on a listening socket and create a protocol for each.
 
-    At most `max_handshakes` are under way, each for `handshake_s`; for one more, the oldest is cut.
-    When no descriptor is left, the next client is accepted after `pause_s`.
+    With TLS, the protocol is connected after the handshake.  At most `max_handshakes` run at a
+    time, each for up to `handshake_s`; a further client cancels the oldest handshake.  If no file
+    descriptor is left, accepting pauses for `pause_s`.
     """
     if tls is not None:
         shake_hands = partial(_shake_tls_hands, make_protocol, tls, handshake_s)
@@ -120,7 +126,7 @@ async def listen(
 
 
 class Servers:
-    """Servers of one listening socket: uvloop's accepts one client in an iteration of the loop."""
+    """Several servers on one socket, because a uvloop server accepts one client per iteration."""
 
     def __init__(self, servers: Sequence[asyncio.Server]) -> None:
         self._servers = servers
@@ -135,9 +141,9 @@ class Servers:
 
 
 class Acceptor:
-    """Accepts one client in an iteration of the loop; each handshake is a task of its own.
+    """Accepts one client per iteration of the event loop and runs each handshake in its own task.
 
-    `shake_hands(client)` closes a client whose handshake fails.
+    `shake_hands(client)` must close the client if its handshake fails.
     """
 
     def __init__(
@@ -171,11 +177,11 @@ class Acceptor:
                     await asyncio.sleep(self._pause_s)
                     continue
                 if len(self._handshakes) >= self._max_handshakes:
-                    # An honest client is done within milliseconds.
+                    # A well-behaved client completes its handshake within milliseconds.
                     oldest = next(task for task in self._handshakes if not task.cancelling())
                     oldest.cancel()
                 self._start(client)
-                await asyncio.sleep(0)  # let the rest of the loop run between many clients
+                await asyncio.sleep(0)  # let other tasks run between two clients
 
     def _start(self, client: socket.socket) -> None:
         task = asyncio.create_task(self._shake_hands(client))
@@ -184,7 +190,7 @@ class Acceptor:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         client = self._handshakes.pop(task)
-        if task.cancelled():  # perhaps before it began
+        if task.cancelled():  # maybe before it started, so that it did not close the client
             client.close()
 
 
@@ -197,7 +203,7 @@ async def _shake_tls_hands(
     transport, _ = await loop.connect_accepted_socket(lambda: sealed, client)
     try:
         await shaken
-    except OSError:  # it speaks no TLS, took too long, or went away
+    except OSError:  # not TLS, a timeout, or the client disconnected
         transport.close()
     except BaseException:
         transport.abort()

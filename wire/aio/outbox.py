@@ -1,7 +1,8 @@
-"""The outgoing messages of one peer: sent at once, or queued up to a bound in bytes.
+"""The outgoing messages of one peer: sent immediately, or queued up to a limit in bytes.
 
-A full peer makes `Outbox.send` raise and delays no other peer.  A `Sending` tells when the buffers
-of a message may be reused.  Delivery is at most once: the queue is dropped when a connection ends.
+If the queue of a peer is full, `Outbox.send` raises an error; other peers are not delayed.  A
+`Sending` reports when the buffers of a message may be reused.  Delivery is at most once: when a
+connection ends, its queue is dropped.
 """
 
 from __future__ import annotations
@@ -15,62 +16,62 @@ from typing import Final, Protocol
 from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.parts import Buffer
 
-# Our messages have 2 to 5 parts; more from a peer is an attempt to make us hold many objects.
+# Regular messages have 2 to 5 parts.  The limit keeps a peer from making us allocate many objects.
 MAX_PARTS: Final = 64
-# Python objects around a queued message, so that a flood of empty ones is bounded too.
+# Bytes counted for the Python objects of a queued message, so that empty messages are limited too.
 MESSAGE_OVERHEAD: Final = 256
-# Messages one flush sends before the loop gets its turn.
+# Messages that one flush sends before other callbacks of the event loop run.
 MAX_BURST: Final = 256
-# A full peer's socket is tried again when it says so, and after this in case that was missed.
+# A full socket is retried when it becomes writable, and after this time in case that was missed.
 RETRY_S: Final = 0.01
 
 
 def size_of(part: Buffer) -> int:
-    """Return the bytes of a buffer; the length of a memoryview is in items, not bytes."""
+    """Return the size of a buffer in bytes (`len` of a memoryview counts items)."""
     return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
 class Tracker(Protocol):
-    """Tells whether the socket library still needs a buffer (zmq.MessageTracker)."""
+    """Reports whether the socket library still uses a buffer (zmq.MessageTracker)."""
 
     @property
     def done(self) -> bool: ...
 
 
 class Sending:
-    """A message whose buffers the caller wants back.  Leave them alone until `done`."""
+    """A tracked message: the caller must not modify its buffers until `done`."""
 
     def __init__(self) -> None:
         self.was_dropped = False
-        self._trackers: list[Tracker] | None = None  # None: still in the outbox
+        self._trackers: list[Tracker] | None = None  # None: still queued in the outbox
 
     @property
     def done(self) -> bool:
-        """Whether every buffer is free: taken by the kernel or dropped.  It is not delivery."""
+        """Whether all buffers may be reused.  This does not mean that the message was received."""
         if self._trackers:
             self._trackers = [tracker for tracker in self._trackers if not tracker.done]
         return self._trackers == []
 
     async def wait(self) -> None:
-        """Return when `done`.  libzmq does not report it, so this polls every 0.5 to 20 ms."""
+        """Wait until `done`, by polling every 0.5 to 20 ms because libzmq has no notification."""
         pause_s = 0.0005
         while not self.done:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
 
     def hand_over(self, trackers: list[Tracker]) -> None:
-        """The message left the outbox; its buffers are free when these say so."""
+        """Record that the message was passed to libzmq, whose trackers report its buffers."""
         self._trackers = trackers
 
     def drop(self) -> None:
-        """The message will not be sent; its buffers are free."""
+        """Record that the message is dropped, so that its buffers may be reused."""
         self._trackers = []
         self.was_dropped = True
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Byte bounds: of one part of a message, and of what waits for one peer."""
+    """Limits in bytes: per message part, and for the data queued per peer."""
 
     part_bytes: int
     queue_bytes: int
@@ -83,7 +84,7 @@ class Limits:
             )
 
     def measure(self, parts: Sequence[Buffer]) -> int:
-        """Return the bytes of a message.  Raises LocalProtocolError."""
+        """Return the size of a message in bytes.  Raises LocalProtocolError if over a limit."""
         num_bytes = 0
         for part in parts:
             size = size_of(part)
@@ -95,13 +96,13 @@ class Limits:
         return num_bytes
 
 
-# Hands one message to the socket: BlockingIOError if it is full, ConnectionError if there is no
-# such peer; of neither has anything been sent.
+# Passes one message to the socket.  Raises BlockingIOError if it is full, and ConnectionError if
+# there is no such peer; in both cases nothing was sent.
 Transmit = Callable[[Sequence[Buffer], Sending | None], None]
 
 
 class Outbox:
-    """The way to one peer.  `num_bytes` wait, counting `MESSAGE_OVERHEAD` for each message."""
+    """The send queue of one peer; `num_bytes` includes `MESSAGE_OVERHEAD` per message."""
 
     def __init__(self, peer: str, limits: Limits, transmit: Transmit) -> None:
         self.peer = peer
@@ -114,10 +115,11 @@ class Outbox:
         return len(self._queue)
 
     def send(self, parts: Sequence[Buffer], *, track: bool, now: bool) -> Sending | None:
-        """Transmit a message now, or queue it if that must not be or the socket is full.
+        """Transmit a message if `now`; queue it otherwise, or if the socket is full.
 
-        Without `track` the caller may reuse its buffers at once, so mutable ones are copied.
-        Raises WireError (OVERLOADED: the queue is full), ConnectionError, or as `Limits.measure`.
+        Without `track`, the caller may reuse the buffers at once, so mutable ones are copied.
+        Raises WireError (OVERLOADED) if the queue is full, ConnectionError if there is no such
+        peer, and LocalProtocolError if the message is over a limit.
         """
         num_bytes = self._limits.measure(parts) + MESSAGE_OVERHEAD
         sending = Sending() if track else None
@@ -139,7 +141,7 @@ class Outbox:
         return sending
 
     def flush(self) -> float | None:
-        """Transmit in order, one burst at most; return the seconds to the next, None: all is sent.
+        """Transmit queued messages; return the seconds until the next flush, None if all are sent.
 
         Raises:
             ConnectionError: There is no such peer.
@@ -155,7 +157,7 @@ class Outbox:
         return 0.0 if self._queue else None
 
     def drop(self) -> None:
-        """Drop the queued messages: their connection is gone."""
+        """Drop the queued messages, because the connection has ended."""
         for _, _, sending in self._queue:
             if sending is not None:
                 sending.drop()

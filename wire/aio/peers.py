@@ -1,8 +1,8 @@
-"""The peers of a bound socket: their connections and the frames queued for each.
+"""The peers of a bound socket: their connections and send queues.
 
-libzmq's monitor names a closed connection by its file descriptor only; each frame tells the
-descriptor that it came by.  Descriptors are reused: every event up to now must have been noticed
-(`open`, `close`) before `meet`.  `transmit(peer, parts, sending)` raises as `outbox.Transmit`.
+libzmq's monitor identifies a closed connection only by its file descriptor, and each received frame
+has the descriptor of its connection.  Descriptors are reused, so all monitor events so far must
+have been processed (by `open` and `close`) before `register` is called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from wire.parts import Buffer
 
 
 class Peers:
-    """Peers by routing id.  A peer whose connection ended stays, unreachable, until `lose`."""
+    """The peers of a bound socket by routing id.
+
+    A disconnected peer is kept as unreachable until `report_lost` is called.  For
+    `transmit(peer, parts, sending)` see `outbox.Transmit`.
+    """
 
     def __init__(
         self,
@@ -27,12 +31,12 @@ class Peers:
         self._limits = limits
         self._transmit = transmit
         self._on_lost = on_lost
-        # Per peer.
+        # By peer.
         self._outboxes: dict[bytes, Outbox] = {}
         self._blocked: dict[bytes, Outbox] = {}
         self._fd_of: dict[bytes, int] = {}
         self._ended: dict[bytes, None] = {}  # a dict for its order
-        # Per connection, by file descriptor.
+        # By file descriptor of a connection.
         self._live: set[int] = set()
         self._peer_of: dict[int, bytes] = {}
 
@@ -40,29 +44,29 @@ class Peers:
     def reachable(self) -> list[bytes]:
         return [peer for peer in self._outboxes if peer not in self._ended]
 
-    def knows(self, peer: bytes) -> bool:
-        """Whether a message of `peer` needs no `meet`."""
+    def is_registered(self, peer: bytes) -> bool:
+        """Whether `peer` is registered, and no connection has ended since."""
         return peer in self._outboxes and not self._ended
 
     def is_live(self, fd: int) -> bool:
-        """Whether this connection has not ended."""
+        """Whether the connection is still open."""
         return fd in self._live
 
     def open(self, fd: int) -> None:
-        """A connection was accepted; who it is its first message will tell."""
+        """Record an accepted connection.  Its peer is known from its first message on."""
         self._live.add(fd)
 
     def close(self, fd: int) -> None:
-        """A connection ended."""
+        """Record the end of a connection."""
         self._live.discard(fd)
         peer = self._peer_of.pop(fd, None)
         if peer is not None:
             self._ended[peer] = None
 
-    def meet(self, peer: bytes, fd: int) -> None:
-        """A message of `peer` came by connection `fd`."""
+    def register(self, peer: bytes, fd: int) -> None:
+        """Record that a message from `peer` came by connection `fd`."""
         if peer in self._ended and self._fd_of[peer] != fd:
-            self._lose(peer)  # It is back by a new connection before the old one was settled.
+            self._lose(peer)  # it has reconnected before the end of the old connection was reported
         if peer in self._outboxes:
             return
         self._outboxes[peer] = Outbox(
@@ -71,11 +75,11 @@ class Peers:
         self._fd_of[peer] = fd
         if fd in self._live:
             self._peer_of[fd] = peer
-        else:  # It said this and left.
+        else:  # the connection has ended after this message
             self._ended[peer] = None
 
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool) -> Sending | None:
-        """See `zmq.Hub.send`."""
+        """Send or queue a message; see `zmq.Hub.send`."""
         outbox = self._outboxes.get(peer)
         if outbox is None or peer in self._ended:
             raise PeerLost(peer.decode(errors="replace"))
@@ -89,7 +93,7 @@ class Peers:
         return sending
 
     def flush(self) -> float | None:
-        """Send what waits; return the seconds to the next try, None: all is sent."""
+        """Send queued messages; return the seconds until the next flush, None if all are sent."""
         pauses_s = []
         for peer, outbox in list(self._blocked.items()):
             try:
@@ -108,13 +112,13 @@ class Peers:
         outbox = self._outboxes.get(peer)
         return outbox.num_bytes if outbox is not None else 0
 
-    def settle(self) -> None:
-        """Report the peers whose connection ended; all they sent has been delivered."""
+    def report_lost(self) -> None:
+        """Report the peers whose connection has ended, after their last messages were delivered."""
         for peer in list(self._ended):
             self._lose(peer)
 
     def forget(self, peer: bytes) -> None:
-        """Drop what waits for `peer`; its next message makes it known again."""
+        """Remove `peer` and drop its queue.  Its next message registers it again."""
         self._ended.pop(peer, None)
         self._blocked.pop(peer, None)
         outbox = self._outboxes.pop(peer, None)
@@ -125,7 +129,7 @@ class Peers:
             del self._peer_of[fd]
 
     def clear(self) -> None:
-        """Forget everyone."""
+        """Remove all peers."""
         for peer in list(self._outboxes):
             self.forget(peer)
 

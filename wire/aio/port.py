@@ -1,6 +1,6 @@
-"""One ZeroMQ socket with its options and its monitor; its calls never block.
+"""A non-blocking ZeroMQ socket with its options and its monitor.
 
-`wire.aio.pump` runs it; `wire.aio.zmq` gives it a role.
+`wire.aio.pump` runs its reads and writes; `wire.aio.zmq` uses it as ROUTER or DEALER.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from wire.parts import Buffer
 from wire.process.keys import KeyPair, Keys
 
 Context = zmq.Context[zmq.Socket[bytes]]
-# From this size on, handing a buffer over is cheaper than copying it (pyzmq's own threshold).
+# From this size on, zero copy is cheaper than copying a buffer (pyzmq's own threshold).
 ZERO_COPY_BYTES: Final = 64 << 10
 ZAP_DOMAIN: Final = b"baton"
-# Plain numbers: the flags of pyzmq are enums, whose operators cost more than a call.
+# Plain integers, because operators on pyzmq's enum flags are slower than a function call.
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 LAST, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 REFUSED: Final = (
@@ -30,27 +30,27 @@ REFUSED: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-# A connection ended, or did not even begin.
+# A connection ended, or could not be established.
 ENDED: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED | REFUSED
 Options = Mapping[str, int | bytes]
 
 
 async def terminate(context: Context) -> None:
-    """End a context whose sockets are closed; their linger is waited for off the loop."""
+    """Terminate a context whose sockets are closed, waiting for their linger in a thread."""
     await asyncio.get_running_loop().run_in_executor(None, context.term)
 
 
 def new_key_pair() -> KeyPair:
-    """Make a CURVE key pair."""
+    """Generate a CURVE key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 
 def server_options(pair: KeyPair) -> Options:
-    """Options of a bound socket that admits whom the authenticator of its context knows.
+    """Return the options of a bound socket that only admits keys its authenticator accepts.
 
-    Without an authenticator for the domain in that very context it admits nobody.
+    Without an authenticator (`wire.aio.zap`) in the same context, it admits nobody.
     """
     return {
         "CURVE_SERVER": 1,
@@ -62,7 +62,7 @@ def server_options(pair: KeyPair) -> Options:
 
 
 def client_options(pair: KeyPair, server: str) -> Options:
-    """Options of a socket that connects to whoever has the secret of the public key `server`."""
+    """Return the options of a socket that only connects to the owner of public key `server`."""
     return {
         "CURVE_SERVERKEY": server.encode(),
         "CURVE_PUBLICKEY": pair.public.encode(),
@@ -71,14 +71,14 @@ def client_options(pair: KeyPair, server: str) -> Options:
 
 
 def link_options(keys: Keys | None, server: str) -> Options:
-    """Options of a link to the party `server`; none without keys.  Raises ConfigError."""
+    """Return the options of a link to `server` (`router` or `<role>-<rank>`); {} without keys."""
     return {} if keys is None else client_options(keys.pair, keys.public_of(server))
 
 
 class Port:
-    """A socket and its monitor.  `zero_copy`: large parts cross it without a copy.
+    """A ZeroMQ socket and its monitor.  With `zero_copy`, large parts are not copied.
 
-    Raises OSError when there are too many sockets.
+    Raises OSError if there are too many sockets.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Port:
         self.context, self._owns_context = context or Context(), context is None
         try:
             self.socket: zmq.Socket[bytes] = self.context.socket(kind)
-        except zmq.ZMQError as error:  # there are too many
+        except zmq.ZMQError as error:  # too many sockets
             raise OSError(error.errno, f"cannot open a socket: {error.strerror}") from error
         bounds = {"MAXMSGSIZE": limits.part_bytes, "SNDHWM": hwm, "RCVHWM": hwm}
         role = sockopts.ROUTER if kind == zmq.ROUTER else sockopts.DEALER
@@ -129,7 +129,7 @@ class Port:
             await terminate(self.context)
 
     def attach(self, verb: Literal["bind", "connect"], endpoint: str) -> str:
-        """Bind or connect; return the actual endpoint.  Raises OSError, naming it."""
+        """Bind or connect, and return the endpoint with its actual port.  Raises OSError."""
         try:
             getattr(self.socket, verb)(endpoint)
         except zmq.ZMQError as error:
@@ -141,13 +141,14 @@ class Port:
         return bytes(self.socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def connect_again(self, endpoint: str) -> None:
-        """Connect to where a connection has ended."""
-        with suppress(zmq.ZMQError):  # after a handshake libzmq has forgotten it by itself
+        """Reconnect to an endpoint after its connection has ended."""
+        # libzmq disconnects by itself if the handshake had succeeded.
+        with suppress(zmq.ZMQError):
             self.socket.disconnect(endpoint)
         self.socket.connect(endpoint)
 
     def read(self, frame: zmq.Frame) -> tuple[list[Buffer], int]:
-        """Return the parts of the message `frame` begins, and their bytes; none if too many."""
+        """Read the rest of a message; return its parts ([] if too many) and its size in bytes."""
         parts, num_bytes = list[Buffer](), 0
         while True:
             num_bytes += len(frame)
@@ -158,7 +159,7 @@ class Port:
             frame = self.socket.recv(LAST, copy=False)
 
     def transmit(self, route: bytes, parts: Sequence[Buffer], sending: Sending | None) -> None:
-        """Hand one message to libzmq (see `outbox.Transmit`); a ROUTER puts `route` first."""
+        """Pass one message to libzmq (see `outbox.Transmit`); `route` is empty for a DEALER."""
         trackers: list[Tracker] = []
         last = len(parts) - 1
         if route:
@@ -173,15 +174,15 @@ class Port:
                 if size_of(part) < self._least:
                     self.socket.send(part, flags)
                 elif sending is not None:
-                    # The tracker of a multipart message covers its last frame only: track each.
+                    # The tracker of a multipart message covers only its last frame: track each.
                     frame = zmq.Frame(part, track=True, copy=False)
                     trackers.append(frame.tracker)
                     self.socket.send(frame, flags, copy=False, track=True)
-                else:  # without a Sending, only what cannot change may be lent to libzmq
+                else:  # without a Sending, only immutable buffers may be shared with libzmq
                     self.socket.send(part, flags, copy=not isinstance(part, bytes))
             except zmq.Again:
                 if i == 0 and not route:
                     raise BlockingIOError from None
-                # The connection ended inside the message; libzmq drops the parts that follow.
+                # The connection ended inside the message; libzmq drops its remaining parts.
         if sending is not None:
             sending.hand_over(trackers)

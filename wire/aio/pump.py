@@ -1,11 +1,12 @@
-"""Reads and sends on one ZeroMQ socket in iterations of the event loop, and reads its monitor.
+"""Run the reads and writes of one ZeroMQ socket and its monitor on the event loop.
 
-The file descriptor of such a socket is edge-triggered, and any use of the socket may swallow an
-edge.  So a turn reads until the socket is empty or the burst is over, sends queued messages, then
-checks the socket again; code that uses the socket outside of a turn calls `wake`.
+The file descriptor of a ZeroMQ socket is edge-triggered, and any call on the socket may consume the
+notification.  So `_turn`, the callback of the event loop, reads until the socket is empty or the
+burst limit is reached, sends queued messages, and then checks the socket again.  Code that uses the
+socket outside this callback must call `wake`.
 
-A monitor event is noticed at once, but acted on after all earlier messages have been delivered: a
-peer's last message precedes its loss.
+Monitor events are read at once, but handled only after all earlier messages have been delivered, so
+that a peer's last message is delivered before its loss is reported.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Final, ParamSpec, Protocol
 
 import structlog
 
-# One turn reads at most this much, so that timers and other sockets get theirs.
+# Limits for one callback, so that timers and other sockets are not delayed: messages and bytes ...
 MAX_BURST: Final = 256
 MAX_BURST_BYTES: Final = 16 << 20
-# A peer may say what takes long to read: after this much time the turn is over too.
+# ... and time, because some messages take long to handle.
 MAX_BURST_S: Final = 0.005
 
 _LOG = structlog.get_logger(__name__)
@@ -27,7 +28,7 @@ _P = ParamSpec("_P")
 
 
 def guarded(handler: Callable[_P, None] | None) -> Callable[_P, None]:
-    """Return `handler` with its exceptions logged: a bug in one must not stop the socket."""
+    """Wrap `handler` so that its exceptions are logged and do not stop the socket."""
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
         if handler is None:
@@ -41,7 +42,7 @@ def guarded(handler: Callable[_P, None] | None) -> Callable[_P, None]:
 
 
 class Port(Protocol):
-    """A socket with its monitor."""
+    """A ZeroMQ socket with its monitor: `wire.aio.port.Port`."""
 
     @property
     def fds(self) -> tuple[int, int]: ...
@@ -49,21 +50,22 @@ class Port(Protocol):
     def is_readable(self) -> bool: ...
 
     def events(self) -> list[tuple[int, int]]:
-        """Return the monitor events (kind, file descriptor) since the last call."""
+        """Return the monitor events since the last call, as (kind, file descriptor)."""
 
     async def close(self, linger_s: float) -> None: ...
 
 
 class Pump:
-    """Runs one socket on the running loop from construction to `close`.
+    """Runs one socket on the current event loop from construction until `close`.
 
     Args:
         port: The socket.
-        receive: Reads and delivers one message; returns its bytes, None if there is none.
-        notice: Takes a monitor event (kind, file descriptor).
-        settle: Acts on the events noticed: all that came before them has been delivered.
-        flush: Sends what waits; returns in how many seconds to go on, None if all is sent.
-        max_burst_s: A turn that has read for so long is over.
+        receive: Reads and delivers one message; returns its size in bytes, None if there is none.
+        notice: Records a monitor event (kind, file descriptor).
+        settle: Handles the recorded events, after all messages before them were delivered.
+        flush: Sends queued messages; returns the seconds until the next flush, None if all are
+            sent.
+        max_burst_s: How long one callback may read, in seconds.
     """
 
     def __init__(
@@ -85,22 +87,22 @@ class Pump:
         self._socket_fd, self._monitor_fd = port.fds
         self._loop.add_reader(self._socket_fd, self._turn)
         self._loop.add_reader(self._monitor_fd, self._on_monitor)
-        # A monitor signals its descriptor only after a first read found it empty.
+        # A monitor's file descriptor becomes readable only after a first read has found it empty.
         self._loop.call_soon(self._on_monitor)
 
     def wake(self) -> None:
-        """Schedule a turn."""
+        """Schedule reading and flushing, after the socket was used elsewhere."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)
 
     def read_events(self) -> None:
-        """Notice every monitor event that has happened until now."""
+        """Record all monitor events so far."""
         for event in self._port.events():
             self._notice(event)
 
     async def close(self, linger_s: float) -> None:
-        """Send queued messages for up to `linger_s`; the socket lingers for what is left."""
+        """Flush queued messages for up to `linger_s`, then close; libzmq lingers for the rest."""
         deadline = self._loop.time() + linger_s
         while not self.is_closed and self._loop.time() < deadline:
             pause_s = self._flush()
@@ -117,6 +119,7 @@ class Pump:
         await self._port.close(max(0.0, deadline - self._loop.time()))
 
     def _turn(self) -> None:
+        """Read messages, handle events and flush; schedule another call if work is left."""
         is_quiet = not self._is_scheduled and self._retry is None
         self._is_scheduled = False
         if self.is_closed:
@@ -127,11 +130,11 @@ class Pump:
         if self.is_closed:  # by a handler
             return
         if is_quiet and is_drained and not self._is_scheduled:
-            return  # nothing waits, and nobody has used the socket since it was asked
+            return  # nothing is queued, and the socket was not used since it was found empty
         pause_s = self._flush()
         is_waiting = pause_s is not None
         is_readable = self._port.is_readable()
-        if is_waiting:  # The question may have swallowed the news that a full peer has room again.
+        if is_waiting:  # `is_readable` may have consumed the notification of a writable peer
             pause_s = self._flush()
         if pause_s is not None and self._retry is None:
             self._retry = self._loop.call_later(pause_s, self._on_retry)
@@ -141,7 +144,7 @@ class Pump:
     def _drain(self) -> bool:
         num_bytes, end = 0, self._loop.time() + self._max_burst_s
         for _ in range(MAX_BURST):
-            # To be told that there is nothing costs less than to try, and have it raised.
+            # Checking first is cheaper than the exception that a read of an empty socket raises.
             if not self._port.is_readable() or (read_bytes := self._receive()) is None:
                 return True
             num_bytes += read_bytes

@@ -1,8 +1,8 @@
-"""When a link tries again to reach a peer that is down.
+"""Reconnect a link with exponential backoff and jitter.
 
-libzmq's own reconnecting is off: it has jitter or growing pauses but not both, and starts anew at
-each accepted connection, even of a proxy without a backend.  Only a completed handshake counts
-here.
+libzmq's own reconnection is disabled: it has either jitter or backoff, and resets the backoff at
+each accepted TCP connection, even if a proxy without a backend accepts it.  Here only a completed
+handshake resets the backoff.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 FIRST_S: Final = 0.1
-# A restarted router should serve within 2 s, so pauses are short for half a minute.  After that it
-# is not just restarting, and a thousand workers should not try twice a second.
+# A restarted router should have its workers back within 2 s, so pauses are short for half a minute.
+# After that it is not just restarting, and a thousand workers should not retry twice a second.
 BRIEF_S: Final = 30.0
 MAX_BRIEF_S: Final = 0.5
 MAX_S: Final = 30.0
-# A try ends by itself: `sockopts` bounds connection and handshake to 5 s each.  A name that does
-# not resolve ends it without an event.
+# Timeout of an attempt.  `sockopts` limits connection and handshake to 5 s each, but if a host name
+# cannot be resolved there is no event at all.
 TRY_S: Final = 12.0
 
 
 def pauses(draw: Callable[[], float]) -> Iterator[float]:
-    """Yield the seconds before each try of one outage, without an end.
+    """Yield the pauses in seconds before each attempt during one outage, endlessly.
 
-    They double from 0.1 s to 0.5 s, and on to 30 s after 30 s of waiting.  `draw` gives numbers
-    from 0 to 1: each pause is shortened by up to a half, so that workers do not come back all at
-    once.
+    They double from 0.1 s up to 0.5 s, and after 30 s of waiting up to 30 s.  Jitter shortens each
+    pause by up to a half, so that workers do not reconnect all at once; `draw` returns a random
+    number from 0 to 1.
     """
-    whole_s, waited_s = FIRST_S, 0.0
+    longest_s, waited_s = FIRST_S, 0.0
     while True:
-        pause_s = whole_s * (1 - 0.5 * draw())
+        pause_s = longest_s * (1 - 0.5 * draw())
         waited_s += pause_s
         yield pause_s
-        whole_s = min(2 * whole_s, MAX_BRIEF_S if waited_s < BRIEF_S else MAX_S)
+        longest_s = min(2 * longest_s, MAX_BRIEF_S if waited_s < BRIEF_S else MAX_S)
 
 
 class Timer(Protocol):
@@ -44,9 +44,10 @@ class Timer(Protocol):
 
 
 class Reconnect:
-    """Retries until `succeed` is called, and starts again at the next `fail`.
+    """Retries a connection until `succeed` is called, and again after the next `fail`.
 
-    `connect` starts a try; the caller reports its end.  The first try is already under way.
+    `connect` starts an attempt, and the caller reports its outcome.  The caller must have started
+    the first attempt.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class Reconnect:
         self._timer = call_later(TRY_S, self._try)
 
     def succeed(self) -> None:
-        """The peer is connected: the next outage starts with short pauses again."""
+        """Report a completed handshake; this resets the backoff."""
         self._timer.cancel()
         self._pauses = pauses(self._draw)
 
     def fail(self) -> None:
-        """The try failed, or the connection ended: try again after a pause."""
+        """Report a failed attempt or lost connection; the next attempt follows after a pause."""
         self._wait(next(self._pauses))
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
-"""Outgoing bytes of one client, and the rule that cuts off a client that reads too slowly.
+"""Detect and disconnect clients that read their responses too slowly.
 
-A full write buffer does not show how slow a client is: the kernel takes more only when a third of
-its own buffer is free, a minute's worth on a slow network.  So acknowledged bytes are measured.
+A full write buffer does not tell how slow a client is: the kernel accepts more data only when a
+third of its own buffer is free, which can take a minute on a slow network.  So the bytes that the
+client's TCP has acknowledged are measured.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-# The least rate of a client with too many pending bytes, and the time it is measured over.  Any
-# network is faster; a client that reads a byte now and then cannot hold our memory.  The kernel of
-# a slow client acknowledges in steps: every 13 s at 10 kB/s.
+# The minimum rate of a client with too many pending bytes, and the period of its measurement.  Any
+# network is faster, but a client that reads a byte now and then cannot block our memory.  The
+# kernel of a slow client sends ACKs in steps, such as every 13 s at 10 kB/s.
 MIN_BYTES_PER_S: Final = 4 << 10
 STALL_S: Final = 30.0
-# In Linux's `struct tcp_info`, which is only ever added to: tcpi_bytes_acked, a u64 at 120.
+# tcpi_bytes_acked, a u64 at offset 120 of Linux's `struct tcp_info`, to which fields are only ever
+# appended.
 _INFO_BYTES: Final = 128
 _ACKED_AT: Final = 120
-# What Linux says of a client that has ended its side; other systems tell of a reset alone.
+# The poll event of Linux for a half-closed connection.  Other systems only report a reset.
 _HUNG_UP: Final = getattr(select, "POLLRDHUP", 0)
-# SO_LINGER on, for 0 s: closing resets.
+# SO_LINGER for 0 s, which makes close reset the connection.
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
 class SlowReader:
-    """Watches one connection while more than its limit is pending, and when it ends.
+    """Monitors how fast one client reads, while too many bytes are pending or during close.
 
-    Below `MIN_BYTES_PER_S` over `stall_s` the client is cut off, and `on_cut` is called.
+    If the client reads less than `MIN_BYTES_PER_S` over `stall_s`, its connection is reset and
+    `on_cut` is called.
     """
 
     __slots__ = (
@@ -50,37 +53,37 @@ class SlowReader:
         self._stall_s = stall_s
         self._on_cut = on_cut
         self._timer: asyncio.TimerHandle | None = None
-        # Set after our last byte: how long the client may keep the connection open.
+        # Set by `hang_up`: how long the client may keep the connection open after the last byte.
         self._hang_up_s: float | None = None
         self._taken_bytes = 0
         self._is_over = False
 
     @property
     def is_sealed(self) -> bool:
-        """Whether it is TLS."""
+        """Whether the connection uses TLS."""
         return self._transport.get_extra_info("sslcontext") is not None
 
     def watch(self) -> None:
-        """Start measuring: more bytes are pending than the limit."""
+        """Start measuring, because more bytes are pending than the limit."""
         if self._timer is None:
             self._arm()
 
     def relax(self) -> None:
-        """Stop measuring: the client has caught up."""
+        """Stop measuring, because the client has caught up."""
         if self._hang_up_s is None:
             self._disarm()
 
     def hang_up(self, after_s: float) -> None:
-        """Close gracefully: once all is read, the client has `after_s` to close; then abort."""
+        """Let the client read all pending bytes, wait `after_s` for it to close, then abort."""
         if self._is_over:
             return
-        # Over TLS pending bytes are in the buffer of the transport below, which cannot be seen.
+        # With TLS, pending bytes may be in the underlying transport's buffer, whose size is hidden.
         self._hang_up_s = self._stall_s if self.is_sealed else after_s
         self._disarm()
         self._arm()
 
     def cut(self) -> None:
-        """Reset the connection, so that the kernel drops pending bytes too."""
+        """Reset the connection, so that the kernel discards pending bytes too."""
         if self._is_over:
             return
         on_cut = self._on_cut
@@ -91,9 +94,9 @@ class SlowReader:
         self._transport.abort()
 
     def forget(self) -> None:
-        """The connection is gone."""
+        """Stop for good, because the connection is closed."""
         self._is_over = True
-        self._on_cut = _nothing  # no circle is left for the garbage collector
+        self._on_cut = _nothing  # breaks a reference cycle
         self._disarm()
 
     def _disarm(self) -> None:
@@ -127,22 +130,22 @@ class SlowReader:
 
 
 def _nothing() -> None:
-    """Do nothing: the default of `on_cut`."""
+    """Do nothing; replaces `on_cut` after the end."""
 
 
 def has_left(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed its sending side, even if unread bytes precede that."""
+    """Whether the client has closed its sending side, even if there are unread bytes before EOF."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
     return bool(poll.poll(0))
 
 
 def _taken_bytes(transport: asyncio.Transport) -> int:
-    """Return a number that grows with each byte that the client acknowledges."""
+    """Return a number that grows with each byte acknowledged by the client's TCP."""
     acked = 0
     if hasattr(socket, "TCP_INFO"):
         sock = transport.get_extra_info("socket")
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         acked = int.from_bytes(info[_ACKED_AT:_INFO_BYTES], "little")
-    # Only Linux tells; elsewhere our own buffer is the measure.
+    # Only Linux reports ACKs; elsewhere use how far our own write buffer has shrunk.
     return acked or -transport.get_write_buffer_size()

@@ -1,6 +1,7 @@
-"""Options of our ZeroMQ sockets, by their libzmq names, each with its reason.
+"""ZeroMQ socket options by their libzmq names, each with its reason.
 
-Bounds that a caller chooses (MAXMSGSIZE, SNDHWM, RCVHWM, ROUTING_ID) are set in `wire.aio.zmq`.
+Options with values from the caller (MAXMSGSIZE, SNDHWM, RCVHWM, ROUTING_ID) are set in
+`wire.aio.port` and `wire.aio.zmq`.
 """
 
 from __future__ import annotations
@@ -8,35 +9,35 @@ from __future__ import annotations
 from typing import Final
 
 COMMON: Final[dict[str, int]] = {
-    # What must be sent before closing is waited for by `close`, with a bound.
+    # `Hub.close` and `Link.close` flush queued messages with a time limit of their own.
     "LINGER": 0,
-    # A peer that connects and says nothing holds a socket no longer than this.
+    # A silent peer is disconnected after this time.
     "HANDSHAKE_IVL": 5_000,
-    # A stalled reader or one long frame makes ZMTP heartbeats cut a healthy connection.
+    # ZMTP heartbeats are off: a stalled reader or one long frame would end a healthy connection.
     "HEARTBEAT_IVL": 0,
-    # An idle connection whose other end vanished is found after about 25 s ...
+    # An idle connection whose peer has vanished is detected after about 25 s ...
     "TCP_KEEPALIVE": 1,
     "TCP_KEEPALIVE_IDLE": 10,
     "TCP_KEEPALIVE_INTVL": 5,
     "TCP_KEEPALIVE_CNT": 3,
-    # ... and one with bytes unacknowledged, or a window closed, for this long is dead too.
+    # ... and one with unacknowledged bytes or a closed TCP window after this time.
     "TCP_MAXRT": 30_000,
 }
 
 ROUTER: Final[dict[str, int]] = {
-    # An unknown or full peer is an error, not a silent drop.
+    # Sending to an unknown or full peer is an error; libzmq must not drop messages silently.
     "ROUTER_MANDATORY": 1,
-    # No one takes over the identity of a connected peer.
+    # A new connection cannot take over the identity of a connected peer.
     "ROUTER_HANDOVER": 0,
-    # All workers of a cluster come back at once when the router restarts.
+    # All workers of a cluster reconnect at once when the router restarts.
     "BACKLOG": 1024,
 }
 
 DEALER: Final[dict[str, int]] = {
-    # Nothing is queued for a peer that never came.
+    # Messages are not queued in libzmq before the connection is established.
     "IMMEDIATE": 1,
-    # `wire.aio.reconnect` tries again, not libzmq; a host that does not answer is given up after
-    # this, where the kernel would wait for minutes.
+    # `wire.aio.reconnect` reconnects, not libzmq.  An unresponsive host times out after 5 s, where
+    # the kernel would wait for minutes.
     "RECONNECT_IVL": -1,
     "CONNECT_TIMEOUT": 5_000,
 }

@@ -1,8 +1,8 @@
-"""The raw TCP server: connections that speak `wire.stream`, with their limits.  SPEC 2.2.
+"""The raw TCP server, which uses the message format of `wire.stream`.  SPEC 2.2.
 
 Limits bound the cost of a client: the number of connections, the rate at which a message arrives,
-the pending bytes and their age.  A client that breaks the protocol gets ERROR(0, PROTOCOL), and its
-connection is closed.  A client that closes its side has gone: no connection is half-open.
+the pending bytes and their age.  A client that violates the protocol gets ERROR(0, PROTOCOL) and is
+disconnected.  EOF from a client ends its connection: half-closed connections are not supported.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from wire.process.frame_counters import Traffic
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode, encode_token
 
 _LOG = structlog.get_logger(__name__)
-# Messages handled for one client before the loop serves others: some milliseconds.
+# Messages handled for one client before others are served; they take a few milliseconds.
 MAX_AT_ONCE: Final = 64
-# How often to look for TLS clients that closed without close_notify.
+# How often to check for TLS clients that disconnected without close_notify.
 LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one client.
+    """Limits for the clients of a server.
 
-    At most `max_write_bytes` are pending; above `high_water_bytes` the client must read at a least
-    rate in each `stall_s` (`wire.aio.slow_readers`).  A message must be complete `message_s` after
-    its first byte, plus its size at `min_bytes_per_s`; the first message must begin, and a TLS
-    handshake end, within `message_s`.  A client without open requests may be idle for `idle_s`.
-    After our last byte it has `hang_up_s` to close the connection.
+    At most `max_write_bytes` may be pending per client; above `high_water_bytes` the client must
+    read at a minimum rate, measured over `stall_s` (`wire.aio.slow_readers`).  A message must be
+    complete `message_s` after its first byte, plus the time for its size at `min_bytes_per_s`.  A
+    TLS handshake must end, and the first message begin, within `message_s`.  A client without open
+    requests may be idle for `idle_s`.  It must close the connection within `hang_up_s` after our
+    last byte.
     """
 
     max_connections: int = 1024
@@ -55,14 +56,14 @@ class Limits:
 
 
 class Handler(Protocol):
-    """Handles one client's messages.  `on_closed` comes once and last, with None on EOF."""
+    """Handles one client's messages.  `on_closed` is called once, at the end, with None on EOF."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is open: the client may be silent then."""
+        """Whether a request is open, so that the client may be idle."""
 
     def on_message(self, message: Message) -> None:
-        """Take one message.  Raises WireError to refuse it and end the connection."""
+        """Handle one message.  Raises WireError to refuse it and close the connection."""
 
     def on_closed(self, error: Exception | None) -> None: ...
 
@@ -89,7 +90,7 @@ class Connection(asyncio.Protocol):
         self._traffic = traffic
         self._fair_writes = fair_writes
         self._on_slow_client = on_slow_client
-        # Messages sent in this iteration of the loop: they leave in one write.
+        # Messages of this iteration of the event loop, which are sent in one write.
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
         self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
@@ -97,7 +98,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._slow_reader: SlowReader
         self._message_began_at: float | None = None
-        # When an overdue message is refused, after a last read.
+        # When an overdue message will be refused, `LAST_LOOK_S` after its deadline.
         self._last_look_at: float | None = None
         self._active_at = self._loop.time()
         self._read_timer: asyncio.TimerHandle | None = None
@@ -105,20 +106,20 @@ class Connection(asyncio.Protocol):
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes sent that the client has not taken yet."""
+        """Number of pending bytes: sent by `send`, but not written to the kernel yet."""
         return self._transport.get_write_buffer_size() + self._unwritten_bytes
 
     def limit_frames(self, max_frame_bytes: int | None) -> None:
-        """Take smaller frames than the server's limit from now on; None ends that."""
+        """Set a smaller frame limit than the server's; None restores the server's limit."""
         self._decoder.max_frame_bytes = max_frame_bytes or self._limits.max_frame_bytes
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
-        """Send one message; the buffers may be reused at once.  Nothing happens after the end."""
+        """Queue one message, or do nothing after the end.  The caller may reuse the buffers."""
         if not self.is_closing:
             self._send(frame.tag, b"".join(encode(frame, *payload)))
 
     def send_token(self, request_id: int, token_id: int) -> None:
-        """Send a DECODE_TOKEN without a payload, as `send` would."""
+        """Queue a DECODE_TOKEN without payload, faster than `send`."""
         if not self.is_closing:
             self._send(Tag.DECODE_TOKEN, encode_token(request_id, token_id))
 
@@ -145,7 +146,7 @@ class Connection(asyncio.Protocol):
             self._slow_reader.cut()
 
     def _write(self) -> None:
-        """Write pending messages before the end of the iteration."""
+        """Write pending messages now, not at the end of the iteration."""
         if body := self.prepare(self._loop.time()):
             self.transmit(body)
 
@@ -155,23 +156,23 @@ class Connection(asyncio.Protocol):
         self.close(error)
 
     def close(self, error: Exception | None = None) -> None:
-        """Send pending bytes, then close the connection; `on_closed` is called now."""
+        """Close the connection after sending pending bytes; `on_closed` is called immediately."""
         if self.is_closing:
             return
         self._write()
         self._end(error)
         self._slow_reader.hang_up(self._limits.hang_up_s)
-        if not self._transport.can_write_eof():  # TLS says good-bye by itself
+        if not self._transport.can_write_eof():  # TLS, whose transport sends close_notify
             self._transport.close()
             return
         try:
-            # Closing with bytes unread would reset the connection and take our last message along.
+            # Closing while bytes are unread would reset the connection and lose our last message.
             self._transport.write_eof()
-        except (OSError, RuntimeError):  # it is gone already
+        except (OSError, RuntimeError):  # already disconnected
             self._transport.abort()
 
     def abort(self) -> None:
-        """Cut the connection; pending bytes are lost."""
+        """Close the connection immediately; pending bytes are lost."""
         self._end(None)
         self._transport.abort()
 
@@ -228,7 +229,7 @@ class Connection(asyncio.Protocol):
         self._take_messages()
 
     def _look(self) -> None:
-        """End the connection of a client that left: over TLS the loop does not report it."""
+        """Close the connection if a TLS client has disconnected, which asyncio does not report."""
         if has_left(self._transport):
             self.eof_received()
         else:
@@ -268,7 +269,7 @@ class Connection(asyncio.Protocol):
         if self._last_look_at is None:
             due = self._message_began_at + allowed_s
             self._read_timer = self._loop.call_at(due, self._look_again)
-        else:  # no byte extends this
+        else:  # the deadline has passed: further bytes do not extend it
             self._read_timer = self._loop.call_at(self._last_look_at, self._on_slow)
 
     def _look_again(self) -> None:
@@ -284,7 +285,7 @@ class Connection(asyncio.Protocol):
         due = since + self._limits.idle_s
         if due > self._loop.time():
             self._read_timer = self._loop.call_at(due, self._on_silence)
-        else:  # a last read
+        else:  # read once more: the process may have been suspended
             self._read_timer = self._loop.call_later(LAST_LOOK_S, self._on_idle)
 
     def _on_idle(self) -> None:
@@ -306,11 +307,11 @@ class Connection(asyncio.Protocol):
                 self._handler.on_closed(error)
             except Exception:
                 _LOG.exception("handler failed", peer=self.peer_name)
-            self._handler = None  # no circle is left for the garbage collector
+            self._handler = None  # breaks a reference cycle
 
 
 class Server:
-    """A listening server; `port` is the actual one."""
+    """A listening server; `port` is the port it is bound to."""
 
     def __init__(
         self, listener: Listener, address: tuple[str, int], connections: set[Connection]
@@ -325,11 +326,11 @@ class Server:
 
     @property
     def is_answering(self) -> bool:
-        """Whether some client has pending bytes."""
+        """Whether any client has pending bytes."""
         return any(connection.buffered_bytes for connection in self._connections)
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Stop accepting, close every connection, and cut those that linger after `grace_s`."""
+        """Stop accepting, close all connections, and abort those still open after `grace_s`."""
         self._listener.close()
         for connection in list(self._connections):
             connection.close()
@@ -353,9 +354,9 @@ async def serve(
     is_shared: bool = False,
     on_slow_client: Callable[[], object] = lambda: None,
 ) -> Server:
-    """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError.
+    """Listen on `host`:`port` (0: any free port), with a handler per client.  Raises OSError.
 
-    `is_shared` is as for `bind`; `on_slow_client` is called for each slow reader that is cut.
+    For `is_shared` see `bind`.  `on_slow_client` is called for each slow reader that is reset.
     """
     connections: set[Connection] = set()
     fair_writes = FairWrites()

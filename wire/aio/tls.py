@@ -1,9 +1,9 @@
-"""TLS for clients: the certificate, and a bound on records without data.
+"""TLS for clients: loads the certificate, and limits TLS records without data.
 
-A KeyUpdate of TLS 1.3 has 27 bytes, costs 24 us and a reply, and needs no API key.  So records are
-counted by the lengths in their headers, which are not encrypted: a client that sends too many in a
-row without data is cut off.  And only a few records are read at once: uvloop would read 256 KiB, 32
-times in an iteration of the loop, which takes seconds.
+A client without an API key can send TLS 1.3 KeyUpdate records, which have 27 bytes but cost 24 us
+and a reply each.  So records are counted by their unencrypted headers, and a client that sends too
+many in a row without data is disconnected.  Only a few records are read at a time, because uvloop
+would read up to 32 x 256 KiB per iteration of the event loop, and block for seconds.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ import uvloop.loop
 from wire.process.files import read_file
 from wire.process.settings import ConfigError
 
-# Records that may come in a row without data: of KeyUpdates these take 0.8 ms.
+# Limit for consecutive records without data.  This many KeyUpdates take 0.8 ms.
 MOST_IDLE: Final = 32
-# Records that are read at once, if they are as long as those before them, within these bounds.
+# Number of records to read at a time, estimated from the size of the previous ones, and the limits
+# of a read in bytes.
 NUM_AT_ONCE: Final = 8
 LEAST_BYTES: Final = 256
-MOST_BYTES: Final = 20 << 10  # a whole record, and the beginning of the next
-# Type, version and length.  RFC 8446, 5.1.
+MOST_BYTES: Final = 20 << 10  # more than the longest record
+# Type, version and length of a record.  RFC 8446, 5.1.
 HEADER_BYTES: Final = 5
 
 
 def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return TLS 1.2 or newer with this certificate chain and its key (PEM); None without them.
+    """Return a server context for TLS 1.2 or newer, with a PEM certificate chain and key.
+
+    Returns None without certificate or key.
 
     Raises:
-        ConfigError: A file is missing, unreadable, readable by everybody, or does not fit; the key
-            is encrypted.
+        ConfigError: A file is missing or unreadable, the key is world-readable or encrypted, or
+            certificate and key do not match.
     """
     if cert is None or key is None:
         return None
@@ -43,7 +46,7 @@ def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
-    def refuse() -> NoReturn:  # or else OpenSSL would ask on the terminal, and wait
+    def refuse() -> NoReturn:  # otherwise OpenSSL would prompt for a password on the terminal
         raise ConfigError(
             f"{key} is encrypted, and nobody can be asked for its password: openssl pkey -in {key} "
             "-out FILE writes one without"
@@ -57,36 +60,36 @@ def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None
 
 
 def _check_pem(cert: Path, key: Path) -> None:
-    """Raise ConfigError that names a bad file and its problem: OpenSSL does not."""
+    """Raise ConfigError for a file that is not PEM; OpenSSL's error would not name the file."""
     for path, what in ((cert, "CERTIFICATE"), (key, "PRIVATE KEY")):
-        pem = read_file(path, is_secret=False)  # with comments in any encoding
+        pem = read_file(path, is_secret=False)  # bytes: comments may have any encoding
         if f"{what}-----".encode() not in pem:
             raise ConfigError(f"{path} has no {what.lower()} in PEM (-----BEGIN {what}-----)")
     read_file(key, is_secret=True)
 
 
 class Records:
-    """Finds the records in what a client sends."""
+    """Counts the TLS records in a client's byte stream."""
 
     def __init__(self) -> None:
         self._num_left = 0  # bytes until the next record begins
-        self._begun = b""  # what has come of its header
+        self._begun = b""  # the bytes received so far of an incomplete header
 
     def count(self, data: memoryview) -> int:
-        """Return how many headers end in these bytes, which follow those of the last call."""
-        come = self._begun + bytes(data) if self._begun else data
-        num, at = 0, self._num_left
-        while at + HEADER_BYTES <= len(come):
-            at += HEADER_BYTES + int.from_bytes(come[at + 3 : at + HEADER_BYTES], "big")
+        """Return the number of record headers completed by the next bytes of the stream."""
+        received = self._begun + bytes(data) if self._begun else data
+        num, offset = 0, self._num_left
+        while (end := offset + HEADER_BYTES) <= len(received):
+            offset = end + int.from_bytes(received[offset + 3 : end], "big")
             num += 1
-        self._begun, self._num_left = bytes(come[at:]), max(at - len(come), 0)
+        self._begun, self._num_left = bytes(received[offset:]), max(offset - len(received), 0)
         return num
 
 
 class Opened:
-    """The protocol above TLS: passes on what has been decrypted.
+    """The protocol above TLS: passes decrypted data to the application's protocol.
 
-    `num_idle` records have come since the last data.
+    `num_idle` is the number of records received since the last data.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -98,9 +101,9 @@ class Opened:
         return getattr(self._protocol, name)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """The handshake is over."""
+        """Connect the application's protocol, after the handshake."""
         self.num_idle, self._transport = 0, transport
-        cast(Any, transport).set_read_buffer_limits(MOST_BYTES)  # of what nobody reads yet
+        cast(Any, transport).set_read_buffer_limits(MOST_BYTES)  # while reading is paused
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -108,13 +111,13 @@ class Opened:
         self._protocol.data_received(data)
 
     def note(self, num_records: int) -> None:
-        """Count received records; whether they carry data is known once they are read."""
+        """Count received records, unless reading is paused: then they are not decrypted yet."""
         if self._transport is None or self._transport.is_reading():
             self.num_idle += num_records
 
 
 class Sealed(asyncio.BufferedProtocol):
-    """The protocol below TLS: passes on what the loop reads, and counts the records in it."""
+    """The protocol below TLS: passes received bytes to TLS, and counts the records in them."""
 
     def __init__(self, tls: asyncio.BufferedProtocol, opened: Opened) -> None:
         self._tls, self._opened = tls, opened
@@ -158,7 +161,7 @@ def sealed_protocol(
     handshake_s: float,
     shaken: asyncio.Future[None],
 ) -> Sealed:
-    """Return `protocol` under TLS.  `shaken` gets the end of the handshake, or its error."""
+    """Wrap `protocol` in TLS.  The future `shaken` completes with the handshake, or its error."""
     loop = asyncio.get_running_loop()
     make: Any = asyncio.sslproto.SSLProtocol
     if isinstance(loop, uvloop.Loop):

@@ -1,8 +1,8 @@
-"""Passes a file descriptor to other processes of the same user on this machine.
+"""Pass a file descriptor to other processes of the same user on this machine.  SPEC 6.8.
 
-`DescriptorPort` listens under a random name in Linux's abstract namespace, which ends with the
-process.  A process of the same user, by what the kernel says, gets one message with the descriptor;
-then the connection is closed.  SPEC 6.8.
+`DescriptorPort` listens on a Unix socket with a random name in Linux's abstract namespace.  Each
+connection from a process of the same user, as reported by the kernel, receives one message with the
+descriptor and is then closed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Final
 
 import structlog
 
-# Connections that may wait to be accepted; the next one tries again.
+# Connections that may wait to be accepted; further clients retry.
 BACKLOG: Final = 64
 AGAIN_S: Final = 0.01
-# How long to wait for the listener's message, which it sends at once.
+# Timeout for the listener's message, which it sends as soon as it has accepted the connection.
 ANSWER_S: Final = 2.0
-# How long to wait when no descriptor is left to accept a connection.
+# Pause after a failed accept, if no file descriptor is left.
 PAUSE_S: Final = 1.0
-# The most bytes that may follow the greeting and a space; they describe the descriptor.
-MAX_ABOUT_BYTES: Final = 64
-# Linux shows any user of another user namespace, who has none here, as this one.
+# Limit for the description of the descriptor, which may follow the greeting and a space.
+MAX_DESCRIPTION_BYTES: Final = 64
+# The user id that Linux reports for users of another user namespace.
 NOBODY: Final = 65534
 # `struct ucred`: process, user, group.
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -35,10 +35,10 @@ _LOG: Final = structlog.get_logger(__name__)
 
 
 class DescriptorPort:
-    """Hands `descriptor` out on the running loop, with `greeting`, until closed.
+    """Listens for connections and sends each `greeting` with `descriptor`, until closed.
 
     Raises:
-        OSError: The system has no such sockets.
+        OSError: The system does not support such sockets.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DescriptorPort:
             raise
 
     def close(self) -> None:
-        """Hand out no more; nothing happens the second time."""
+        """Stop listening.  Idempotent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -68,7 +68,7 @@ class DescriptorPort:
         try:
             connection, _ = self._socket.accept()
         except BlockingIOError:
-            return  # it has gone already
+            return  # the client has disconnected already
         except OSError as error:
             _LOG.warning("cannot accept a connection", error=str(error))
             self._loop.remove_reader(self._socket)
@@ -81,11 +81,11 @@ class DescriptorPort:
             try:
                 connection.setblocking(False)
                 socket.send_fds(connection, [self._greeting], [self._descriptor])
-            except OSError as error:  # it hung up first
+            except OSError as error:  # the client disconnected first
                 _LOG.debug("memory was asked for, and not taken", error=str(error))
 
     def _note(self, user: int) -> None:
-        """Log a refusal, at most one a second: refused peers must not fill the disk."""
+        """Log a refused connection, at most once per second, to limit the size of the log."""
         self.num_refused += 1
         now = self._clock()
         if now >= self._quiet_until:
@@ -100,9 +100,10 @@ class DescriptorPort:
 
 
 async def fetch_descriptor(name: str, greeting: bytes) -> tuple[int, bytes]:
-    """Return the descriptor of the port `name`, and the description that followed its greeting.
+    """Get the descriptor from the port `name`, and the description that follows the greeting.
 
-    The caller closes it.  Raises OSError if no process of this user listens with this greeting.
+    The caller must close the descriptor.  Raises OSError if no process of this user listens with
+    this greeting.
     """
     with _new_socket() as connection:
         try:
@@ -111,24 +112,24 @@ async def fetch_descriptor(name: str, greeting: bytes) -> tuple[int, bytes]:
                 await _until_readable(connection)
         except TimeoutError:
             raise TimeoutError(f"who listens there says nothing for {ANSWER_S:g} s") from None
-        most_bytes = len(greeting) + 1 + MAX_ABOUT_BYTES
+        most_bytes = len(greeting) + 1 + MAX_DESCRIPTION_BYTES
         message, descriptors, _, _ = socket.recv_fds(connection, most_bytes + 1, 1)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    said, _, about = message[len(greeting) :].partition(b" ")
-    is_known = message.startswith(greeting) and not said and len(message) <= most_bytes
-    if not is_known or len(descriptors) != 1:
+    extra, _, description = message[len(greeting) :].partition(b" ")
+    is_valid = message.startswith(greeting) and not extra and len(message) <= most_bytes
+    if not is_valid or len(descriptors) != 1:
         for descriptor in descriptors:
             os.close(descriptor)
         raise ConnectionError("who listens there is another worker, or hands out nothing")
-    return descriptors[0], about
+    return descriptors[0], description
 
 
 async def _connect(connection: socket.socket, name: str) -> None:
     while True:
         try:
             connection.connect(f"\0{name}")
-        except BlockingIOError:  # others wait there; nothing tells when there is room
+        except BlockingIOError:  # the backlog is full, and there is no event for its end
             await asyncio.sleep(AGAIN_S)
         else:
             break
@@ -158,5 +159,5 @@ def user_of(connection: socket.socket) -> int:
 
 
 def is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of our own user, on Linux."""
+    """Whether the process at the other end of a Unix socket runs as the same user.  Linux only."""
     return user_of(connection) == os.geteuid() != NOBODY

@@ -1,9 +1,10 @@
-"""Authentication at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.process.keys`.
+"""Authenticate the peers of a bound ZeroMQ socket with ZAP (ZeroMQ RFC 27).
 
-libzmq asks at every CURVE handshake, over an in-process socket of the same context; without an
-authenticator there it refuses everybody (ZAP_ENFORCE_DOMAIN).  `prove` tests that before a port is
-opened.  After the handshake, `Gate` checks that a peer's identity is one of its key's party, and
-cuts the connections of revoked keys.
+At every CURVE handshake, libzmq sends a request to an in-process socket of the same context, and
+`Authenticator` responds from the authorized keys in `wire.process.keys`.  Without an authenticator,
+libzmq refuses all connections (ZAP_ENFORCE_DOMAIN); `prove` tests that before the socket is bound.
+After the handshake, `Gate` checks that a peer's identity belongs to the owner of its key, and
+closes the connections of revoked keys.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from wire.process.keys import Keys
 from wire.process.settings import ConfigError
 
 ENDPOINT: Final = "inproc://zeromq.zap.01"
-# How often the list of keys is looked at: a revoked key loses its connections within this.
+# How often the list of keys is checked, so within what time a revoked key is disconnected.
 REFRESH_S: Final = 1.0
 PROBE_S: Final = 5.0
 _LOG: Final = structlog.get_logger(__name__)
 
 
 class Authenticator:
-    """Answers libzmq's questions for one context, on the running loop, until closed."""
+    """ZAP handler: responds to libzmq's authentication requests for one context, until closed."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class Authenticator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_refused = 0
-        # The public key that `prove` knocks with: its refusal is no news.
-        self.own_stranger: str | None = None
+        # The unknown public key that `prove` connects with; its refusal is not logged.
+        self.probe_key: str | None = None
         self._keys, self._domain, self._clock = keys, domain, clock
         self._quiet_until = 0.0
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -62,10 +63,10 @@ class Authenticator:
         self._socket.bind(ENDPOINT)
         self._fd = int(self._socket.FD)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self.turn)
+        self._loop.add_reader(self._fd, self.respond)
 
-    def turn(self) -> None:
-        """Answer everything that was asked.  The descriptor is edge-triggered: read until empty."""
+    def respond(self) -> None:
+        """Respond to all pending requests, because the file descriptor is edge-triggered."""
         with suppress(zmq.Again):
             while not self._socket.closed:
                 request = self._socket.recv_multipart(LAST)
@@ -89,13 +90,13 @@ class Authenticator:
             if self._keys.party(public) is None:
                 reason = "unknown key"
         if reason:
-            if public != self.own_stranger:
+            if public != self.probe_key:
                 self._note(address, reason)
             return [version, request_id, b"400", b"refused", b"", b""]
         return [version, request_id, b"200", b"OK", public.encode(), b""]
 
     def _note(self, address: bytes, reason: str) -> None:
-        """Log a refusal, at most one a second: refused peers must not fill the disk."""
+        """Log a refused connection, at most once per second, to limit the size of the log."""
         self.num_refused += 1
         now = self._clock()
         if now >= self._quiet_until:
@@ -109,53 +110,53 @@ class Authenticator:
 
 
 class Gate:
-    """The keys behind the connections of one bound socket, and whether they are still allowed.
+    """Checks the authenticated connections of one bound socket, and closes those of revoked keys.
 
-    `read_events` must call `remove` for every ended connection: descriptors are reused, and only
-    connections of this socket may be cut.
+    Descriptors are reused, and connections of other sockets must not be closed.  Therefore
+    `read_events` must call `remove` for every connection that has ended.
     """
 
     def __init__(self, context: Context, keys: Keys, read_events: Callable[[], None]) -> None:
         self.authenticator = Authenticator(context, keys)
         self._keys, self._read_events = keys, read_events
-        self._holders: dict[int, tuple[str, bytes]] = {}  # descriptor -> public key, identity
+        self._connections: dict[int, tuple[str, bytes]] = {}  # descriptor -> public key, identity
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
 
     def admit(self, peer: bytes, public: str, fd: int, *, is_live: bool) -> bool:
-        """Whether the holder of `public` may speak as `peer`; if not, its connection is cut."""
-        is_welcome = self._may_speak(public, peer)
-        if not is_welcome:
+        """Check whether the key `public` may use the identity `peer`; if not, disconnect it."""
+        is_authorized = self._is_authorized(public, peer)
+        if not is_authorized:
             party = self._keys.party(public) or "revoked"
             _LOG.warning("identity of another", peer=repr(peer)[:64], party=party)
-        if is_live and is_welcome:
-            self._holders[fd] = public, peer
+        if is_live and is_authorized:
+            self._connections[fd] = public, peer
         elif is_live:
             cut(fd)
-        return is_welcome
+        return is_authorized
 
     def remove(self, fd: int) -> None:
-        """The connection ended."""
-        self._holders.pop(fd, None)
+        """Record the end of a connection."""
+        self._connections.pop(fd, None)
 
     def close(self) -> None:
         self._timer.cancel()
         self.authenticator.close()
 
     def cut_revoked(self) -> None:
-        """Read the list of keys again, and cut the connections that it no longer allows."""
+        """Reload the list of keys, and close the connections of keys that were removed."""
         self._keys.refresh()
         if self._revoked():
             self._read_events()
         for fd in self._revoked():
-            public, _ = self._holders.pop(fd)
+            public, _ = self._connections.pop(fd)
             _LOG.warning("key revoked, connection cut", public_key=public)
             cut(fd)
 
     def _revoked(self) -> list[int]:
-        return [fd for fd, its in self._holders.items() if not self._may_speak(*its)]
+        return [fd for fd, its in self._connections.items() if not self._is_authorized(*its)]
 
-    def _may_speak(self, public: str, peer: bytes) -> bool:
+    def _is_authorized(self, public: str, peer: bytes) -> bool:
         party = self._keys.party(public)
         return party is not None and is_of_party(peer, party)
 
@@ -165,18 +166,18 @@ class Gate:
 
 
 def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
-    """Make sure that `port`, not bound yet, refuses an unknown key.
+    """Make sure that `port`, which is not bound yet, refuses an unknown key.
 
-    The very socket listens on a loopback port for a moment, and is asked as a stranger would.
-    Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.  Raises
-    ConfigError: the stranger was admitted, or nobody decided.
+    The socket is bound to a loopback port for a moment, and a client with a new key connects to it.
+    This blocks the event loop for milliseconds, or for `probe_s` if authentication does not work.
+    Raises ConfigError if the unknown key was admitted, or neither admitted nor refused.
     """
-    stranger = new_key_pair()
-    authenticator.own_stranger = stranger.public
+    unknown = new_key_pair()
+    authenticator.probe_key = unknown.public
     endpoint = port.attach("bind", "tcp://127.0.0.1:*")
     try:
-        options = client_options(stranger, keys.pair.public)
-        event = _knock(endpoint, options, authenticator.turn, probe_s)
+        options = client_options(unknown, keys.pair.public)
+        event = _try_handshake(endpoint, options, authenticator.respond, probe_s)
     finally:
         port.socket.unbind(endpoint)
     if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -184,30 +185,32 @@ def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float =
         raise ConfigError(f"not listening: the socket {what}, so keys would protect nothing")
 
 
-def _knock(endpoint: str, options: Options, answer: Callable[[], None], probe_s: float) -> int:
-    """Connect with these options; return the event that decided, 0 for none in time."""
+def _try_handshake(
+    endpoint: str, options: Options, respond: Callable[[], None], probe_s: float
+) -> int:
+    """Connect with these options; return the event that ended the handshake, 0 on timeout."""
     with Context() as context:
-        stranger = context.socket(zmq.DEALER)
+        client = context.socket(zmq.DEALER)
         for name, value in options.items():
-            stranger.setsockopt(getattr(zmq, name), value)
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.RECONNECT_IVL, -1)  # it knocks once
-        monitor = stranger.get_monitor_socket(REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            client.setsockopt(getattr(zmq, name), value)
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RECONNECT_IVL, -1)  # one attempt only
+        monitor = client.get_monitor_socket(REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            stranger.connect(endpoint)
+            client.connect(endpoint)
             deadline = time.monotonic() + probe_s
             while time.monotonic() < deadline:
-                answer()
+                respond()
                 if monitor.poll(5):
                     return int(recv_monitor_message(monitor)["event"])
             return 0
         finally:
-            stranger.disable_monitor()
+            client.disable_monitor()
             monitor.close(0)
-            stranger.close()
+            client.close()
 
 
 def cut(fd: int) -> None:
-    """End a connection that libzmq owns: it finds its socket shut down and lets go of it."""
+    """Close a connection that libzmq owns, by shutting down its socket."""
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:
         twin.shutdown(socket.SHUT_RDWR)

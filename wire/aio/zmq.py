@@ -1,12 +1,12 @@
 """ZeroMQ on the event loop: `Hub`, a bound ROUTER, and `Link`, a connected DEALER.  SPEC 2.1.
 
-Sockets never block: `wire.aio.pump` runs them, and messages that a peer cannot take wait in its
-`wire.aio.outbox`, bounded in bytes.  `on_lost` follows a peer's last message; a peer that vanishes
-without closing TCP is noticed after 25 to 30 s, so callers send heartbeats.  A second connection
-under a connected identity is never heard, hence identities carry the epoch of their process.
+Sockets never block: `wire.aio.pump` runs them, and messages for a slow peer are queued in its
+`wire.aio.outbox`, up to a limit in bytes.  `on_lost` is called after a peer's last message.  A peer
+that vanishes without closing TCP is detected after 25 to 30 s, so callers send heartbeats.  ZeroMQ
+ignores a second connection with a connected identity, so identities contain the process's epoch.
 
-With keys, everything is encrypted (CURVE): a hub admits the parties that `wire.aio.zap` knows, a
-link connects to one named party.  Sockets belong to the loop's thread.
+With keys, all traffic is encrypted (CURVE): a hub admits peers that `wire.aio.zap` authenticates,
+and a link connects to one peer, named by `server`.  Use sockets only on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _LOG = structlog.get_logger(__name__)
 
 
 class Hub:
-    """A bound ROUTER: many peers, each known by its routing id from its first message on.
+    """A bound ROUTER for many peers, each registered by its routing id at its first message.
 
-    `on_message(peer, parts)` and `on_lost(peer)` run on the loop; their exceptions are logged.
-    `max_message_bytes` bounds one part, `max_queue_bytes` the queue of one peer; libzmq may hold
-    `high_water_mark` messages more per peer and direction.  With `zero_copy`, parts from
-    `ZERO_COPY_BYTES` on are memoryviews of libzmq's memory or of the caller's.  A message of more
-    than 64 parts arrives as [].
+    `on_message(peer, parts)` and `on_lost(peer)` run on the event loop; their exceptions are
+    logged.  `max_message_bytes` limits one part, `max_queue_bytes` the send queue of one peer;
+    libzmq may buffer `high_water_mark` messages more per peer and direction.  With `zero_copy`,
+    parts of at least `ZERO_COPY_BYTES` are received as memoryviews of libzmq's memory, and sent
+    without copying.  A message of more than 64 parts is delivered as [].
     """
 
     def __init__(
@@ -84,24 +84,25 @@ class Hub:
         self._unauthenticated = UnauthenticatedConnections(lambda: self._pump.read_events(), cut)
         self._peers = Peers(limits, self._port.transmit, guarded(on_lost))
         self._pump = Pump(
-            self._port, self._receive, self._notice, self._peers.settle, self._peers.flush
+            self._port, self._receive, self._notice, self._peers.report_lost, self._peers.flush
         )
 
     @property
     def peers(self) -> list[bytes]:
-        """The peers that can be sent to."""
+        """The connected peers."""
         return self._peers.reachable
 
     def bind(self, endpoint: str) -> str:
-        """Listen and return the endpoint with its actual port.  Raises OSError or ConfigError."""
+        """Listen, and return the endpoint with its actual port.  Raises OSError or ConfigError."""
         if self._gate is not None and self._keys is not None:
             prove(self._port, self._keys, self._gate.authenticator)
         return self._port.attach("bind", endpoint)
 
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
-        """Send now, or queue if `peer` cannot take it; never wait.
+        """Send a message now, or queue it if the socket is full; never wait.
 
-        Raises PeerLost for an unknown peer, WireError (OVERLOADED) for a full queue, and
+        With `track`, returns a `Sending` that reports when the buffers may be reused.  Raises
+        PeerLost for an unknown peer, WireError (OVERLOADED) for a full queue, and
         LocalProtocolError for a part over `max_message_bytes`.
         """
         self._pump.wake()
@@ -114,41 +115,42 @@ class Hub:
         return sending
 
     def queued_bytes(self, peer: bytes) -> int:
-        """Bytes that wait here for `peer`, 0 for an unknown one."""
+        """Return the size of the queue for `peer` in bytes, 0 for an unknown peer."""
         return self._peers.queued_bytes(peer)
 
     def forget(self, peer: bytes) -> None:
-        """Drop the queue of `peer`; its next message makes it known again."""
+        """Remove `peer` and drop its queue.  Its next message registers it again."""
         self._peers.forget(peer)
 
     async def close(self, linger_s: float = 0.0) -> None:
-        """Send queued messages for up to `linger_s` seconds, then close.  Calls no handler."""
+        """Flush queued messages for up to `linger_s` seconds, then close.  Calls no handler."""
         if self._gate is not None:
             self._gate.close()
         await self._pump.close(linger_s)
         self._peers.clear()
 
     def _receive(self) -> int | None:
+        """Read one message, register its peer if new, and deliver it; return its size or None."""
         try:
             peer = self._port.socket.recv(LAST)
         except zmq.Again:
             return None
         frame = self._port.socket.recv(LAST, copy=False)
-        if not self._peers.knows(peer):
+        if not self._peers.is_registered(peer):
             self._pump.read_events()
             try:
                 fd = int(frame.get(zmq.SRCFD))
-            except zmq.ZMQError:  # of ZMTP 1 or 2, which bytes at random may look like
+            except zmq.ZMQError:  # ZMTP 1 or 2, or random bytes that look like it
                 return self._port.read(frame)[1]
-            if not self._may_speak(peer, frame, fd):
+            if not self._is_authorized(peer, frame, fd):
                 return self._port.read(frame)[1]
-            self._peers.meet(peer, fd)
+            self._peers.register(peer, fd)
         parts, num_bytes = self._port.read(frame)
         self._traffic.count_received(parts)
         self._on_message(peer, parts)
         return num_bytes
 
-    def _may_speak(self, peer: bytes, frame: zmq.Frame, fd: int) -> bool:
+    def _is_authorized(self, peer: bytes, frame: zmq.Frame, fd: int) -> bool:
         if self._gate is None:
             return True
         self._unauthenticated.remove(fd)
@@ -171,11 +173,11 @@ class Hub:
 
 
 class Link:
-    """A connected DEALER: reconnects to `endpoint` for as long as the link is open.
+    """A connected DEALER that reconnects to `endpoint` until it is closed.
 
-    `on_up()` is called at each completed handshake, and its messages go first; `on_down()` when
-    that connection ends.  Bounds and handlers as in `Hub`.  With `keys`, the other end must be the
-    party `server`, whose key must be known (or ConfigError).
+    `on_up()` is called after each completed handshake; messages sent in it precede queued ones.
+    `on_down()` is called when that connection ends.  For limits and other handlers see `Hub`.  With
+    `keys`, the peer must have the key of `server`; raises ConfigError if that is not in the list.
     """
 
     def __init__(
@@ -218,14 +220,14 @@ class Link:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait here."""
+        """Size of the send queue in bytes."""
         return self._outbox.num_bytes
 
     def send(self, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
-        """Send now, or queue while the peer is full or the connection not up; never wait.
+        """Send a message now, or queue it if the socket is full or not connected; never wait.
 
         Raises:
-            PeerLost: The link is closed.  Else as `Hub.send`.
+            PeerLost: The link is closed.  For other errors see `Hub.send`.
         """
         try:
             if self._pump.is_closed:
@@ -240,7 +242,7 @@ class Link:
         return sending
 
     async def close(self, linger_s: float = 0.0) -> None:
-        """As `Hub.close`."""
+        """Flush queued messages for up to `linger_s` seconds, then close.  Calls no handler."""
         self._reconnect.stop()
         await self._pump.close(linger_s)
         self.is_up = False

@@ -1,1 +1,1 @@
-"""The life of a process: settings, logs, metrics, keys, systemd."""
+"""Shared parts of all processes: settings, logs, metrics, keys, signals and systemd."""

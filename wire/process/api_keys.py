@@ -1,8 +1,8 @@
-"""The API keys of clients: a file with one key a line, read again when it changes.
+"""The API keys of clients: a file with one key per line, reloaded when it changes.
 
-Only digests are kept, and all are compared in constant time, so that neither memory nor timing
-reveals a key.  Removing a line revokes a key from the next request on.  An unreadable file admits
-nobody.
+Only digests are stored, and all are compared in constant time, so that neither memory nor timing
+reveals a key.  Removing a line revokes its key from the next request on.  While the file is
+unreadable, no key is valid.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BEARER: Final = b"bearer "
 
 
 class ApiKeys:
-    """The keys in `path`.  Raises ConfigError."""
+    """The API keys in the file `path`.  Raises ConfigError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._file = WatchedFile(path, _read, "no API key is valid now")
 
     def allow(self, given: bytes) -> bool:
-        """Whether this is the digest of a key."""
+        """Whether `given` is the digest of a valid key."""
         self._file.refresh()
         known = () if self._file.trouble else self._file.content
         matches = [hmac.compare_digest(given, each) for each in known]
@@ -35,24 +35,24 @@ class ApiKeys:
 
 
 def digest(key: bytes) -> bytes:
-    """Return what is kept of a key.  Keys are random and long: no salt, no stretching."""
+    """Return the digest of a key.  Keys are long and random, so no salt or stretching is needed."""
     return hashlib.sha256(key).digest()
 
 
 def name_of(key_digest: bytes) -> str:
-    """Return what a key is called in logs and queues: enough of its digest to tell it apart."""
+    """Return a name for a key in logs and queues, from the first digits of its digest."""
     return f"key-{key_digest.hex()[:12]}"
 
 
 def bearer(header: bytes | None) -> bytes:
-    """Return the key of an Authorization header, b"" without one."""
+    """Return the bearer token of an Authorization header, b"" if there is none."""
     if header is None or header[: len(BEARER)].lower() != BEARER:
         return b""
     return header[len(BEARER) :].strip()
 
 
 def open_api_keys(path: Path | None) -> ApiKeys | None:
-    """Return the configured keys: from `path`, else from the credential `api_keys`."""
+    """Load the API keys from `path`, else from the systemd credential `api_keys`, if any."""
     path = path or credential("api_keys")
     return None if path is None else ApiKeys(path)
 

@@ -1,7 +1,7 @@
-"""Runs work that mostly holds no GIL at a low priority, behind event loop and engine.
+"""Run work that releases the GIL on low-priority threads.
 
-Otherwise each step of the engine waits for a time slice of every thread that compiles a structure.
-Only work that releases the GIL belongs here: a low-priority thread with the GIL delays the process.
+Otherwise each step of the engine would wait for the time slices of threads that compile grammars.
+Work that holds the GIL must not run here: a low-priority thread with the GIL delays all others.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-# For `nice`: beside a thread of the usual priority, one of these gets a tenth of the time.
-STEPS_BACK: Final = 10
+# The increment for `nice`.  A thread of this niceness gets a tenth of the time of a normal one.
+NICENESS: Final = 10
 
 
-def _step_back() -> None:
-    if sys.platform == "linux":  # elsewhere `nice` is for the whole process
-        os.nice(STEPS_BACK)
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere `nice` applies to the whole process
+        os.nice(NICENESS)
 
 
-# By default five threads or more; at most four threads of a process call `in_background` at a time.
-_THREADS: Final = ThreadPoolExecutor(None, "background", _step_back)
+# The default is at least five threads, and at most four calls of `in_background` run at a time.
+_THREADS: Final = ThreadPoolExecutor(None, "background", _lower_priority)
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Call `work` on a thread of low priority and wait; return its result or raise its error."""
+    """Call `work` on a low-priority thread and wait; return its result or raise its error."""
     return _THREADS.submit(work).result()

@@ -1,4 +1,4 @@
-"""Child processes: started, restarted, and on Linux never outliving their parent."""
+"""Start and restart child processes.  On Linux, they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from structlog.typing import FilteringBoundLogger
 
 MIN_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 30.0
-# After a child has run for this long, the pause is short again.
+# After a child has run for this long, its next restart has the shortest pause again.
 HEALTHY_S: Final = 60.0
 _PR_SET_PDEATHSIG: Final = 1
-# Fields of `sys.flags` that change imports or code, and the variables that set them.
+# Fields of `sys.flags` that change imports or code, and their environment variables.
 _FLAGS: Final = {
     "safe_path": "PYTHONSAFEPATH",
     "no_user_site": "PYTHONNOUSERSITE",
@@ -29,27 +29,27 @@ _FLAGS: Final = {
 
 
 def same_release(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which a child of ours imports what this process would import.
+    """Return an environment in which a child imports the same code as this process.
 
-    Its path begins with ours, and its interpreter has our flags.  If ours ignores Python's
-    variables (-E, -I), the child does not get them.
+    PYTHONPATH starts with this release, and the interpreter gets the flags of this one.  If this
+    interpreter ignores Python's variables (-E, -I), the child does not get them.
     """
     if sys.flags.ignore_environment:
-        environ = {name: it for name, it in environ.items() if not name.startswith("PYTHON")}
-    given = {name: getattr(sys.flags, flag) for flag, name in _FLAGS.items()}
+        environ = {name: value for name, value in environ.items() if not name.startswith("PYTHON")}
+    own_flags = {name: getattr(sys.flags, flag) for flag, name in _FLAGS.items()}
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
-    flags = {name: str(int(value)) for name, value in given.items() if value}
+    flags = {name: str(int(value)) for name, value in own_flags.items() if value}
     return {**environ, **flags, "PYTHONPATH": path}
 
 
 async def start_child(
     command: Sequence[str], environ: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> asyncio.subprocess.Process:
-    """Start a program of this release that ends with us.
+    """Start a program of this release that is killed when this process ends.
 
-    It is in a session of its own: Ctrl-C reaches only us, and we end it.
-    Raises OSError or RuntimeError: there is no memory, descriptor or thread for it.
+    The child has its own session, so that Ctrl-C only signals this process, which then stops it.
+    Raises OSError or RuntimeError if memory, file descriptors or threads are exhausted.
     """
     return await asyncio.create_subprocess_exec(
         *command,
@@ -62,7 +62,7 @@ async def start_child(
 
 
 def signal_child(child: asyncio.subprocess.Process, number: int) -> None:
-    """Send a child a signal if it is not gone."""
+    """Send a signal to a child, unless it has ended."""
     with suppress(ProcessLookupError):
         child.send_signal(number)
 
@@ -70,18 +70,18 @@ def signal_child(child: asyncio.subprocess.Process, number: int) -> None:
 async def lives(
     run: Callable[[], Awaitable[int]], log: FilteringBoundLogger, min_pause_s: float
 ) -> AsyncIterator[int]:
-    """Run a child again and again, after pauses that grow, and yield how it ended each time.
+    """Restart a child endlessly, with backoff, and yield each exit status.
 
     Args:
-        run: Starts it and waits for its exit status; where it cannot be started, that is 1.
-        log: Names the child.
+        run: Starts the child and returns its exit status.  If it raises, the status is 1.
+        log: A logger with the child's name bound to it.
     """
     loop, pause_s = asyncio.get_running_loop(), min_pause_s
     while True:
         started_at = loop.time()
         try:
             status = await run()
-        except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
+        except (OSError, RuntimeError) as error:  # out of memory, file descriptors or threads
             log.error("cannot start child process", reason=str(error))
             status = 1
         yield status
@@ -93,9 +93,9 @@ async def lives(
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """Return what a child calls before it becomes another program (`preexec_fn` of subprocess).
+    """Return a `preexec_fn` for subprocess that makes Linux kill the child with its parent.
 
-    Linux kills it when the thread that started it ends, however that happens (PR_SET_PDEATHSIG).
+    The child is killed when the thread that started it ends for any reason (PR_SET_PDEATHSIG).
     """
     if sys.platform != "linux":
         return None
@@ -103,7 +103,7 @@ def die_with_parent() -> Callable[[], None] | None:
 
     def arrange() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before we asked.
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
     return arrange

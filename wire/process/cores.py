@@ -1,6 +1,6 @@
-"""CPU cores: lists as Linux writes them (`0-3,8`), topology, and those a process may use.
+"""CPU cores: parse lists in Linux's format (`0-3,8`), read the topology, set affinity.
 
-A core here is what Linux counts as a CPU: with SMT, one of the threads of a physical core.
+A core here is a CPU as Linux numbers them: with SMT, one hardware thread of a physical core.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Final
 
 SYSTEM: Final = Path("/sys/devices/system")
 GROUPS: Final = Path("/sys/fs/cgroup")
-# No machine has more; a longer list is a mistake, not to be counted out.
+# More than any machine has: a higher number is a mistake, and its range must not be enumerated.
 MAX_CORES: Final = 1 << 16
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """Return the numbers of a list such as ``0-3,8``; none of an empty one.  Raises ValueError."""
+    """Parse a list such as ``0-3,8``; an empty text is an empty list.  Raises ValueError."""
     found: set[int] = set()
     for run in filter(None, text.strip().split(",")):
         match = fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", run.strip())
@@ -36,7 +36,7 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def format_cores(cores: Collection[int]) -> str:
-    """Return the shortest list of these numbers; `parse_cores` reads it."""
+    """Format core numbers as the shortest list that `parse_cores` can parse."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:
@@ -47,14 +47,14 @@ def format_cores(cores: Collection[int]) -> str:
 
 
 def own_cores() -> frozenset[int]:
-    """Return the cores that the calling thread may run on; none where the system does not say."""
+    """Return the cores on which the calling thread may run; empty if not on Linux."""
     if sys.platform != "linux":
         return frozenset()
     return frozenset(os.sched_getaffinity(0))
 
 
 def physical_cores(cores: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
-    """Group cores by physical core (SMT siblings); one group each where Linux does not say."""
+    """Group cores by physical core (SMT siblings); if unknown, each core is its own group."""
     found = {
         core: parse_cores(_read(system / f"cpu/cpu{core}/topology/thread_siblings_list"))
         for core in cores
@@ -68,14 +68,14 @@ def physical_cores(cores: Collection[int], system: Path = SYSTEM) -> list[frozen
 
 
 def nodes(cores: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
-    """Return these cores by the memory they are near to (NUMA); all together if nobody says."""
+    """Group cores by NUMA node; if unknown, all are one group."""
     lists = system.glob("node/node[0-9]*/cpulist")
     near = [parse_cores(_read(path)) & frozenset(cores) for path in lists]
     return sorted(filter(None, near), key=min) or [frozenset(cores)]
 
 
 def quota(process: Path = Path("/proc/self/cgroup"), groups: Path = GROUPS) -> float:
-    """Return how many cores' time the process may take (cpu.max of its control groups)."""
+    """Return the CPU quota of this process in cores (cpu.max of its cgroups), inf if unlimited."""
     least = inf
     lines = _read(process).splitlines()
     own = groups / next((line[4:] for line in lines if line.startswith("0::/")), "")
@@ -87,18 +87,18 @@ def quota(process: Path = Path("/proc/self/cgroup"), groups: Path = GROUPS) -> f
 
 
 def best_threads() -> int:
-    """Return the best number of threads: one for each physical core, within the CPU quota."""
+    """Return the best number of compute threads: one per physical core, within the CPU quota."""
     cores = own_cores()
     count = len(physical_cores(cores)) if cores else os.cpu_count() or 1
     return max(1, min(count, ceil(min(quota(), count))))
 
 
 def run_on(cores: Collection[int]) -> None:
-    """Pin this process to these cores: all its threads, and those it will start.
+    """Pin all present and future threads of this process to these cores.
 
     Raises:
-        ValueError: It may not run on them; the message says on which it may.
-        OSError: The system lets it choose none.
+        ValueError: The process may not run on them; the message lists the allowed cores.
+        OSError: The system does not allow to set the affinity.
     """
     may = own_cores()
     if not cores or not may.issuperset(cores):
@@ -109,14 +109,14 @@ def run_on(cores: Collection[int]) -> None:
         )
     if sys.platform != "linux":
         return
-    # A library that was imported has begun its threads already.
+    # Imported libraries may have started threads already, so pin each thread.
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not on this system, or hidden from us
+    except OSError:  # missing or not accessible on this system
         return ""

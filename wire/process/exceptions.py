@@ -1,8 +1,8 @@
-"""Exceptions in the log: types and frames, without locals and without text from requests.
+"""Format exceptions for the log: types and frames, without local variables or request data.
 
-Locals, and the text of many exceptions (``invalid literal for int(): 'what was in the prompt'``),
-would bring prompts, token ids and keys into the log.  So only the texts of our own errors, of the
-operating system's and of GPU libraries' are kept.  `catch_all` logs uncaught exceptions the same
+Local variables, and the messages of many exceptions (``invalid literal for int(): 'some prompt'``),
+would leak prompts, token ids and keys into the log.  So only the messages of our own errors, of the
+operating system and of GPU libraries are logged.  `catch_all` logs uncaught exceptions the same
 way.
 """
 
@@ -20,7 +20,7 @@ import structlog
 
 from wire.errors import WireError
 
-# The innermost frames tell most, and endless recursion has a thousand.
+# Only the innermost frames are logged, because endless recursion has a thousand.
 MAX_FRAMES: Final = 50
 WITHHELD: Final = "(text not logged: it may repeat a request)"
 
@@ -30,23 +30,23 @@ _LOG = structlog.get_logger(__name__)
 
 
 def text(error: BaseException) -> str:
-    """Return the message of `error` if it cannot contain text of a request."""
+    """Return the message of `error`, or `WITHHELD` if it might contain request data."""
     module = type(error).__module__.partition(".")[0]
     return str(error) if isinstance(error, _PLAIN) or module in _PLAIN_MODULES else WITHHELD
 
 
 def described(error: BaseException) -> list[dict[str, Any]]:
-    """Return an exception and its causes, for JSON."""
+    """Return an exception and its causes as a list of JSON objects."""
     return [_entry(each) for each in _chain(error)]
 
 
 def printed(error: BaseException) -> str:
-    """Return an exception and its causes as text, the first cause first."""
+    """Return an exception and its causes as text, starting with the root cause."""
     return "\n\nthen:\n\n".join(reversed([_paragraph(each) for each in _chain(error)]))
 
 
 def catch_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Log uncaught exceptions: of this loop, of any thread, of destructors."""
+    """Log uncaught exceptions in callbacks of this event loop, in threads and in destructors."""
     loop.set_exception_handler(_on_loop)
     sys.excepthook = lambda kind, error, frames: _LOG.error("not caught", exc_info=error)
     sys.unraisablehook = _on_unraisable
@@ -88,7 +88,7 @@ def _paragraph(error: BaseException) -> str:
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # "Exception in callback f(arguments)": what comes after a bracket shows values.
+    # "Exception in callback f(arguments)": cut at the first bracket, because arguments may follow.
     what = re.split("[<({]", context["message"])[0].strip()
     task = context.get("task") or context.get("future")
     name = task.get_name() if isinstance(task, asyncio.Task) else None

@@ -1,6 +1,6 @@
-"""Series and helpers that the metrics of routers and workers share, for Prometheus.
+"""Prometheus metrics and helpers that routers and workers share.
 
-Base units, prefix ``baton_``, bounded labels, never a request id.
+Metrics have base units, the prefix ``baton_`` and few label values; request ids are never labels.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from prometheus_client.registry import Collector
 
 from wire.process.frame_counters import Traffic
 
-# Bounds of histograms, in seconds: from a small model, or a few blocks within one machine, to a
-# large model far away, or a long prompt over a slow network.
+# Histogram buckets in seconds: from a small model, or a transfer of a few blocks within a machine,
+# to a large model, or the transfer of a long prompt over a slow network.
 LATENCY_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Totals(Collector):
-    """A counter by the values of `labels`; whoever counts adds to `counts`, which takes no call."""
+    """A counter with labels.  Callers increment `counts[label values]` directly, for speed."""
 
     def __init__(self, name: str, help_text: str, *labels: str) -> None:
         self._name, self._help, self._labels = name, help_text, labels
@@ -44,7 +44,7 @@ class Totals(Collector):
 
 
 class Distribution(Collector):
-    """A histogram to which many equal observations can be added at once."""
+    """A histogram that can record many equal observations at once."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -54,11 +54,11 @@ class Distribution(Collector):
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one observation."""
+        """Record one observation."""
         self.share(value, 1)
 
     def share(self, total: float, times: int) -> None:
-        """Count `times` observations that came to `total` together."""
+        """Record `times` equal observations whose sum is `total`."""
         self._counts[bisect_left(self._bounds, total / times)] += times
         self._sum += total
 
@@ -69,9 +69,9 @@ class Distribution(Collector):
 def histogram(
     name: str, help_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> Metric:
-    """Return a histogram of the counts of each bucket and of the values above all `bounds`.
+    """Return a histogram.  `counts` has one count per bucket, and one for values above all bounds.
 
-    `name` has its prefix already.
+    `name` includes the prefix.
     """
     edges = [*map(str, map(float, bounds)), "+Inf"]
     buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
@@ -79,17 +79,17 @@ def histogram(
 
 
 def gauge(name: str, help_text: str, value: float) -> Metric:
-    """Return one gauge without labels."""
+    """Return a gauge without labels."""
     return GaugeMetricFamily(f"baton_{name}", help_text, value=value)
 
 
 def counter(name: str, help_text: str, value: float) -> Metric:
-    """Return one counter without labels."""
+    """Return a counter without labels."""
     return CounterMetricFamily(f"baton_{name}", help_text, value=value)
 
 
 def tally(name: str, help_text: str, label: str, counts: Mapping[str, float]) -> Metric:
-    """Return a counter by one label."""
+    """Return a counter with one label, from its counts by label value."""
     family = CounterMetricFamily(f"baton_{name}", help_text, labels=[label])
     for key, count in tuple(counts.items()):
         family.add_metric([key], count)
@@ -97,7 +97,7 @@ def tally(name: str, help_text: str, label: str, counts: Mapping[str, float]) ->
 
 
 def frames(planes: Mapping[str, Traffic]) -> Iterator[Metric]:
-    """Yield the frames of every plane by tag, and those that could not be sent."""
+    """Yield counters of frames by plane (kind of connection) and tag, and of unsent frames."""
     family = CounterMetricFamily(
         "baton_frames", "Frames by tag.", labels=["plane", "tag", "direction"]
     )

@@ -1,7 +1,7 @@
-"""A cache of slow results: each is computed once and kept while there is room.
+"""A cache for slow computations that is fair to clients.
 
-A full cache evicts the least recently used result of the client that has the most, so a client with
-ever new requests evicts its own results.
+A full cache evicts the least recently used result of the client with the most results, so a client
+with ever new requests evicts its own results.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ V = TypeVar("V")
 
 
 class FairCache(Generic[K, V]):
-    """The Futures of results by key, `num_kept` at most; used by one thread only."""
+    """A cache of at most `num_kept` Futures by key.  Not thread-safe."""
 
     def __init__(self, threads: FairThreads, num_kept: int) -> None:
         self._threads = threads
         self._num_kept = num_kept
-        # Each with its first client, the least recently used first.
+        # The client is the one that first requested the result.  Ordered by last use, oldest first.
         self._kept: OrderedDict[K, tuple[Hashable, Future[V]]] = OrderedDict()
         self._num_of_client: Counter[Hashable] = Counter()
 
     def get(self, client: Hashable, key: K, compute: Callable[[], V]) -> Future[V]:
-        """Return the result under this key, computed by a thread if it is not known.
+        """Return the result for this key; if it is not cached, submit `compute` to a thread.
 
-        The Future may be that of others: cancel it only if nobody else waits for it.  Raises
-        WireError: OVERLOADED; too much work of this client waits.
+        Several callers may share a Future, so cancel it only if no other caller waits for it.
+        Raises WireError (OVERLOADED) if too many jobs of this client are queued.
         """
         kept = self._kept.get(key)
         if kept is not None and not kept[1].cancelled():
@@ -49,7 +49,7 @@ class FairCache(Generic[K, V]):
         return future
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all results."""
         self._kept.clear()
         self._num_of_client.clear()
 

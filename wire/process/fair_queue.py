@@ -1,6 +1,6 @@
-"""A queue in which clients take turns, and each client's items stay in order.
+"""A round-robin queue over clients; each client's own items are first in, first out.
 
-A thousand items of one client do not hold up the first item of another.
+A thousand items of one client do not delay the first item of another.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ T = TypeVar("T", bound=Hashable)
 
 
 class FairQueue(Generic[C, T]):
-    """Waiting items, each of a client.  No operation takes longer when more of them wait."""
+    """A round-robin queue of items by client.  The queue's length does not slow its operations."""
 
     def __init__(self) -> None:
-        # In the order of the clients' turns; a client without items has no line.
+        # Clients with queued items, in the order in which they will be served.
         self._lines: OrderedDict[C, OrderedDict[T, None]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def num_of(self, client: C) -> int:
-        """Return how many items of a client wait."""
+        """Return the number of queued items of a client."""
         return len(self._lines.get(client, ()))
 
     def add(self, client: C, item: T) -> None:
-        """Put an item at the end of its client's line."""
+        """Append an item to its client's items."""
         self._lines.setdefault(client, OrderedDict())[item] = None
 
     def add_first(self, client: C, item: T) -> None:
-        """Put an item before all others."""
+        """Insert an item in front of all items of all clients."""
         self.add(client, item)
         self._lines[client].move_to_end(item, last=False)
         self._lines.move_to_end(client, last=False)
 
     def remove(self, client: C, item: T) -> bool:
-        """Take an item out; its client keeps its turn.  Return False if the item does not wait."""
+        """Remove an item; its client keeps its position.  Return False if it is not queued."""
         line = self._lines.get(client)
         if line is None or item not in line:
             return False
@@ -48,7 +48,7 @@ class FairQueue(Generic[C, T]):
         return True
 
     def end_turn(self, client: C) -> None:
-        """Put a client behind all others, after one of its items was served."""
+        """Move a client behind all others, after one of its items was served."""
         if client in self._lines:
             self._lines.move_to_end(client)
 
@@ -60,6 +60,6 @@ class FairQueue(Generic[C, T]):
         return None
 
     def last_of(self, client: C) -> T | None:
-        """Return the last item of a client; None if it has none."""
+        """Return the last item of a client, None if it has none."""
         line = self._lines.get(client)
         return None if line is None else next(reversed(line))

@@ -1,6 +1,7 @@
-"""A thread pool in which clients take turns, and no client has all threads.
+"""A thread pool that serves clients round-robin, and never gives all threads to one client.
 
-A client with much long work uses every thread but one; others wait for one of its jobs at most.
+A client with many long jobs can use all threads but one, so another client waits for at most one
+job.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ MAX_WAITING: Final = 2048
 
 
 class FairThreads:
-    """Runs the work of clients in threads.
+    """A thread pool that is fair to clients.
 
-    With more than one thread, one less runs work of the same client at a time.
+    If it has more than one thread, one client can use all but one of them at a time.
     """
 
     def __init__(self, num_threads: int, name: str, max_waiting: int = MAX_WAITING) -> None:
-        """Start no thread before the first work; `max_waiting` jobs of one client may wait."""
+        """Create the pool; at most `max_waiting` jobs of one client may be queued."""
         self._num_threads = num_threads
         self._most_of_client = max(num_threads - 1, 1)
         self._name = name
@@ -39,10 +40,10 @@ class FairThreads:
         self._running: Counter[Hashable] = Counter()
 
     def submit(self, client: Hashable, work: Callable[[], T]) -> Future[T]:
-        """Have `work` done in the client's turn.
+        """Queue a job for a client and return its Future.
 
-        Work that waits is dropped when its Future is cancelled, or when nobody holds the Future.
-        Raises WireError: OVERLOADED; too much work of this client waits.
+        A queued job is dropped when its Future is cancelled or garbage-collected.  Raises WireError
+        (OVERLOADED) if too many jobs of this client are queued.
         """
         job = _Job(work)
         with self._lock:
@@ -52,21 +53,21 @@ class FairThreads:
                     f"{self._max_waiting} requests of this client wait for a thread "
                     f"({self._name}) already; send fewer at a time",
                 )
-            self._enter(client, job)
+            self._enqueue(client, job)
             self._start()
-        job.add_done_callback(self._leave)
+        job.add_done_callback(self._on_done)
         return job
 
     def join(self, client: Hashable, future: Future[T]) -> None:
-        """Let submitted work also run in this client's turn, whichever comes first."""
+        """Queue a submitted job for a second client too; it runs once, at the earlier turn."""
         assert isinstance(future, _Job)
         with self._lock:
             if not (future.running() or future.done()):
-                self._enter(client, future)
+                self._enqueue(client, future)
                 self._start()
 
     def shutdown(self) -> None:
-        """Drop queued work and stop the threads without waiting for work under way."""
+        """Drop queued jobs, and stop the threads without waiting for running jobs."""
         waiting = []
         with self._lock:
             while (first := self._waiting.first()) is not None:
@@ -77,24 +78,24 @@ class FairThreads:
                 job.set_running_or_notify_cancel()
         self._pool.shutdown(wait=False)
 
-    def _enter(self, client: Hashable, job: _Job[Any]) -> None:
+    def _enqueue(self, client: Hashable, job: _Job[Any]) -> None:
         job.clients.add(client)
         self._waiting.add(client, job.ref)
 
-    def _leave(self, job: Future[Any]) -> None:
-        """Dequeue cancelled work; its Future calls this at every end."""
+    def _on_done(self, job: Future[Any]) -> None:
+        """Dequeue a cancelled job.  This is the done callback of every job."""
         assert isinstance(job, _Job)
         with self._lock:
-            if self._forget(job):
-                job.set_running_or_notify_cancel()  # which tells `concurrent.futures.wait`
+            if self._dequeue(job):
+                job.set_running_or_notify_cancel()  # notifies `concurrent.futures.wait`
 
-    def _forget(self, job: _Job[Any]) -> bool:
-        """Take work out of every line, and tell whether it was in one."""
+    def _dequeue(self, job: _Job[Any]) -> bool:
+        """Remove a job from the queue of every client; return whether it was queued."""
         removed = [self._waiting.remove(client, job.ref) for client in job.clients]
         return any(removed)
 
     def _start(self) -> None:
-        """Give threads that are free their next work."""
+        """Start the next jobs on free threads."""
         while self._running.total() < self._num_threads:
             barred = [each for each, num in self._running.items() if num >= self._most_of_client]
             first = self._waiting.first(barred)
@@ -105,7 +106,7 @@ class FairThreads:
             if job is None:
                 self._waiting.remove(client, reference)
                 continue
-            self._forget(job)
+            self._dequeue(job)
             if job.set_running_or_notify_cancel():
                 self._waiting.end_turn(client)
                 self._running[client] += 1
@@ -117,12 +118,12 @@ class FairThreads:
             self._running[client] -= 1
             if not self._running[client]:
                 del self._running[client]
-            self._waiting.end_turn(client)  # those that came meanwhile are first
+            self._waiting.end_turn(client)  # clients that came meanwhile precede this one
             self._start()
 
 
 class _Job(Future[T], Generic[T]):
-    """Work, and the clients in whose lines it waits; a line has only a weak `ref` of it."""
+    """A job and the clients for which it is queued.  The queue has only a weak reference to it."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -131,13 +132,14 @@ class _Job(Future[T], Generic[T]):
         self._work: Callable[[], T] | None = work
 
     def run(self) -> None:
-        """Do the work; its result outlives what it was made from."""
+        """Run the job.  Its closure is released first, so that the Future keeps only the result."""
         work, self._work = self._work, None
         assert work is not None
         try:
             result = work()
         except BaseException as error:
             self.set_exception(error)
-            self = None  # type: ignore[assignment]  # or the error's traceback would hold it
+            # Break the cycle: the error's traceback has this frame, whose `self` has the error.
+            self = None  # type: ignore[assignment]
         else:
             self.set_result(result)

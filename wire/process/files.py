@@ -1,4 +1,4 @@
-"""Files that settings name: read without blocking, and read again when they change."""
+"""Read files named in settings without blocking, and reload them when they change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _T = TypeVar("_T", bound=Sized)
 
 
 class WatchedFile(Generic[_T]):
-    """The parsed content of a file; `refresh` parses again when the file has changed.
+    """The parsed content of a file, which `refresh` reloads when the file has changed.
 
-    While it cannot be read, it is tried each time: nothing about a file tells that there are
-    descriptors again.  Meanwhile `trouble` says what is wrong, and `content` is what it was;
-    `consequence`, what that means to users, is logged once.  Raises ConfigError: it cannot be read,
-    or `parse` refuses it.
+    If reloading fails, `trouble` has the error message, `content` keeps its last value, and
+    `consequence` (what the failure means for users) is logged once.  `refresh` then retries at each
+    call, even if the file has not changed: the process may have run out of file descriptors.
+
+    Raises:
+        ConfigError: At construction, the file cannot be read, or `parse` rejects it.
     """
 
     def __init__(self, path: Path, parse: Callable[[Path], _T], consequence: str) -> None:
@@ -32,7 +34,7 @@ class WatchedFile(Generic[_T]):
         self.content = parse(path)
 
     def refresh(self) -> bool:
-        """Read it again if there is a reason to; whether it was read."""
+        """Reload the file if it has changed or the last attempt failed; return whether it did."""
         version, trouble = _version_of(self._path), self.trouble
         if version == self._version and not trouble:
             return False
@@ -49,7 +51,7 @@ class WatchedFile(Generic[_T]):
 
 
 def read_file(path: Path, *, is_secret: bool) -> bytes:
-    """Return the content of a regular file.  ConfigError also for a world-readable secret."""
+    """Read a regular file.  Raises ConfigError, also for a world-readable secret."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -57,7 +59,7 @@ def read_file(path: Path, *, is_secret: bool) -> bytes:
                 raise ConfigError(
                     f"{path} is no regular file, which it has to be: it is read more than once"
                 )
-            # systemd's credentials are readable for a group, whose members are chosen by an ACL.
+            # Group bits are not checked: systemd's credentials use them for an ACL.
             if is_secret and mode & 0o007:
                 raise ConfigError(
                     f"{path} is a secret that everybody here can read: chmod 600 {path}"
@@ -68,7 +70,7 @@ def read_file(path: Path, *, is_secret: bool) -> bytes:
 
 
 def read_text(path: Path, *, is_secret: bool) -> str:
-    """Return the text of a regular file, in ASCII.  Raises ConfigError."""
+    """Read a regular file as ASCII text.  Raises ConfigError."""
     try:
         return read_file(path, is_secret=is_secret).decode("ascii")
     except UnicodeDecodeError:
@@ -76,12 +78,12 @@ def read_text(path: Path, *, is_secret: bool) -> str:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a FIFO, too, without waiting for who writes to it."""
+    """Open a file without blocking, as a FIFO without a writer would."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _version_of(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with the file or its mode; None while it does not exist."""
+    """Return a value that changes with the file or its mode; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:

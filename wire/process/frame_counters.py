@@ -1,7 +1,7 @@
-"""Counts frames of one kind of socket by tag and direction, and those dropped.
+"""Count sent and received frames by tag, and dropped frames by reason.
 
-Counts messages as `wire.parts` lays them out, without decoding them.  All tags that do not exist
-are one entry, so that a peer cannot make the table grow.
+Messages in the format of `wire.parts` are counted without decoding them.  All unknown tags share
+one entry, so that a peer cannot make the table grow.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NAMES: Final = {UNKNOWN: "unknown"} | {tag.value: tag.name.lower() for tag in Ta
 
 
 class Traffic:
-    """The frames of one plane.
+    """The frame counts of one plane, that is, of one kind of connection.
 
     Attributes:
-        sent, received: Frames by tag; each DECODE_TOKEN of a message is one.
-        dropped: Frames that were not sent, by the label of the reason's code.
-        count_sent: Called with the parts of each message sent or queued.
-        count_received: Called with the parts of each message received.
+        sent, received: Frame counts by tag; every header of a DECODE_TOKEN message counts.
+        dropped: Counts of unsent frames, by the label of the error code.
+        count_sent: To be called with the parts of each message that is sent or queued.
+        count_received: To be called with the parts of each received message.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Traffic:
         )
 
     def drop(self, error: WireError) -> None:
-        """A message could not be sent."""
+        """Count a message that could not be sent."""
         self.dropped[error.code.label] += 1
 
     def rows(self) -> Iterator[tuple[str, str, int]]:
-        """Yield the name of each tag seen, the direction, and the number of frames."""
+        """Yield (tag name, direction, number of frames)."""
         for direction, counts in (("sent", self.sent), ("received", self.received)):
             for tag, count in tuple(counts.items()):
                 yield NAMES[tag], direction, count
@@ -52,7 +52,7 @@ class Traffic:
 def _count(frames: Counter[int], parts: Sequence[Buffer]) -> None:
     tag, num_frames = UNKNOWN, 1
     if len(parts) >= 2 and len(parts[0]) == TAG.size:
-        (said,) = TAG.unpack(parts[0])
-        if said in NAMES:
-            tag, num_frames = said, max(1, len(parts[1]) // HEADER_BYTES)
+        (number,) = TAG.unpack(parts[0])
+        if number in NAMES:
+            tag, num_frames = number, max(1, len(parts[1]) // HEADER_BYTES)
     frames[tag] += num_frames

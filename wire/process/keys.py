@@ -1,14 +1,14 @@
 """CURVE key pairs, and the list of keys that may connect to our ZeroMQ sockets.
 
-One directory holds what a process needs (`scripts/keys` writes it):
+A directory has the files that a process needs (`scripts/keys` writes it):
 
-    decode-3.key      the secret of the party `decode-3`; only on the machine that runs it
-    authorized_keys   a line for each party, `PUBLIC NAME`, the same on every machine
+    decode-3.key      the key pair of `decode-3`; only on the machine that runs it
+    authorized_keys   one line per key, `PUBLIC NAME`; the same on every machine
 
-A name is `router` or `<role>-<rank>`: a key speaks for its own party only.  A name may have several
-keys while one replaces another; connecting sides expect the first.  The list is read again when the
-file changes: removing a line revokes a key.  An invalid line admits nobody; an unreadable list
-keeps its last content.
+The owner of a key, called a party, is `router` or `<role>-<rank>`; a key is valid for no other
+name.  During key rotation a party may have several keys; connecting sides expect the first one.
+The list is reloaded when the file changes, and removing a line revokes a key.  An invalid line is
+ignored; if the list becomes unreadable, its last content stays valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wire.process.files import WatchedFile, read_text
 from wire.process.settings import ConfigError
 
 AUTHORIZED: Final = "authorized_keys"
-# Z85, the text form of 32 bytes.  It has `#`, hence a comment is `# ` with a space.
+# 32 bytes in Z85.  Z85 uses `#` too, so a comment starts with `# `, including the space.
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _NAME: Final = re.compile(r"router|(prefill|decode)-(0|[1-9][0-9]{0,9})")
 _LOG: Final = structlog.get_logger(__name__)
@@ -39,12 +39,12 @@ class KeyPair:
     secret: str = field(repr=False)
 
     def text(self) -> str:
-        """The content of a `.key` file."""
+        """Return the content of a `.key` file."""
         return f"public {self.public}\nsecret {self.secret}\n"
 
 
 class Keys:
-    """The keys of the party `name`, from `directory`.  Raises ConfigError."""
+    """The key pair of party `name` and authorized keys, from `directory`.  Raises ConfigError."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
@@ -53,11 +53,11 @@ class Keys:
         self._list = WatchedFile(self._path, _read_parties, "the list of keys stays as it was")
 
     def party(self, public: str) -> str | None:
-        """The party of a key; None for an unknown key."""
+        """Return the party that owns a public key; None for an unknown key."""
         return self._list.content.get(public)
 
     def public_of(self, name: str) -> str:
-        """Return the key that the party `name` must prove to have, or raise ConfigError."""
+        """Return the public key that the party `name` must use.  Raises ConfigError."""
         self.refresh()
         for public, party in self._list.content.items():
             if party == name:
@@ -71,12 +71,12 @@ class Keys:
 
 
 def is_party(name: str) -> bool:
-    """Whether a party may be called this."""
+    """Whether `name` is a valid name of a party."""
     return _NAME.fullmatch(name) is not None
 
 
 def read_key_pair(path: Path) -> KeyPair:
-    """Read a `.key` file.  Raises ConfigError, which names the file and never what is in it."""
+    """Read a `.key` file.  Raises ConfigError, whose message never quotes the content."""
     text = read_text(path, is_secret=True)
     lines = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
     public, secret = lines.get("public", ""), lines.get("secret", "")
@@ -86,14 +86,14 @@ def read_key_pair(path: Path) -> KeyPair:
 
 
 def credential(name: str) -> Path | None:
-    """The file that systemd passed as the credential `name` (LoadCredential=), if it did."""
+    """Return the path of the systemd credential `name` (LoadCredential=), None without one."""
     directory = os.environ.get("CREDENTIALS_DIRECTORY", "")
     path = Path(directory) / name
     return path if directory and path.is_file() else None
 
 
 def open_keys(directory: Path | None, name: str) -> Keys | None:
-    """Return the keys that are configured for `name`: in `directory`, else as credentials."""
+    """Load the keys for `name` from `directory`, else from systemd credentials, if any."""
     if directory is None and (found := credential(f"{name}.key")) is not None:
         directory = found.parent
     return None if directory is None else Keys(directory, name)

@@ -1,7 +1,7 @@
-"""Bounds on a grammar in llguidance's dialect of Lark, before it is compiled.
+"""Estimate the cost of a grammar in llguidance's Lark dialect, before it is compiled.
 
-A terminal is compiled with everything it names in its place, so a few lines may stand for millions
-of parts: `A: B B`, `B: C C`, and so on.  Rules of rules, and brackets, are followed by recursion.
+llguidance expands every terminal that a terminal refers to, so a few lines may expand to millions
+of parts: `A: B B`, `B: C C`, and so on.  It also recurses into nested rules and brackets.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-# Tokens as llguidance reads them: a difference could hide something from us.  An unclosed one
-# reaches to the end, so that nothing is read twice.
+# These tokens must be the same as llguidance's: a difference could hide a definition from the
+# checks.  An unclosed token extends to the end of the text, so that nothing is scanned twice.
 COMMENT: Final = r"//[^\n]*|\#[^\n]*"
-TEXT: Final = r'"(?:\\.|[^"\\\n]+)*"?'  # on one line; patterns may go on over several
+TEXT: Final = r'"(?:\\.|[^"\\\n]+)*"?'  # on one line, unlike patterns
 PATTERN: Final = r"/(?P<pattern>(?:\\.|[^/\\]+)+)/?"
 TOKEN_OF_MODEL: Final = r"<[^<>\s]+>"
 _TERMINAL: Final = r"_?[A-Z][A-Z0-9_-]*"
 _RULE: Final = r"!?[?_]?[a-z][a-z0-9_-]*"
-# Between a name and the colon by which it is defined: a parameter, a priority, options.
+# Between a name and the colon of its definition there may be a parameter, a priority and options.
 _OPTIONS: Final = r'\[(?:"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|[^\[\]"/:])*+\]'
 _GAP: Final = r"[ \t]*+"
 _COLON: Final = (
@@ -27,18 +27,18 @@ _COLON: Final = (
 _WORD: Final = re.compile(
     rf"{COMMENT}|{TOKEN_OF_MODEL}|{PATTERN}"
     rf"|(?P<text>{TEXT})(?P<is_caseless>i?)"
-    # A definition need not begin a line: some statements end without one.
+    # A definition need not start a line, because some statements end without a line break.
     rf"|(?P<defined>(?P<terminal>{_TERMINAL})|{_RULE})(?={_COLON})"
     rf"|(?P<name>{_TERMINAL})|{_RULE}"
     r"|(?P<statement>%(?:ignore|import|declare|override|llguidance))"
     r"|(?P<repeats>[?*+~]|\{)"
     r"|(?P<opens>[(\[])|(?P<closes>[)\]])"
-    r"|\s+"  # or each space would be tried as all of these
+    r"|\s+"  # otherwise every alternative would be tried at each space
 )
 
 
 def depth(lark: str) -> int:
-    """Return how deep llguidance may recurse: into all definitions, with the brackets in each."""
+    """Return an upper bound of llguidance's recursion depth: all definitions and their brackets."""
     total = deepest = num_open = 0
     for word in _WORD.finditer(lark):
         if word["opens"]:
@@ -53,11 +53,11 @@ def depth(lark: str) -> int:
 
 
 def lengths(lark: str) -> Iterator[int]:
-    """Yield how many parts each terminal has, those of all the terminals in it included.
+    """Yield the expanded size of each terminal in parts, including the terminals it refers to.
 
-    A text is one part, a pattern or a text in any case as many as it has characters, and what is
-    repeated is one more, however often.  Rules with options are compiled as terminals are, and so
-    is what is ignored.
+    A string counts as one part, a pattern or case-insensitive string as one part per character, and
+    each repetition operator as one part.  Rules with options and %ignore statements count as
+    terminals, because llguidance compiles them in the same way.
     """
     own, names = _parts(lark)
     known: dict[str, int] = {}
@@ -71,13 +71,13 @@ def lengths(lark: str) -> Iterator[int]:
             continue
         waiting.pop()
         if name not in known:
-            # One that is not known by now is a terminal in itself, which llguidance refuses.
+            # A terminal that is still unknown refers to itself; llguidance rejects it.
             known[name] = own[name] + sum(known.get(other, 1) for other in names[name])
             yield known[name]
 
 
 def _parts(lark: str) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Return of each terminal the number of its own parts, and the names in it."""
+    """Return the number of parts of each terminal, and the terminals that each refers to."""
     own: dict[str, int] = {}
     names: dict[str, list[str]] = {}
     current: str | None = None
@@ -85,7 +85,7 @@ def _parts(lark: str) -> tuple[dict[str, int], dict[str, list[str]]]:
         if word["defined"] or word["statement"]:
             current = word["terminal"]
             if word["options"] or word["statement"] == "%ignore":
-                current = f"{number}"  # nobody names it
+                current = f"{number}"  # a unique name that nothing refers to
             if current is not None:
                 own.setdefault(current, 0)
                 names.setdefault(current, [])

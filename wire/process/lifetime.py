@@ -1,4 +1,4 @@
-"""The life of a process: uvloop, signals, exit status, and notices to systemd.
+"""Run a process: event loop, signals, exit status and systemd notifications.
 
     async def main(stop: asyncio.Event) -> int:
         ...start...
@@ -9,10 +9,10 @@
 
     sys.exit(run(main))
 
-The first SIGTERM, SIGINT or SIGHUP sets `stop`: `main` is to drain.  A second one, unless it is
-SIGHUP, cancels it, and if that does not end the process within `FORCE_S` it is ended.  Exit status:
-what `main` returns; 78 for a `ConfigError`, which systemd does not restart; 1 for a bug; 128 + the
-signal when forced.
+The first SIGTERM, SIGINT or SIGHUP sets `stop`, and `main` should drain.  A second signal, except
+SIGHUP, cancels `main`; if the process does not end within `FORCE_S`, it is killed.  The exit status
+is the result of `main`, 78 for a `ConfigError` (systemd then does not restart the process), 1 for a
+bug, or 128 + the signal number after a second signal.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from wire.process.exceptions import catch_all
 from wire.process.settings import EX_CONFIG, ConfigError
 
 FORCE_S: Final = 2.0
-# The time that a slow start requests from systemd, four times as often as needed.
+# Each extension of the start timeout that is requested from systemd.  It is requested four times as
+# often as needed.
 EXTEND_S: Final = 60.0
-# Of every thread: without a limit (`ulimit -s unlimited`) threads have 2 MB, and llguidance takes
-# up to 4 (`wire.process.structured_output`).
+# The stack size of every thread.  With `ulimit -s unlimited` the default is 2 MB, and llguidance
+# needs up to 4 MB (`wire.process.structured_output`).
 STACK_BYTES: Final = 8 * 1024 * 1024
 
 _LOG = structlog.get_logger(__name__)
@@ -49,7 +50,7 @@ Main = Callable[[asyncio.Event], Awaitable[int]]
 
 
 def run(main: Main) -> int:
-    """Run `main` to its end and return the exit status.  Call it once, from the main thread."""
+    """Run `main` and return the exit status.  Call this once, from the main thread."""
     faulthandler.enable()
     set_stack_size()
     force = _Force()
@@ -61,28 +62,28 @@ def run(main: Main) -> int:
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on /dev/null; call it first of all.
+    """Open closed standard streams (`<&-`) on /dev/null.  Call this before anything else.
 
-    Otherwise (`<&-`) the first socket gets the number of one: prints write into it, and libuv
-    aborts the process when it closes it.
+    Otherwise the first socket would get the number of a standard stream: `print` would write to the
+    socket, and libuv aborts the process when it closes one.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, hence this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def set_stack_size() -> None:
-    """Give `STACK_BYTES` to each thread that is started from now on; `run` does it too."""
+    """Set the stack size of threads started from now on to `STACK_BYTES`; `run` calls this too."""
     threading.stack_size(STACK_BYTES)
 
 
 class _Force:
-    """Ends the process from a thread, should the loop or an executor be stuck."""
+    """Kills the process from a timer thread, in case the event loop or an executor is stuck."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -130,7 +131,7 @@ async def _live(main: Main, force: _Force) -> int:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end this process; SIGHUP only without nohup."""
+    """Return the signals that stop this process; SIGHUP is not one under nohup."""
     signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.append(signal.SIGHUP)
@@ -138,17 +139,17 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Flush the log, and end this process whatever its threads do."""
+    """Flush the log and exit immediately, without waiting for threads."""
     logging.shutdown()
     os._exit(status)
 
 
 @contextmanager
 def bounded(seconds: float, reason: str, status: int) -> Iterator[None]:
-    """End this process with `status` if the body takes longer, even if it blocks the loop.
+    """Exit with `status` if the body takes longer than `seconds`, even if it blocks the loop.
 
     Args:
-        reason: What takes so long, for the log.
+        reason: What the body does, for the log.
     """
 
     def give_up() -> None:
@@ -165,14 +166,14 @@ def bounded(seconds: float, reason: str, status: int) -> Iterator[None]:
 
 
 def notify(*assignments: str) -> bool:
-    """Tell systemd, for example ``notify("READY=1", "STATUS=serving")``.
+    """Notify systemd, for example ``notify("READY=1", "STATUS=serving")``.
 
-    Returns whether it was told; without systemd, or if it does not listen, nothing happens.
+    Returns whether the notification was sent.  Without systemd this is a no-op.
     """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
         return False
-    if path.startswith("@"):  # Linux: a name that is no file
+    if path.startswith("@"):  # Linux's abstract namespace
         path = "\0" + path[1:]
     state = "\n".join(assignment.replace("\n", " ") for assignment in assignments)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -185,21 +186,21 @@ def notify(*assignments: str) -> bool:
 
 
 def extend_start() -> bool:
-    """Ask systemd for `EXTEND_S` more before it calls the start a failure."""
+    """Extend systemd's start timeout by `EXTEND_S`."""
     return notify(f"EXTEND_TIMEOUT_USEC={round(EXTEND_S * 1e6)}")
 
 
 @contextmanager
 def slow_start(status: str) -> Iterator[None]:
-    """Keep asking for more time while the body runs, from a thread: the body may block the loop."""
+    """Keep extending systemd's start timeout while the body runs, even if it blocks the loop."""
     done = threading.Event()
 
-    def ask() -> None:
+    def extend() -> None:
         while extend_start() and not done.wait(EXTEND_S / 4):
             pass
 
     notify(f"STATUS={status}")
-    thread = threading.Thread(target=ask, name="slow start", daemon=True)
+    thread = threading.Thread(target=extend, name="slow start", daemon=True)
     thread.start()
     try:
         yield
@@ -209,7 +210,7 @@ def slow_start(status: str) -> Iterator[None]:
 
 
 def watchdog_s() -> float | None:
-    """Return the period of systemd's watchdog (WatchdogSec=) for this process, None without one."""
+    """Return the timeout of systemd's watchdog (WatchdogSec=) in seconds, None without one."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     if not usec.isdecimal() or int(usec) == 0 or pid != str(os.getpid()):
@@ -218,7 +219,7 @@ def watchdog_s() -> float | None:
 
 
 async def keep_watchdog(is_alive: Callable[[], bool]) -> None:
-    """Feed systemd's watchdog at half its period for as long as `is_alive()`; run it as a task."""
+    """Ping systemd's watchdog every half timeout while `is_alive()`.  Run this as a task."""
     period_s = watchdog_s()
     while period_s is not None:
         if is_alive():

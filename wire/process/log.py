@@ -1,8 +1,8 @@
-"""Logs: JSON lines on stderr, coloured ones on a terminal; logging never blocks.
+"""Configure logging: JSON lines on stderr, or coloured text on a terminal, without ever blocking.
 
-structlog and the standard library's loggers (uvicorn, huggingface_hub) share one bounded queue and
-a thread that writes it.  When the reader of stderr stalls, lines are dropped, and their number is
-logged later.  Values bound with `structlog.contextvars` are on every line.
+structlog and the standard library's loggers (uvicorn, huggingface_hub) share one bounded queue,
+which a thread writes to stderr.  If the reader of stderr stalls, lines are dropped, and their
+number is logged later.  Values bound with `structlog.contextvars` are added to every line.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from structlog.typing import EventDict, Processor
 from wire.process.exceptions import described, printed
 
 MAX_LINES: Final = 10_000
-# A process that exits gives its last lines this long.
+# At exit, the process waits up to this long for its last lines to be written.
 FLUSH_S: Final = 1.0
 
 
 class LogWriter:
-    """Writes lines from a thread of its own.  `num_dropped` counts those that found no room."""
+    """Writes lines to a stream in its own thread; `num_dropped` counts lines that were lost."""
 
     def __init__(self, stream: TextIO, max_lines: int = MAX_LINES) -> None:
         self.num_dropped = 0
@@ -36,14 +36,14 @@ class LogWriter:
         self._thread.start()
 
     def put(self, line: str) -> None:
-        """Queue a line without its end; never wait."""
+        """Queue a line (without a newline); never block."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             self.num_dropped += 1
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Write what waits, for `timeout_s` at most."""
+        """Flush queued lines for up to `timeout_s`, and stop the thread."""
         if self._thread.is_alive():
             try:
                 self._lines.put(None, timeout=timeout_s)
@@ -53,7 +53,8 @@ class LogWriter:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            # Not after a line that is lost: the report would be too, and be reported, for ever.
+            # Only after a successful write: otherwise the report would be lost too, and would cause
+            # another report, endlessly.
             if self._write(line) and self._lines.empty():
                 self._report()
         self._report()
@@ -61,12 +62,12 @@ class LogWriter:
             self._write(self._lines.get() or "")
 
     def _write(self, line: str) -> bool:
-        """Write a line if anybody reads."""
+        """Write a line; return False if that fails."""
         try:
             self._stream.write(line + "\n")
             if self._lines.empty():
                 self._stream.flush()
-        except (OSError, ValueError):  # the reader is gone, or the stream is closed
+        except (OSError, ValueError):  # a broken pipe, or a closed stream
             self.num_dropped += 1
             return False
         return True
@@ -79,7 +80,7 @@ class LogWriter:
 
 
 class _Logger:
-    """The logger that structlog gives rendered lines to, whatever their level."""
+    """The logger behind structlog: writes rendered lines of all levels."""
 
     def __init__(self, writer: LogWriter, name: str) -> None:
         self.name = name
@@ -90,7 +91,7 @@ class _Logger:
 
 
 class _Handler(logging.Handler):
-    """Passes records of the standard library's loggers to the writer."""
+    """Writes the records of the standard library's loggers."""
 
     def __init__(self, writer: LogWriter, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -100,11 +101,11 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._writer.put(self.format(record))
-        except Exception:  # a record whose arguments do not fit its text
+        except Exception:  # a record whose arguments do not fit its format string
             self._writer.num_dropped += 1
 
     def close(self) -> None:
-        """Write what waits: `logging.shutdown` calls this, and Python calls that at its end."""
+        """Flush queued lines.  Python calls this at exit, by `logging.shutdown`."""
         self._writer.close()
         super().close()
 
@@ -112,11 +113,11 @@ class _Handler(logging.Handler):
 def configure(
     level: str = "info", stream: TextIO | None = None, *, is_terminal: bool | None = None
 ) -> LogWriter:
-    """Set up logging for this process; the last call counts.
+    """Configure logging for this process.  A later call replaces the configuration.
 
     Args:
         level: debug, info, warning or error.
-        is_terminal: Whether people read it; found out from `stream` (stderr) if not given.
+        is_terminal: Whether to write coloured text; by default, if `stream` (stderr) is a terminal.
     """
     stream = stream or sys.stderr
     writer = LogWriter(stream)

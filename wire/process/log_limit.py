@@ -1,4 +1,4 @@
-"""Rate-limits a log line: the first of a cause is written, then the number that followed."""
+"""Rate-limit log lines: the first with the same labels is logged, repeats are counted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-# Between two lines of one cause: soon enough for a person, few enough for a log.
+# The interval between two lines with the same labels.
 AGAIN_S: Final = 10.0
-# Causes that are remembered; a line of any other is logged each time.
+# Limit for the number of label sets; lines with further labels are all logged.
 MAX_CAUSES: Final = 256
 
 
@@ -19,14 +19,17 @@ class _Repeats:
 
 
 class RepeatedLine:
-    """Logs one event, by its causes.  Call `tick` now and then.
+    """Rate-limits the log lines of one event.
+
+    The first line per set of labels (`cause`) is logged and repeats are counted.  `tick` logs their
+    number; call it regularly.
 
         failed = RepeatedLine(log.warning, "request failed", time.monotonic)
         failed.add({"stage": "decode"}, request=7)  # logged
         failed.add({"stage": "decode"}, request=8)  # counted: "repeated=1" after `AGAIN_S`
 
     Args:
-        note: Logs a line, as a bound logger's `warning` does.
+        note: Logs a line, such as a bound logger's `warning`.
     """
 
     def __init__(self, note: Callable[..., Any], event: str, clock: Callable[[], float]) -> None:
@@ -36,7 +39,7 @@ class RepeatedLine:
         self._causes: dict[tuple[tuple[str, object], ...], _Repeats] = {}
 
     def add(self, cause: dict[str, object], **details: object) -> None:
-        """Log it, with details that differ each time; count it if its cause was logged lately."""
+        """Log the event with its details, or count it if the same `cause` was logged recently."""
         key = tuple(cause.items())
         repeats = self._causes.get(key)
         if repeats is not None:
@@ -47,7 +50,7 @@ class RepeatedLine:
         self._note(self._event, **cause, **details)
 
     def tick(self) -> None:
-        """Log the repetitions of each cause when due, and forget causes without any."""
+        """Log the number of repeats for each cause that is due; remove causes without repeats."""
         if not self._causes:
             return
         now = self._clock()

@@ -1,8 +1,8 @@
-"""A model's directory: its path, its identity, and whether its files are complete.  SPEC 5.1.
+"""Find a model's directory, compute its fingerprint, and check its files.  SPEC 5.1.
 
 Routers and workers find the model with `locate` and compare its `fingerprint`.  The router checks
-the files before it starts workers, a worker before it loads them, so that a missing or truncated
-file is reported at once in one sentence.
+the files before it starts workers, and a worker before it loads them, so that a missing or
+truncated file is reported early, in one sentence.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from wire.errors import ErrorCode, WireError
 
-# The directory shipped inside the package `wire`; `--model demo`.
+# The model for `--model demo`, which is part of the package `wire`.
 DEMO: Final = Path(__file__).parent.with_name("demo")
-# The `model_type`s of config.json that the transformer of `worker` computes.
+# The values of `model_type` in config.json that the worker's transformer supports.
 FAMILIES: Final = (
     "llama",
     "mistral",
@@ -31,21 +31,21 @@ FAMILIES: Final = (
 )
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-# Small files that need not be there; those that are must be whole.
+# Small files that may be missing, but must not be truncated.
 OPTIONAL: Final = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
-# What is fetched from the Hugging Face hub.
+# The files to download from the Hugging Face hub.
 _WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 class ModelError(ValueError):
-    """A model directory cannot be served; the message names the file and the key or tensor."""
+    """A model cannot be served; the message names the file and the key or tensor."""
 
 
 def locate(model: str) -> Path:
     """Return the directory of a model: ``demo``, a directory, or a name on the Hugging Face hub.
 
     Raises:
-        WireError: MODEL_NOT_FOUND; the message says what was tried.
+        WireError: MODEL_NOT_FOUND; the message has the reason.
     """
     if model == "demo":
         return _checked(DEMO, model)
@@ -54,7 +54,7 @@ def locate(model: str) -> Path:
         return _checked(directory, model)
     if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise _not_found(model, "there is no such directory")
-    # Imported here: it takes half a second, and a model on disk does not need it.
+    # Imported here because it takes half a second, and local models do not need it.
     from huggingface_hub import snapshot_download
 
     try:
@@ -66,10 +66,10 @@ def locate(model: str) -> Path:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return 16 hex digits over config.json, tokenizer.json and the weights' names and sizes.
+    """Hash config.json, tokenizer.json and the weight files' names and sizes to 16 hex digits.
 
-    Two directories with the same fingerprint are taken for the same model; weights that were
-    changed in place without changing size are not noticed.
+    Directories with the same fingerprint are considered the same model.  Weights changed in place
+    without a change of their size are not detected.
     """
     digest = sha256()
     for name in ("config.json", "tokenizer.json"):
@@ -82,7 +82,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def vocab_size(directory: Path) -> int | None:
-    """Return the size of the vocabulary, None if config.json has none.  Raises ModelError."""
+    """Return `vocab_size` from config.json, None if it is missing.  Raises ModelError."""
     path = directory / "config.json"
     size = text_keys(read_json(path)).get("vocab_size") if path.is_file() else None
     if size is not None and not (type(size) is int and size >= 1):
@@ -91,7 +91,7 @@ def vocab_size(directory: Path) -> int | None:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a directory with incomplete small files, whatever the executor.  Raises ModelError."""
+    """Raise ModelError if config.json is missing or a small file is not valid JSON."""
     read_json(path / "config.json")
     for name in OPTIONAL:
         if (path / name).is_file():
@@ -99,7 +99,7 @@ def check_files(path: Path) -> None:
 
 
 def check_weights(path: Path) -> None:
-    """Refuse a directory of an unknown family or with incomplete weights.  Raises ModelError."""
+    """Raise ModelError if the model family is unknown or a weight file is incomplete."""
     config = path / "config.json"
     content = read_json(config)
     try:
@@ -111,7 +111,7 @@ def check_weights(path: Path) -> None:
 
 
 def check_family(name: object) -> str:
-    """Return this `model_type`.  Raises ModelError if it is none of `FAMILIES`."""
+    """Return the `model_type` given, or raise ModelError if it is not one of `FAMILIES`."""
     if not isinstance(name, str) or name not in FAMILIES:
         families = ", ".join(FAMILIES)
         raise ModelError(f"model_type is {repr(name)[:100]}, not one of {families}")
@@ -119,7 +119,7 @@ def check_family(name: object) -> str:
 
 
 def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of a config.json with those of its `text_config`.  Raises ModelError."""
+    """Return config.json with the keys of its `text_config` merged in.  Raises ModelError."""
     text = config.get("text_config", {})
     if not isinstance(text, dict):
         raise ModelError(f"text_config is {repr(text)[:100]}, not an object")
@@ -127,7 +127,7 @@ def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file.  Raises ModelError."""
+    """Read a JSON file that contains an object.  Raises ModelError."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def checkpoint_files(path: Path) -> Sequence[Path]:
-    """Return the safetensors files of a model directory.  Raises ModelError."""
+    """List the safetensors files of a model directory.  Raises ModelError if any is missing."""
     index = path / INDEX
     if not index.is_file():
         if not (path / SINGLE).is_file():
@@ -171,8 +171,8 @@ def _not_found(model: str, reason: str) -> WireError:
 
 
 def _check_header(file: Path) -> None:
-    """Refuse a safetensors file whose header is missing or does not fit its size."""
-    # Imported here: NumPy comes with it, which a router needs for this alone.
+    """Raise ModelError if a safetensors file is truncated or has an invalid header."""
+    # Imported here because it imports NumPy, which a router does not need otherwise.
     from safetensors import SafetensorError, safe_open
 
     try:

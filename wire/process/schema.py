@@ -1,10 +1,10 @@
-"""Rewrite a JSON schema so that llguidance enforces what it says, or refuse it by name.
+"""Normalize a JSON schema so that llguidance enforces it exactly, or reject it.
 
-llguidance reads numbers as doubles and writes bounds as patterns of 64-bit integers and shortest
-decimals, so some numbers would change, and -2^63 ends the process.  So each number is compared with
-what llguidance would make of it.  An integer bound beyond 64 bits becomes the last integer that
-llguidance holds, and an exclusive bound that it would include is moved inwards: valid answers,
-though fewer.  Everything else that would change is refused.
+llguidance parses numbers as doubles, and converts bounds to patterns of 64-bit integers and
+shortest decimals.  So it would change some numbers, and -2^63 aborts the process.  Therefore each
+number is compared with llguidance's conversion.  An integer bound beyond 64 bits becomes the last
+integer that llguidance supports, and an exclusive bound that llguidance would include is moved
+inwards; that only excludes some valid answers.  Any other number that would change is rejected.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ import msgspec
 
 # The largest double below 2^63: llguidance negates bounds, and -2^63 has no negative.
 _MAX_INTEGER: Final = 2**63 - 1024
-# Where a bound has no opposite, llguidance writes the next power of ten as an integer of 64 bits.
+# If there is only one bound, llguidance computes the next power of ten in 64 bits.
 _MAX_NUMBER: Final = 10**18
-# A bound takes one nested group for each of its decimal places; answers have no exponents.
+# llguidance's pattern for a bound has one nested group per decimal place.
 _MAX_PLACES: Final = 100
-# Digits that every double holds.
+# Decimal digits that a double always represents exactly.
 _NUM_DIGITS: Final = 15
-# Remainders by 10^4 take 30 ms and 6 MB, those by 10^5 seconds.
+# Compiling a multipleOf of 10^4 takes 30 ms and 6 MB, one of 10^5 takes seconds.
 MAX_MULTIPLE: Final = 10_000
-# llguidance writes names of `properties` in one way; so other names must have one spelling too, or
-# "\u0061" could stand beside "a".
+# The JSON escapes that answers may use.  llguidance allows one spelling of each name in
+# `properties`, so other names must have one spelling too; otherwise "\u0061" could repeat "a".
 ESCAPES: Final = 'nrbtf\\"'
-# Of a path or a number in a message.
+# Error messages show at most this many characters of a path or number.
 _MAX_SHOWN: Final = 60
 _UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _JOINS: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-# Keywords beside which a join joins nothing.
+# Keywords that constrain nothing, so that a `_JOINS` keyword has nothing to be combined with.
 _ANNOTATIONS: Final = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"}
     | {"examples", "deprecated", "readOnly", "writeOnly", "nullable"}
 )
-# Keywords whose value maps names to schemas, and those whose value is no schema.
+# Keywords whose value maps names to schemas, and keywords whose value is not a schema.
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _VALUES: Final = frozenset({"const", "enum", "default", "examples"})
-# Keywords that llguidance does not know, with the values by which they ask for nothing.
+# Keywords that llguidance does not support, with the values for which they have no effect.
 _IDLE: Final[dict[str, tuple[object, ...]]] = {
     "uniqueItems": (False,),
     "not": (False,),
@@ -56,7 +56,7 @@ _IDLE: Final[dict[str, tuple[object, ...]]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-# A pattern that one name alone matches.
+# A pattern that only one name matches.
 _ONE_NAME: Final = re.compile(r"\^([\w -]*)\$")
 _SIDES: Final = ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum"))
 
@@ -72,18 +72,18 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-# Decoder().raw_decode reads a schema within a grammar.
+# Its `raw_decode` parses a schema inside a grammar.
 DECODER: Final = json.JSONDecoder(parse_float=_decimal, parse_constant=_constant)
 _ENCODER: Final = msgspec.json.Encoder(decimal_format="number")
 
 
 def encoded(schema: object) -> str:
-    """Return a schema as JSON, with every number exactly as it was read."""
+    """Encode a schema as JSON, with all numbers exactly as they were parsed."""
     return _ENCODER.encode(schema).decode()
 
 
 def objects(schema: object) -> Iterator[dict[str, Any]]:
-    """Yield every object in a JSON value."""
+    """Yield all objects in a JSON value, at any depth."""
     found = [schema]
     while found:
         value = found.pop()
@@ -95,15 +95,15 @@ def objects(schema: object) -> Iterator[dict[str, Any]]:
 
 
 def is_joined(node: dict[str, Any]) -> bool:
-    """Return whether llguidance intersects this schema with others."""
+    """Whether llguidance intersects this schema with others."""
     constraints = node.keys() - _ANNOTATIONS
     if len(constraints) > 1 and not constraints.isdisjoint(_JOINS):
         return True
     return isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1
 
 
-def settle(schema: object) -> None:
-    """Rewrite a schema in place.  Raises ValueError."""
+def normalize(schema: object) -> None:
+    """Normalize a schema in place.  Raises ValueError if llguidance could not enforce it."""
     has_joins = any(map(is_joined, objects(schema)))
     steps: list[Decimal] = []
     waiting = [("", schema)]
@@ -114,50 +114,50 @@ def settle(schema: object) -> None:
         if not isinstance(node, dict) or not node:
             continue
         found = _Node(f"{path}." if path else "", node)
-        found.settle(has_joins=has_joins)
+        found.normalize(has_joins=has_joins)
         steps += found.steps
         for key, value in node.items():
-            place = f"{path}.{key}" if path else key
+            inner_path = f"{path}.{key}" if path else key
             if key in _MAPS and isinstance(value, dict):
-                waiting += [(f"{place}.{name}", item) for name, item in value.items()]
+                waiting += [(f"{inner_path}.{name}", item) for name, item in value.items()]
             elif key not in _VALUES:
-                waiting.append((place, value))
+                waiting.append((inner_path, value))
     _check_multiples(steps, has_joins=has_joins)
 
 
 class _Node:
     """One schema, without its subschemas."""
 
-    def __init__(self, place: str, keywords: dict[str, Any]) -> None:
-        self._place = place
+    def __init__(self, path: str, keywords: dict[str, Any]) -> None:
+        self._path = path
         self._keywords = keywords
         kinds = keywords.get("type", ["number"])
         self._kinds = kinds if isinstance(kinds, list) else [kinds]
         self._is_integer = "integer" in self._kinds and "number" not in self._kinds
-        self.steps: list[Decimal] = []  # its multipleOf, once it is settled
+        self.steps: list[Decimal] = []  # its multipleOf, once it is normalized
 
-    def settle(self, *, has_joins: bool) -> None:
+    def normalize(self, *, has_joins: bool) -> None:
         self._drop_idle()
         self._check_reference()
         for key in ("const", "enum"):
             self._check_values(key)
         if "number" in self._kinds or self._is_integer:
             for sign, inclusive, exclusive in _SIDES:
-                self._settle_draft_4(inclusive, exclusive)
+                self._normalize_draft_4(inclusive, exclusive)
                 if self._is_integer:
-                    self._settle_integer(sign, inclusive, exclusive)
+                    self._normalize_integer(sign, inclusive, exclusive)
                 else:
-                    self._settle_number(sign, inclusive, exclusive)
+                    self._normalize_number(sign, inclusive, exclusive)
             for sign, inclusive, exclusive in _SIDES:
                 self._nudge(sign, inclusive, exclusive, has_joins=has_joins)
-            self._settle_multiple()
+            self._normalize_multiple()
         self._check_names()
 
     def _refuse(self, key: str, why: str) -> NoReturn:
-        raise ValueError(f"{self._place[-_MAX_SHOWN:]}{key}: {why}")
+        raise ValueError(f"{self._path[-_MAX_SHOWN:]}{key}: {why}")
 
     def _drop_idle(self) -> None:
-        """Remove keywords that ask for nothing; llguidance refuses all that it does not know."""
+        """Remove unsupported keywords that have no effect; llguidance would reject them."""
         keywords = self._keywords
         for key, idle in _IDLE.items():
             value = keywords.get(key)
@@ -171,7 +171,7 @@ class _Node:
                 keywords.pop(key, None)
 
     def _check_reference(self) -> None:
-        """Refuse a reference to what this walk takes for a value, or for a map of names."""
+        """Reject a reference to a value or map of names, which this module does not normalize."""
         reference = self._keywords.get("$ref")
         if not isinstance(reference, str):
             return
@@ -183,7 +183,7 @@ class _Node:
                 self._refuse("$ref", f"{reference} is no schema, but maps names to schemas")
 
     def _check_values(self, key: str) -> None:
-        """Refuse a constant that llguidance would write as another, or cannot write."""
+        """Reject constants that llguidance would change or cannot generate."""
         waiting = [self._keywords.get(key)]
         while waiting:
             value = waiting.pop()
@@ -204,23 +204,23 @@ class _Node:
         if isinstance(value, Decimal) and -_exponent(value) > _MAX_PLACES:
             self._refuse(key, f"{_shown(value)} has over {_MAX_PLACES} decimal places")
 
-    def _settle_draft_4(self, inclusive: str, exclusive: str) -> None:
-        """Replace `"minimum": 3, "exclusiveMinimum": true` by what later drafts say for it."""
+    def _normalize_draft_4(self, inclusive: str, exclusive: str) -> None:
+        """Convert draft 4's `"minimum": 3, "exclusiveMinimum": true` to its later form."""
         if isinstance(self._keywords.get(exclusive), bool):
             is_exclusive = self._keywords.pop(exclusive)
             if is_exclusive and inclusive in self._keywords:
                 self._keywords[exclusive] = self._keywords.pop(inclusive)
 
     def _bound(self, sign: int, key: str) -> Fraction | None:
-        """Return a bound as a lower one: the upper bound 5 is -5."""
+        """Return a bound as a lower bound, so an upper bound of 5 becomes -5."""
         value = self._keywords.get(key)
         if not _is_number(value):
-            return None  # llguidance refuses what is there but no number
+            return None  # llguidance rejects a bound that is not a number
         self._check_places(key, value)
         return sign * Fraction(max(-(2**64), min(value, 2**64)) if value else 0)
 
-    def _settle_integer(self, sign: int, inclusive: str, exclusive: str) -> None:
-        """Replace both bounds by the first integer that they allow."""
+    def _normalize_integer(self, sign: int, inclusive: str, exclusive: str) -> None:
+        """Replace both bounds by one inclusive bound, the first integer that they allow."""
         found = [
             (math.floor(bound) + 1 if key is exclusive else math.ceil(bound), key)
             for key in (inclusive, exclusive)
@@ -239,24 +239,24 @@ class _Node:
         if first >= _MAX_NUMBER:
             self._keywords.setdefault(opposite, sign * _MAX_INTEGER)
 
-    def _settle_number(self, sign: int, inclusive: str, exclusive: str) -> None:
-        """Refuse bounds that llguidance would move."""
+    def _normalize_number(self, sign: int, inclusive: str, exclusive: str) -> None:
+        """Reject bounds that llguidance would change."""
         for key in (inclusive, exclusive):
             if (bound := self._bound(sign, key)) is None:
                 continue
             value = self._keywords[key]
             if not -_MAX_NUMBER < value < _MAX_NUMBER:
                 self._refuse(key, f"{_shown(value)} is not between -10^18 and 10^18")
-            # Next to an exclusive bound, integers begin at the next one.
+            # llguidance starts integers next to an exclusive bound at the bound + 1.
             is_next_exact = bound.denominator > 1 or _is_exact(int(bound) + 1, is_integer=True)
             if not _is_exact(value, is_integer=False) or (key is exclusive and not is_next_exact):
                 self._refuse(key, f"{_shown(value)} does not survive as a double")
 
     def _nudge(self, sign: int, inclusive: str, exclusive: str, *, has_joins: bool) -> None:
-        """Move an exclusive bound that llguidance would include.
+        """Move an exclusive bound inwards if llguidance would include it.
 
-        It does where a whole number is excluded and the other bound is before the next one.  Where
-        schemas are combined, the other bound may be in another schema.
+        llguidance includes a whole number as exclusive bound if the opposite bound is less than 1
+        away.  If schemas are combined, the opposite bound may be in another schema.
         """
         bound = self._bound(sign, exclusive)
         if bound is None or bound.denominator > 1 or bound < 0:
@@ -273,7 +273,7 @@ class _Node:
         if given is None or given < moved:
             self._keywords[inclusive] = Decimal(sign * moved.numerator) / moved.denominator
 
-    def _settle_multiple(self) -> None:
+    def _normalize_multiple(self) -> None:
         step = self._keywords.get("multipleOf")
         if not _is_number(step):
             return
@@ -287,7 +287,7 @@ class _Node:
         self.steps.append(Decimal(step))
 
     def _check_names(self) -> None:
-        """Refuse patterns that leave no name, and counts that a repeated name would meet."""
+        """Reject `patternProperties` without any free name, and counts that repeats could reach."""
         keywords = self._keywords
         if "type" in keywords and "object" not in self._kinds:
             return
@@ -296,7 +296,7 @@ class _Node:
         for pattern in patterns:
             found = _ONE_NAME.fullmatch(pattern)
             if found and found[1] in required | properties:
-                # llguidance would begin a second property, for which no name is left.
+                # llguidance would start another property, for which no name is left.
                 self._refuse(f"patternProperties.{pattern}", "say this in `properties`")
         is_closed = keywords.get("additionalProperties") is False and not patterns
         if _is_number(count) and count > len(required) + 1 and not is_closed:
@@ -308,9 +308,9 @@ class _Node:
 
 
 def _check_multiples(steps: list[Decimal], *, has_joins: bool) -> None:
-    """Refuse `multipleOf` values that take too long: 0.25 costs as much as 25.
+    """Reject `multipleOf` values that take too long to compile; 0.25 costs as much as 25.
 
-    Where schemas are combined, llguidance gives all the same number of decimal places first.
+    If schemas are combined, llguidance first scales all values to the same number of decimals.
     """
     places = [max(0, -_exponent(step.normalize())) for step in steps]
     if has_joins:
@@ -321,8 +321,9 @@ def _check_multiples(steps: list[Decimal], *, has_joins: bool) -> None:
 
 
 def _names(value: object) -> set[str]:
-    """Return the strings in a list, or the keys of an object; none of what is neither."""
-    return {it for it in value if isinstance(it, str)} if isinstance(value, dict | list) else set()
+    """Return the strings in a list or the keys of an object; for other values, an empty set."""
+    items = value if isinstance(value, dict | list) else ()
+    return {name for name in items if isinstance(name, str)}
 
 
 def _is_number(value: object) -> TypeGuard[int | Decimal]:
@@ -330,7 +331,7 @@ def _is_number(value: object) -> TypeGuard[int | Decimal]:
 
 
 def _is_exact(value: int | Decimal, *, is_integer: bool) -> bool:
-    """Return whether llguidance reads a number as this one, as an integer or as either kind."""
+    """Whether llguidance parses this number without changing it, as an integer or as a number."""
     if not -(2**63) < value < 2**63:
         return False
     number = float(value)
@@ -340,7 +341,7 @@ def _is_exact(value: int | Decimal, *, is_integer: bool) -> bool:
 
 
 def _as_multiple(step: float) -> Decimal:
-    """Return what llguidance makes of a step."""
+    """Return llguidance's conversion of a multipleOf value to a decimal."""
     num_places = 0
     while not step.is_integer():
         step *= 10

@@ -1,6 +1,7 @@
-"""A port for `/metrics` alone: HTTP/1.1 by h11, one answer a connection, small and bounded.
+"""A small HTTP/1.1 server for `/metrics`, with one response per connection.
 
-With API keys every request needs one.  Slow clients, and those over the limit, are cut off.
+If API keys are configured, every request needs one.  Slow clients and clients over the connection
+limit are disconnected.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _LOG = structlog.get_logger(__name__)
 
 MAX_CONNECTIONS: Final = 16
 MAX_HEAD_BYTES: Final = 8 << 10
-# For the request to come, and for the answer to go.
+# Timeout for receiving the request and sending the response.
 PATIENCE_S: Final = 5.0
 
 
 class ScrapePort:
-    """Answers GET /metrics with what `render` returns."""
+    """Serves the result of `render` at GET /metrics."""
 
     def __init__(
         self,
@@ -40,14 +41,14 @@ class ScrapePort:
         self._open: set[asyncio.Task[None]] = set()
 
     async def listen(self, endpoint: str) -> None:
-        """Serve on HOST:PORT from now on; `port` is the actual one then.  Raises OSError."""
+        """Start serving on HOST:PORT, and set `port` to the actual port.  Raises OSError."""
         host, _, port = endpoint.rpartition(":")
         self._server = await asyncio.start_server(self._on_client, host.strip("[]"), int(port))
         self.port = self._server.sockets[0].getsockname()[1]
         _LOG.info("metrics", url=f"http://{host}:{self.port}/metrics")
 
     async def close(self) -> None:
-        """Stop, and close open connections."""
+        """Stop serving and close open connections."""
         if self._server is None:
             return
         self._server.close()
@@ -90,7 +91,7 @@ class ScrapePort:
         except h11.RemoteProtocolError as error:
             return _response(connection, error.error_status_hint, b"this is not HTTP/1.1\n")
         if not isinstance(event, h11.Request):
-            return b""  # it left without a word
+            return b""  # the client disconnected without a request
         return _response(connection, *self._find(event))
 
     def _find(self, request: h11.Request) -> tuple[int, bytes]:
@@ -107,7 +108,7 @@ class ScrapePort:
 
 
 def _response(connection: h11.Connection, status: int, body: bytes) -> bytes:
-    """Return a whole response; nothing follows it on this connection."""
+    """Encode a complete response that closes the connection."""
     headers = [
         (b"content-type", CONTENT_TYPE if status == 200 else b"text/plain"),
         (b"content-length", b"%d" % len(body)),

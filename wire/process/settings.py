@@ -1,15 +1,16 @@
-"""Settings of a role: one frozen declaration is its flags, environment, validation and help.
+"""Settings: one class declares flags, environment variables, validation and help.
 
     class Config(Settings):
         max_kv_transfer_bytes: int = setting(1 << 30, "Refuse more KV.", ge=1)
 
     config = parse(Config, sys.argv[1:])   # --max-kv-transfer-bytes, BATON_MAX_KV_TRANSFER_BYTES
 
-A flag beats the environment, the environment beats a systemd credential, that beats the default.
-A bad value ends the process with one line and status 78 (EX_CONFIG), which systemd does not
-restart.  A secret is never a setting, only the path of its file is: a command line can be read.
+Flags override environment variables, which override systemd credentials and then defaults.  A bad
+value ends the process with a one-line error and status 78 (EX_CONFIG); systemd does not restart it.
+Secrets are never settings, only the paths of their files, because other users can read command
+lines.
 
-Flags are argparse's, because pydantic-settings names neither flag nor range in its errors.
+Flags are parsed by argparse, because errors of pydantic-settings name neither flag nor range.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-# sysexits.h; the units restart after neither.
+# Exit statuses from sysexits.h, after which the systemd units do not restart a process.
 EX_CONFIG: Final = 78
-# For a worker whose rank is taken: its settings may be right, and the rank may become free.
+# For a worker whose rank is in use: its settings may be right, and the rank may become free.
 EX_TEMPFAIL: Final = 75
-# The most bytes, and the most blocks or tokens, in a frame.  SPEC 5.1.
+# Upper limits of sizes in bytes, and of counts of blocks or tokens, in frames.  SPEC 5.1.
 MAX_BYTES: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_PORT: Final = 65_535
 MAKE_KEYS: Final = "make keys with scripts/keys and say --keys DIR"
-# What every variable begins with.
+# The prefix of all environment variables.
 PREFIX: Final = "BATON_"
 
 _S = TypeVar("_S", bound=BaseSettings)
@@ -46,17 +47,17 @@ _T = TypeVar("_T")
 
 
 class ConfigError(Exception):
-    """The configuration cannot work; the message says which setting to change, and how."""
+    """The configuration is invalid; the message names the setting to change, and how."""
 
 
 def setting(default: _T, help_text: str, **bounds: Any) -> _T:
-    """Declare a field of `Settings`; `bounds` are pydantic's: ge, gt, le, lt."""
+    """Declare a field of `Settings`; `bounds` are pydantic's `ge`, `gt`, `le` and `lt`."""
     field: _T = Field(default=default, description=help_text, **bounds)
     return field
 
 
 class Settings(BaseSettings):
-    """A frozen declaration; sequences are written with commas (``--local 2,2``)."""
+    """Base class of settings.  Sequences are written with commas (``--local 2,2``)."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -70,7 +71,7 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields[info.field_name or ""]
-        if value == "" and Path in _types(field):  # which would be the directory we run in
+        if value == "" and Path in _types(field):  # would be the current directory
             raise ValueError("is empty: say a path, or leave it out")
         is_sequence = bool({tuple, list, frozenset} & _types(field))
         if not (is_sequence and isinstance(value, str)):
@@ -79,7 +80,7 @@ class Settings(BaseSettings):
 
 
 def open_port(port: str, advice: str, may: str = "connect") -> ValueError:
-    """Make the error for a port that other machines can reach and that no key guards."""
+    """Return the error for a port that other machines can reach without a key."""
     return ValueError(
         f"{port} can be reached from other machines, and there is no key to tell who may {may}: "
         f"{advice}, or add --insecure if you trust everybody on the network"
@@ -113,7 +114,7 @@ class SharedSettings(Settings):
 
     @property
     def model_name(self) -> str:
-        """The name that clients use for the model: the last part of `model`."""
+        """The model's name in the API: the last part of `model`."""
         return self.model.rstrip("/").rpartition("/")[2]
 
 
@@ -124,14 +125,14 @@ def parse(
     beside: str = "",
     environ: Mapping[str, str] = os.environ,
 ) -> _S:
-    """Read a role's settings, or end the process.
+    """Parse the settings of a program, or exit with an error.
 
     Args:
-        kind: The declaration; its docstring is the first line of --help.
+        kind: The settings class; its docstring is the first line of --help.
         argv: The command line without the program.
-        beside: The module that declares the other role's `Config`.  Its variables may be set here
-            too: one file of variables may serve every process of a machine.
-        environ: Only searched for misspelt variables; values are always read from os.environ.
+        beside: The module with the `Config` of the other program (router or worker).  Its variables
+            cause no warning, because all processes of a machine may share one environment file.
+        environ: Searched for misspelt variables only; values are always read from os.environ.
 
     Raises:
         SystemExit: 78 after one line on stderr for a bad setting, 0 after --help.
@@ -154,19 +155,19 @@ def parse(
 
 
 def port_of(text: str) -> int | None:
-    """Return the port, from 0 to `MAX_PORT`, that a text of ASCII digits says; None for others."""
+    """Parse a port number from 0 to `MAX_PORT` in ASCII digits; None if it is not one."""
     return int(text) if fullmatch("[0-9]{1,5}", text) and int(text) <= MAX_PORT else None
 
 
 def check_printable(text: str) -> str:
-    """Return a text that lines of a log and answers to clients can hold.  Raises ValueError."""
+    """Return `text`, or raise ValueError if it has unprintable characters."""
     if not text.isprintable():
         raise ValueError("has characters that cannot be printed, like a line break: remove them")
     return text
 
 
 def check_endpoint(endpoint: str) -> str:
-    """Return an endpoint that ZeroMQ can bind.  Raises ValueError."""
+    """Return `endpoint`, or raise ValueError if ZeroMQ cannot bind it."""
     found = fullmatch(r"tcp://[^/]+:(.*)|ipc://.+", endpoint)
     if found is None or (found[1] is not None and port_of(found[1]) is None):
         raise ValueError(
@@ -200,7 +201,7 @@ class _Parser(argparse.ArgumentParser):
             self.add_argument(flag, default=missing, metavar=_metavar(field), help=text)
 
     def read(self, argv: Sequence[str]) -> dict[str, str]:
-        """Return the given flags as strings by field.  Raises ConfigError on an unknown one."""
+        """Parse flags to strings by field name.  Raises ConfigError for an unknown flag."""
         known, rest = self.parse_known_args(argv)
         if rest:
             flag = rest[0].partition("=")[0]
@@ -211,7 +212,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         reason = message.removeprefix("argument ")
         flag, _, what = reason.partition(": ")
-        if what == "expected one argument":  # or one that argparse takes for another flag
+        if what == "expected one argument":  # argparse takes a value with a dash for a flag
             reason = f"{reason}; one that begins with a dash is written {flag}=..."
         raise ConfigError(reason)
 
@@ -225,14 +226,14 @@ def _validate(kind: type[_S], flags: dict[str, str]) -> _S:
         return kind(**values)
     except ValidationError as error:
         raise ConfigError(_explain(kind, dict(error.errors()[0]), flags)) from None
-    except UnicodeEncodeError as error:  # pydantic cannot even repeat what is wrong
+    except UnicodeEncodeError as error:  # pydantic cannot encode the value in its error
         raise ConfigError(f"a setting has bytes that are no UTF-8: {error.object!r}") from None
 
 
 def _explain(kind: type[BaseSettings], error: dict[str, Any], flags: dict[str, str]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
     field = kind.model_fields.get(str(error["loc"][0])) if error["loc"] else None
-    if field is None:  # a validator of the whole declaration; it names the settings itself
+    if field is None:  # from a validator of the whole class, whose message names the settings
         return reason
     name = str(error["loc"][0])
     variable, allowed = _variable(name), _allowed(field)
@@ -267,7 +268,7 @@ def _text(value: object) -> str:
 
 
 def _walk(annotation: Any) -> list[Any]:
-    """Return a type with what it is made of: members of unions, Annotated and generics."""
+    """Return a type and the types nested in it: members of unions, Annotated and generics."""
     return [annotation, *(found for item in get_args(annotation) for found in _walk(item))]
 
 
@@ -294,7 +295,7 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """Say what a setting may be, "" if only its validator knows."""
+    """Describe the allowed values of a setting; "" if only its validator defines them."""
     choices = _choices(field)
     if choices:
         return "one of " + ", ".join(choices)

@@ -1,11 +1,11 @@
-"""Structured output: constraints as llguidance reads them, and limits on their cost.  SPEC 4.9.
+"""Structured output: convert constraints to llguidance grammars and limit their cost.  SPEC 4.9.
 
-A router calls `problem_of`, on a thread, to refuse a structure early; a worker calls `grammar_of`
-and compiles what it returns within `limits`.
+A router calls `problem_of` on a thread, to reject an invalid structure early.  A worker calls
+`grammar_of` and compiles the grammar within `limits`.
 
-llguidance bounds the cost of a grammar, but not tightly enough for a shared server.  So these are
-refused here: intersections of many patterns and remainders of large numbers, whose automata are
-exponential; long patterns and nested repetitions, which take seconds and hundreds of megabytes.
+llguidance limits the cost of a grammar, but not tightly enough for a shared server.  So this module
+also rejects intersections of many patterns and large `multipleOf` values, whose automata grow
+exponentially, and long patterns and nested repetitions, which need seconds and hundreds of MB.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from typing import TYPE_CHECKING, Any, Final
 from wire.options import Structure
 from wire.process.background import in_background
 from wire.process.lark import COMMENT, PATTERN, TEXT, TOKEN_OF_MODEL, depth, lengths
-from wire.process.schema import DECODER, ESCAPES, encoded, is_joined, objects, settle
+from wire.process.schema import DECODER, ESCAPES, encoded, is_joined, normalize, objects
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 # An intersection of 10 patterns takes 4 ms to compile, one of 14 half a second.
 MAX_JOINED_PATTERNS: Final = 8
-# Each is compared with each: 32 take 10 ms, 100 a tenth of a second.
+# All pairs are compared: 32 take 10 ms, 100 a tenth of a second.
 MAX_PATTERN_PROPERTIES: Final = 32
 # The time to compile a pattern grows with the square of its length: 6000 characters take 0.1 s.
 MAX_PATTERN_LENGTH: Final = 4096
-# The same of a terminal with all terminals in it: one of this length takes 0.1 s and 35 MB.  Of
-# several, the squares of their lengths are added.
+# The same for an expanded terminal: one of this length takes 0.1 s and 35 MB.  For several
+# terminals, the squares of their lengths are added.
 MAX_TERMINAL_LENGTH: Final = 8192
-# Of repetitions within repetitions, all multiplied: 10^6 take 0.3 s and 90 MB.
+# Limit for the product of nested repetition counts: 10^6 take 0.3 s and 90 MB.
 MAX_REPETITIONS: Final = 20_000
-# Of %json in a grammar.
+# Limit for the number of %json in a grammar.
 MAX_SCHEMAS: Final = 512
 # llguidance recurses into references, rules and brackets, and a stack overflow ends the process;
-# this depth takes 4 MB of stack.  Of a grammar: rules, terminals and the brackets nested in each.
-# Of a schema: its depth times the number of schemas that it refers to.
+# this depth needs 4 MB of stack.  The depth of a grammar is the number of rules and terminals plus
+# the brackets nested in each; that of a schema is its nesting depth times the number of schemas
+# that it refers to.
 MAX_DEPTH: Final = 1000
 # llguidance quotes the structure in its messages.
 _MAX_SHOWN: Final = 200
 _EXCERPT: Final = re.compile(r"\n *\d+ \||<non-verbose/>")
 _ESCAPES: Final = "json_allowed_escapes"
-# JSON on one line: with free whitespace, a weak model at temperature 1 may write line breaks until
-# its limit.  Every option is named: one that is not could be set by the schema (`x-guidance`).
+# JSON on one line: with free whitespace, a weak model at temperature 1 may generate line breaks
+# until its limit.  All options are set here, because a schema could set the others (`x-guidance`).
 _JSON: Final[Any] = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -57,12 +58,13 @@ _JSON: Final[Any] = {
     _ESCAPES: ESCAPES,
     "json_allow_general_unicode_escapes": False,
 }
-# Options by which keywords would be left out unsaid.
+# Options with which llguidance would silently ignore keywords.
 _LOOSE: Final = ("lenient", "coerce_one_of")
-# Where the following text is certain, llguidance would force its own tokens for it, which takes
-# three times as long as all else.  This comes last, because messages name lines.
+# Disables forced tokens: where only one text can follow, llguidance would tokenize it itself, which
+# takes three times as long as everything else.  It is appended to the grammar, so that line numbers
+# in messages stay right.
 _UNFORCED: Final = '%llguidance {"no_forcing": true}'
-# Tokens of a grammar among which a %json is found, and tokens of a pattern with its repetitions.
+# Tokens of a grammar, to find %json; and tokens of a pattern, to find its repetitions.
 _LITERAL: Final = re.compile(rf"{COMMENT}|{TOKEN_OF_MODEL}|{TEXT}|{PATTERN}|%(?P<json>json\s*)")
 _PART: Final = re.compile(
     r"\\.|\[(?:\\.|[^\]\\])*\]?|(?P<open>\()|(?P<close>\))|(?P<count>\{\d{0,9}(?:,\d{0,9})?\})"
@@ -73,15 +75,15 @@ _DIGITS: Final = re.compile(r"\d+")
 
 
 class StructureError(ValueError):
-    """No answer can be held to this structure; the message says why."""
+    """A structure cannot be enforced; the message has the reason."""
 
     def __init__(self, message: str) -> None:
-        said = _EXCERPT.split(message.rpartition("JSON schema: ")[2])[0]
-        super().__init__(" ".join(said.split())[:_MAX_SHOWN])
+        reason = _EXCERPT.split(message.rpartition("JSON schema: ")[2])[0]
+        super().__init__(" ".join(reason.split())[:_MAX_SHOWN])
 
 
 def problem_of(structure: Structure) -> str | None:
-    """Return why a structure cannot be enforced, or None.  Takes up to a third of a second."""
+    """Return why a structure cannot be enforced, or None.  This takes up to a third of a second."""
     from llguidance import LLMatcher
 
     try:
@@ -90,7 +92,7 @@ def problem_of(structure: Structure) -> str | None:
     except StructureError as error:
         return str(error)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust; it cannot be imported
+        if type(error).__name__ != "PanicException":  # a Rust panic; the class cannot be imported
             raise
         return "llguidance fails to compile it; leave out alternatives that are the same"
     if not message or message.startswith("WARNING"):
@@ -99,37 +101,37 @@ def problem_of(structure: Structure) -> str | None:
 
 
 def grammar_of(structure: Structure) -> str:
-    """Return the grammar to be compiled.  Raises StructureError."""
+    """Convert a structure to a grammar for llguidance.  Raises StructureError."""
     from llguidance import LLMatcher
 
     match structure.kind:
         case "json_schema":
             schema = read_schema(structure.text)
-            _settle(schema)
+            _normalize(schema)
             lark = f"start: {embedded(schema)}"
         case "regex":
             _check_pattern(structure.text)
             regex = json.loads(LLMatcher.grammar_from_regex(structure.text))
             lark = regex["grammars"][0]["lark_grammar"]
         case "lark":
-            lark = _settled(structure.text)
+            lark = _normalized(structure.text)
     return LLMatcher.grammar_from_lark(f"{lark}\n{_UNFORCED}")
 
 
 def embedded(schema: dict[str, Any]) -> str:
-    """Return the grammar term of a JSON schema, with the whitespace of other JSON answers.
+    """Return a grammar term for a JSON schema, with the same whitespace as other JSON answers.
 
     Raises:
-        StructureError: It cannot be written.
+        StructureError: The schema cannot be encoded.
     """
-    return _written(schema | {"x-guidance": _JSON})
+    return _json_term(schema | {"x-guidance": _JSON})
 
 
 def limits() -> LLParserLimits:
-    """Return limits on the cost of compiling a grammar and of each mask.
+    """Return llguidance's limits for compiling a grammar and for computing a token mask.
 
-    With 128,000 tokens a mask takes 10 ms at most, and 340 us for sensible grammars.  400 optional
-    properties need 5000 items.
+    For a vocabulary of 128,000 tokens, a mask then takes at most 10 ms, and 340 us for typical
+    grammars.  400 optional properties need 5000 items.
     """
     from llguidance import LLParserLimits
 
@@ -138,12 +140,12 @@ def limits() -> LLParserLimits:
         step_lexer_fuel=50_000,
         step_max_items=5_000,
         max_lexer_states=20_000,
-        verbose_errors=False,  # or its messages contain what other requests have generated
+        verbose_errors=False,  # otherwise messages contain text generated for other requests
     )
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """Return a JSON schema.  Raises StructureError."""
+    """Parse a JSON schema.  Raises StructureError."""
     try:
         schema = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -155,13 +157,13 @@ def read_schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def _settled(text: str) -> str:
-    """Return a grammar with the JSON schemas in it as llguidance is to read them.
+def _normalized(text: str) -> str:
+    """Return a Lark grammar in which all JSON schemas are normalized.
 
     Raises:
-        StructureError: It would take too long, or have llguidance recurse too deeply.
+        StructureError: The grammar would take too long to compile, or is nested too deeply.
     """
-    parts, schemas = _parted(text)
+    parts, schemas = _split(text)
     rules = " ".join(parts)
     if depth(rules) > MAX_DEPTH:
         raise StructureError(
@@ -176,25 +178,25 @@ def _settled(text: str) -> str:
             "the grammar's terminals are too long when all that they name is written out: over "
             f"{MAX_TERMINAL_LENGTH} parts, or as long together"
         )
-    # Brackets around rules are a group that may be missing, no class of characters.
+    # In rules, square brackets are an optional group, not a character class.
     _check_repetitions(_LITERAL.sub(".", rules).replace("[", "(").replace("]", ")"))
     for schema in schemas:
-        _settle(schema)
+        _normalize(schema)
         if isinstance(schema, dict):
-            _settle_guidance(schema)
-    written = map(_written, schemas)
-    return "".join(map("".join, zip_longest(parts, written, fillvalue="")))
+            _normalize_guidance(schema)
+    terms = map(_json_term, schemas)
+    return "".join(map("".join, zip_longest(parts, terms, fillvalue="")))
 
 
-def _written(schema: object) -> str:
+def _json_term(schema: object) -> str:
     try:
         return f"%json {encoded(schema)}"
-    except (ValueError, RecursionError) as error:  # half of a surrogate pair; too deep
+    except (ValueError, RecursionError) as error:  # half a surrogate pair, or nested too deeply
         raise StructureError(f"the schema cannot be written: {error}") from None
 
 
-def _parted(text: str) -> tuple[list[str], list[Any]]:
-    """Split a grammar at its JSON schemas; return the rules between, and the schemas."""
+def _split(text: str) -> tuple[list[str], list[Any]]:
+    """Split a grammar at its JSON schemas; return the text between them, and the schemas."""
     parts: list[str] = []
     schemas: list[Any] = []
     end = position = 0
@@ -213,20 +215,20 @@ def _parted(text: str) -> tuple[list[str], list[Any]]:
     return [*parts, text[end:]], schemas
 
 
-def _settle(schema: object) -> None:
-    """Rewrite a schema for llguidance, or refuse it."""
+def _normalize(schema: object) -> None:
+    """Normalize a schema in place, or raise StructureError."""
     _check_depth(schema)
     try:
-        settle(schema)
+        normalize(schema)
     except ValueError as error:
         raise StructureError(str(error)) from None
     _check_cost(schema)
 
 
-def _settle_guidance(schema: dict[str, Any]) -> None:
-    """Settle what a schema says to llguidance itself; only schemas in a grammar may."""
+def _normalize_guidance(schema: dict[str, Any]) -> None:
+    """Normalize `x-guidance`, options for llguidance that only schemas in a grammar may have."""
     guidance = [node["x-guidance"] for node in objects(schema) if "x-guidance" in node]
-    if any(it.get(name) for it in guidance if isinstance(it, dict) for name in _LOOSE):
+    if any(each.get(name) for each in guidance if isinstance(each, dict) for name in _LOOSE):
         raise StructureError(f'"x-guidance" with {" or ".join(_LOOSE)} is not supported')
     own = schema.setdefault("x-guidance", {})
     if isinstance(own, dict) and isinstance(escapes := own.get(_ESCAPES) or ESCAPES, str):
@@ -234,7 +236,7 @@ def _settle_guidance(schema: dict[str, Any]) -> None:
 
 
 def _check_cost(schema: object) -> None:
-    """Refuse a schema whose automata llguidance would build without any bound.
+    """Reject a schema for which llguidance would build automata of unlimited size.
 
     Raises:
         StructureError: The message names the keyword and the limit.
@@ -259,7 +261,7 @@ def _check_cost(schema: object) -> None:
 
 
 def _check_depth(schema: object) -> None:
-    """Refuse a schema that llguidance, which recurses, might follow to the end of a stack."""
+    """Reject a schema that might overflow the stack, because llguidance is recursive."""
     references, depth, level = set[str](), 0, [schema]
     while level:
         depth += 1
@@ -285,8 +287,9 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _check_repetitions(pattern: str) -> None:
-    """Refuse a pattern, or the rules of a grammar, whose nested counts multiply to too many."""
-    most, last = [1], 1  # in each group that is open, and of what a count would repeat
+    """Reject a pattern, or a grammar's rules, if the product of nested counts is too large."""
+    # The largest product in each open group, and that of the last element, which a count repeats.
+    most, last = [1], 1
     for token in _PART.finditer(pattern):
         if token["open"]:
             most.append(1)

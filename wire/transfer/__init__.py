@@ -1,18 +1,21 @@
-"""The KV transfer as two state machines without sockets, threads or clocks.  SPEC 6.
+"""KV transfer as two state machines without sockets, threads or clocks.  SPEC 6.
 
     KVSender     prefill worker: offer -> segments within the credit -> wait for the final ACK;
-                 or an offer that all the KV comes with -> wait for the final ACK
+                 or an offer together with all the KV ("unasked") -> wait for the final ACK
     KVReceiver   decode worker: reserve blocks -> grant credit -> admit, store, acknowledge
 
-Both always end: DONE, FAILED or CANCELLED.  The owner passes every frame of the request and the
-monotonic time, polls `expired`, and frees blocks only when `is_over`; a sender's also after ZeroMQ
-has released its buffers, a receiver's when `num_unpacking` is 0.  Frames after the end change
-nothing.
+A segment is a message with one rectangle of the KV cache (layers x heads x tokens of one layer
+group).  Credit is the total number of KV bytes that the sender may have sent.
 
-A peer that breaks the protocol makes the transfer FAILED and raises `RemoteProtocolError`: answer
-with ERROR.  Bytes are admitted once, inside the transfer and within the credit.
+Every transfer ends as DONE, FAILED or CANCELLED.  The caller passes in all frames of the request
+and the monotonic time, polls `expired`, and frees the blocks only when `is_over`.  A sender's
+blocks must also wait until ZeroMQ has released its buffers, a receiver's until `num_unpacking` is
+0.  Frames that arrive after the end are ignored.
 
-The rest of the product imports from this package, never from its modules.
+If the peer violates the protocol, the transfer becomes FAILED and raises `RemoteProtocolError`:
+respond with ERROR.  Each KV byte is admitted at most once, and only within offer and credit.
+
+Other packages import from this package, never from its modules.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The bytes of a segment connection: plain TCP, read and written with few copies.  SPEC 6.9.
+"""The wire format of a segment connection, a separate TCP connection for KV segments.  SPEC 6.9.
 
     sender      GREETING, token                       once
-    receiver    GREETING                              once: it has admitted the token
-    sender      head, KV                              each segment
+    receiver    GREETING                              once, after it accepted the token
+    sender      head, KV                              for each segment
 
-A head has a fixed length, and says how many bytes of KV follow: they can be read to where they are
-wanted, and sent from where they lie.  It is the envelope of SPEC 2.2 with a KV_CACHE header and the
-descriptor of the segment.
+The head has a fixed length and contains the number of KV bytes that follow.  So the KV can be
+received into its destination and sent from its source without further copies.  The head is the
+envelope of SPEC 2.2, the KV_CACHE header and the segment descriptor.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ HEAD_BYTES: Final = PREFIX.size + HEADER_BYTES + DESCRIPTOR.size
 
 
 def new_token() -> bytes:
-    """Make a secret that opens one connection."""
+    """Return a random secret that authorizes one segment connection."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
 def segment_head(frame: KvCache, descriptor: SegmentDescriptor, num_bytes: int) -> bytes:
-    """Return the bytes that precede the KV of a segment."""
+    """Encode the head that precedes the KV of a segment."""
     length = HEADER_BYTES + DESCRIPTOR.size + num_bytes
     return PREFIX.pack(Tag.KV_CACHE, length) + frame.header() + descriptor.pack()
 
 
 def read_head(head: bytes) -> tuple[KvCache, bytes, int]:
-    """Return the frame, the descriptor as it came, and how many bytes of KV follow.
+    """Decode a head; return the frame, the encoded descriptor and the number of KV bytes.
 
     Raises:
-        RemoteProtocolError: It is no segment, or a longer one than there are.
+        RemoteProtocolError: The head is not that of a segment, or the segment is too long.
     """
     tag, length = PREFIX.unpack_from(head)
     num_bytes = length - HEADER_BYTES - DESCRIPTOR.size

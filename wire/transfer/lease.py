@@ -1,6 +1,7 @@
-"""State common to both ends of a transfer: its phase, its lease, its one end.  SPEC 6.6.
+"""The base class of both ends of a transfer: its state and its lease.  SPEC 6.6.
 
-Every frame of the peer renews the lease.  The owner polls `expired` and calls `fail`.
+The lease is the time within which the peer must send a frame.  Every frame renews it.  The owner
+polls `expired` and then calls `fail`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class TransferState(Enum):
 
 
 _S = TransferState
-# OFFERED may go straight to DONE: the receiver's prefix cache held everything, so no byte travels;
-# or all went with the offer.
+# OFFERED may change to DONE directly: either the receiver had all the KV in its prefix cache, or
+# all the KV was sent together with the offer.
 TRANSITIONS: Final[dict[TransferState, frozenset[TransferState]]] = {
     _S.OFFERED: frozenset({_S.SENDING, _S.RECEIVING, _S.DONE, _S.FAILED, _S.CANCELLED}),
     _S.SENDING: frozenset({_S.SENT, _S.FAILED, _S.CANCELLED}),
@@ -45,7 +46,7 @@ TRANSITIONS: Final[dict[TransferState, frozenset[TransferState]]] = {
 
 
 class Transfer:
-    """One end of a transfer: a state, a lease that any frame of the peer renews, a key, an end."""
+    """One end of a transfer: its state, lease and sealing key.  Base of sender and receiver."""
 
     def __init__(self, request_id: int, *, lease_s: float, peer: str, now: float) -> None:
         self.request_id = request_id
@@ -56,31 +57,31 @@ class Transfer:
         self.finished_at: float | None = None
         self.lease_s = lease_s
         self._deadline = now + lease_s
-        self._sealing: Sealing | None = None  # what its segments may be sealed with, until the end
+        self._sealing: Sealing | None = None  # encrypts segments, if keys are in use, until the end
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can change any more."""
+        """Whether the transfer has ended."""
         return not TRANSITIONS[self.state]
 
     def expired(self, now: float) -> bool:
-        """Whether the peer has been silent for a lease; then call `fail`.
+        """Whether the lease has expired without a frame from the peer; then call `fail`.
 
-        Also true of a receiver that is DONE: nobody asked for the KV it holds.
+        A receiver that is DONE expires too, if no router claims its KV.
         """
         return now >= self._deadline and self.state not in (_S.FAILED, _S.CANCELLED)
 
     def cancel(self) -> None:
-        """End it because nobody wants the result; no effect after the end."""
+        """End the transfer because the request was cancelled.  No effect after the end."""
         self._move(TransferState.CANCELLED)
 
     def fail(self, error: WireError) -> None:
-        """End it because of `error`: a lost peer, an expired lease, our own engine."""
+        """End the transfer with an error, such as a lost peer, expired lease or engine failure."""
         if self._move(TransferState.FAILED):
             self.error = error
 
     def on_error(self, code: int, message: str) -> None:
-        """Take the peer's ERROR frame: it wants no more of this transfer."""
+        """Handle the peer's ERROR frame: the peer has aborted this transfer."""
         self.fail(TransferFailed(self.peer, message, ErrorCode(code)))
 
     def _move(self, state: TransferState) -> bool:

@@ -1,8 +1,8 @@
-"""The decode worker's end of a transfer: credit, checks, acknowledgement, claim.  SPEC 6.
+"""The decode worker's end of a transfer: grants credit, checks segments, sends ACKs.  SPEC 6.
 
-Blocks are reserved before a byte is admitted.  The credit is a window of bytes beyond those stored.
-Each segment is checked against the offer, the credit and all earlier segments, then returned once
-to be verified and unpacked.
+Blocks are reserved before any KV is admitted.  The credit exceeds the stored bytes by a fixed
+window.  Each segment is checked against the offer, the credit and all earlier segments, and then
+returned to the caller, which verifies its digest and unpacks it into blocks.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from wire.transfer.segment import (
 
 Ack = tuple[KvCacheAck, Credit]
 
-# How long a transfer waits for its router's DECODE_REQUEST, which follows the whole prompt.  A
-# request has 600 s by default: 20 leases of 30 s.  Prompts that take longer need a longer lease.
+# After this many leases without a DECODE_REQUEST from the router, which it sends when the prompt
+# has been prefilled, the transfer expires.  The default is 20 x 30 s, the default deadline of a
+# request.  Prompts that take longer need a longer lease.
 UNCLAIMED_LEASES: Final = 20
 
 
 class Segment(NamedTuple):
-    """An admitted segment: verify it, unpack it, then call `stored` or `broken`.
+    """An admitted segment, to be verified and unpacked; then call `stored` or `broken`.
 
-    `kv` holds its bytes (if it `is_sealed`, after `opened`), or its pieces lie at `places` in the
-    sender's memory.
+    `kv` has its KV, encrypted if `is_sealed` (then call `opened`).  If `places` is not empty, the
+    KV is in the sender's shared memory instead, in chunks of equal size at these byte offsets.
     """
 
     number: int
@@ -70,11 +71,11 @@ class Segment(NamedTuple):
 
 
 class KVReceiver(Transfer):
-    """The decode worker's end.
+    """The decode worker's end of a transfer.
 
-    Reserve blocks for `token_ids`, then `accept`.  Pass every KV_CACHE to `on_segment` (with a
-    payload) or `on_keepalive` (without), and send the ACKs that they return.  Call `claim` when a
-    router requests decoding: until then the time is limited.
+    Reserve blocks for `token_ids`, then call `accept`.  Pass each KV_CACHE frame to `on_segment`
+    (with a payload) or `on_keepalive` (without), and send the ACKs that `stored` and `on_keepalive`
+    return.  Call `claim` when the router sends DECODE_REQUEST; unclaimed transfers expire.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class KVReceiver(Transfer):
         now: float,
         peer: str = "the prefill worker",
     ) -> None:
-        """Check the offer against our own `layout` and limits.
+        """Check the offer against this worker's `layout` and limits.
 
         Raises:
-            TransferTooLarge: Over `max_bytes`; nothing was reserved.
-            RemoteProtocolError: The offer contradicts itself, or its layout is not ours (MISMATCH).
+            TransferTooLarge: The KV is larger than `max_bytes`.
+            RemoteProtocolError: The offer is inconsistent, or its layout differs (MISMATCH).
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if offer.layout != layout:
@@ -114,49 +115,49 @@ class KVReceiver(Transfer):
         self.num_tokens = offer.num_tokens
         self.total_bytes = offer.total_bytes
         self.token_ids: tuple[int, ...] = unpack(f"<{offer.num_tokens}I", offer.token_ids)
-        self.is_claimed = False  # a router has requested decoding
+        self.is_claimed = False  # the router has sent DECODE_REQUEST
         self.cached_tokens = 0
-        self.kv_bytes = 0  # stored
+        self.kv_bytes = 0  # stored in blocks
         self.transfer_s = 0.0
         self.credit_bytes = credit_bytes  # may still be changed before `accept`
         self.offers_memory = offer.memory is not None
-        self.token = offer.token  # opens a connection for segments
+        self.token = offer.token  # authorizes a segment connection
         self._sealing = None if offer.key is None else Sealing(offer.key)
-        self.segment_port = 0  # for segments on a connection of their own; 0: none
-        self._memory_bytes = 0  # of the sender's memory, if its segments may lie there
+        self.segment_port = 0  # of the segment connection; 0: none
+        self._memory_bytes = 0  # size of the sender's shared memory, 0 if it is not readable here
         self._expected_bytes = 0
         self._admitted_bytes = 0
         self._num_segments = 0
         self._segments: dict[int, SegmentDescriptor] = {}
         self._unpacking: set[int] = set()
         self._coverage = Coverage(layout, 0, 0)
-        self._came_unasked = False  # all of it, with the offer
-        self._heard_at = now
+        self._came_unasked = False  # all the KV came with the offer
+        self._last_segment_at = now
         self._claim_by = inf
 
     @property
     def is_complete(self) -> bool:
-        """Whether every byte is in its blocks."""
+        """Whether all the KV is stored in blocks."""
         return self.state is TransferState.DONE
 
     @property
     def offers_sealing(self) -> bool:
-        """Whether segments on a connection of their own are sealed."""
+        """Whether the offer has a key, which encrypts segments on a segment connection."""
         return self._sealing is not None
 
     @property
     def skipped_bytes(self) -> int:
-        """The part of an accepted transfer that the receiver already holds."""
+        """Size in bytes of the KV of an accepted transfer that the receiver already had."""
         return self.total_bytes - self._expected_bytes
 
     @property
     def num_unpacking(self) -> int:
-        """Segments returned and neither `stored` nor `broken`: the blocks are in use until 0."""
+        """Number of segments being unpacked; until it is 0, the blocks must not be freed."""
         return len(self._unpacking)
 
     @property
     def overdue(self) -> str:
-        """The reason, when `expired` is true."""
+        """Why the transfer has expired, for an error message; only valid if `expired`."""
         if self._deadline == self._claim_by:
             return f"nobody claimed it for {UNCLAIMED_LEASES} leases"
         if self.is_complete:
@@ -165,32 +166,33 @@ class KVReceiver(Transfer):
 
     @property
     def inflight_bytes(self) -> int:
-        """Bytes that may arrive or are being unpacked."""
+        """Number of KV bytes that are granted but not stored yet."""
         return 0 if self.is_over else self.granted_bytes - self.kv_bytes
 
     @property
     def kv_seconds(self) -> float:
-        """Seconds from the acceptance to the last byte stored."""
+        """How long the transfer took, in seconds, from acceptance until all KV was stored."""
         if self.accepted_at is None or self.finished_at is None:
             return 0.0
         return self.finished_at - self.accepted_at
 
     @property
     def granted_bytes(self) -> int:
-        """The credit: KV bytes that may have been sent in all."""
+        """The credit: the total number of KV bytes that the sender may send."""
         return min(self.kv_bytes + self.credit_bytes, self._expected_bytes)
 
     def accept(
         self, cached_tokens: int, now: float, memory_bytes: int = 0, segment_port: int = 0
     ) -> Ack | None:
-        """Grant the first credit: blocks are reserved, `cached_tokens` leading tokens are held.
+        """Grant the first credit, after blocks have been reserved.
 
         Args:
-            memory_bytes: Size of the sender's memory that can be read here; 0 for none.
-            segment_port: Port for segments on a connection of their own; 0 for none.
+            cached_tokens: Number of leading tokens whose KV this worker has already.
+            memory_bytes: Size of the sender's shared memory if it is mapped here; 0 for none.
+            segment_port: Port for a segment connection; 0 for none.
 
         Returns:
-            The ACK to send; None when the transfer ended meanwhile (free the blocks).
+            The ACK to send; None if the transfer has ended meanwhile (free the blocks).
         """
         if self.is_over:
             return None
@@ -204,7 +206,7 @@ class KVReceiver(Transfer):
         self._memory_bytes, self.segment_port = memory_bytes, segment_port
         self._expected_bytes = self.layout.transfer_bytes(self.num_tokens, cached_tokens)
         self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
-        self.accepted_at = self._heard_at = now
+        self.accepted_at = self._last_segment_at = now
         if not self.is_claimed:
             self._claim_by = now + UNCLAIMED_LEASES * self.lease_s
         self._renew(now)
@@ -213,7 +215,7 @@ class KVReceiver(Transfer):
         return self._ack()
 
     def check_unasked(self, unasked: Sequence[tuple[Buffer, Buffer]]) -> None:
-        """Raise RemoteProtocolError if KV came with the offer, but not all of it."""
+        """Raise RemoteProtocolError if some KV came with the offer, but not all of it."""
         num_bytes = sum(memoryview(kv).nbytes for _, kv in unasked)
         if unasked and not num_bytes == self.total_bytes > 0:
             raise RemoteProtocolError(
@@ -221,9 +223,10 @@ class KVReceiver(Transfer):
             )
 
     def accept_with(self, unasked: Sequence[tuple[Buffer, Buffer]], now: float) -> list[Segment]:
-        """Accept all the KV, which came with the offer; return segments to verify and unpack.
+        """Accept a transfer whose KV came with the offer; return segments to verify and unpack.
 
-        The last one `stored` gives the ACK.  Raises RemoteProtocolError for other KV than offered.
+        `stored` returns the ACK for the last segment.  Raises RemoteProtocolError if the segments
+        do not match the offer.
         """
         self._came_unasked = True
         self.accept(0, now)
@@ -235,18 +238,18 @@ class KVReceiver(Transfer):
                 assert segment is not None  # each number comes once
                 segments.append(segment)
         except RemoteProtocolError:
-            self._unpacking.clear()  # none was handed out
+            self._unpacking.clear()  # the caller gets no segment to unpack
             raise
         return segments
 
     def claim(self, now: float) -> None:
-        """Note a router's request for decoding: from here on only the lease limits the time."""
+        """Record that the router sent DECODE_REQUEST.  From now on only the lease can expire."""
         self.is_claimed, self._claim_by = True, inf
         if not self.is_over:
             self._renew(now)
 
     def on_keepalive(self, now: float) -> Ack | None:
-        """Take a KV_CACHE without payload, or the offer again; return the current ACK."""
+        """Handle a KV_CACHE without payload, or a repeated offer; return the current ACK."""
         if self.is_over:
             return None
         self._renew(now)
@@ -257,14 +260,15 @@ class KVReceiver(Transfer):
     ) -> Segment | None:
         """Admit one segment.
 
-            Args: is_beside: It came to the segment port, sealed if there is a key.  Only the length
-            of its KV need be known yet.
+        Args:
+            is_beside: Whether the segment came by the segment connection, encrypted if there is a
+                key.  Then only the length of the KV buffer is read here; its bytes may come later.
 
         Returns:
             The segment to verify and unpack; None for a duplicate, or after the end.
 
         Raises:
-            RemoteProtocolError: It breaks the offer, the credit or an earlier segment.
+            RemoteProtocolError: The segment conflicts with the offer, credit or earlier segments.
         """
         self._check_id(frame.request_id)
         if self.is_over:
@@ -282,7 +286,7 @@ class KVReceiver(Transfer):
         return segment
 
     def opened(self, segment: Segment) -> Segment:
-        """Return a sealed segment with its KV, or raise TransferFailed.  May run on any thread."""
+        """Decrypt a sealed segment.  Raises TransferFailed.  May run on any thread."""
         sealing = self._sealing
         if sealing is None:
             raise TransferFailed(self.peer, "the transfer is over")
@@ -295,7 +299,8 @@ class KVReceiver(Transfer):
     def verify(self, segment: Segment, digest: int | None = None) -> None:
         """Raise TransferFailed if the digest is wrong.  May run on any thread.
 
-        Of a segment in memory, which may change, `digest` is that of the copy that was made.
+        For a segment in shared memory, which the sender can change at any time, pass the `digest`
+        of the copy that was made of it.
         """
         if digest is None:
             digest = segment_digest(self.request_id, segment.kv)
@@ -303,11 +308,12 @@ class KVReceiver(Transfer):
             raise TransferFailed(self.peer, f"segment {segment.number} has a wrong digest")
 
     def stored(self, segment: Segment, now: float) -> Ack | None:
-        """Note that a segment is verified and in its blocks; return the ACK to send.
+        """Record that a segment is verified and stored in blocks; return the ACK to send.
 
-        None when the transfer ended meanwhile, or while KV that came with the offer is incomplete.
+        Returns None if the transfer has ended, or if the KV came with the offer and further
+        segments of it are still being unpacked.
         """
-        self._back(segment)
+        self._end_unpacking(segment)
         if self.is_over:
             return None
         self.kv_bytes += segment.descriptor.num_bytes
@@ -315,8 +321,8 @@ class KVReceiver(Transfer):
         return self._ack() if self.is_complete or not self._came_unasked else None
 
     def broken(self, segment: Segment, error: WireError) -> None:
-        """Note that a segment could not be verified or unpacked; the transfer fails."""
-        self._back(segment)
+        """Fail the transfer because a segment could not be verified or unpacked."""
+        self._end_unpacking(segment)
         self.fail(error)
 
     def _read(self, frame: KvCache, payload: Sequence[Buffer], is_beside: bool) -> Segment | None:
@@ -362,14 +368,14 @@ class KVReceiver(Transfer):
                 f"KV_CACHE: {count} of {num_segments} segments came, but "
                 f"{admitted} of {self._expected_bytes} bytes"
             )
-        # Nothing may raise from here on: the blocks wait for segments in `_unpacking`.
+        # Nothing may raise from here on: blocks are not freed until `_unpacking` is empty.
         self._admitted_bytes = admitted
         self._num_segments = num_segments
         self._segments[segment.number] = segment.descriptor
         self._unpacking.add(segment.number)
 
     def _check_beside(self, descriptor: SegmentDescriptor) -> None:
-        """Refuse frames that do not belong on the segment port; the seal authenticates them."""
+        """Reject segments that may not be sent by the segment connection."""
         if not self.segment_port:
             raise RemoteProtocolError("KV_CACHE: a segment where none of this transfer is taken")
         if descriptor.in_memory:
@@ -378,7 +384,7 @@ class KVReceiver(Transfer):
             raise RemoteProtocolError("KV_CACHE: the digest of a sealed segment is 0")
 
     def _check_places(self, segment: Segment) -> None:
-        """Refuse addresses outside the sender's memory; the digest checks the bytes there."""
+        """Reject offsets outside the sender's memory.  The digest verifies the content later."""
         number, num_tokens = len(segment.places), segment.descriptor.num_tokens
         num_bytes = segment.descriptor.num_bytes
         if not self._memory_bytes:
@@ -394,27 +400,29 @@ class KVReceiver(Transfer):
     def _renew(self, now: float) -> None:
         self._deadline = min(now + self.lease_s, self._claim_by)
 
-    def _back(self, segment: Segment) -> None:
+    def _end_unpacking(self, segment: Segment) -> None:
         if segment.number not in self._unpacking:
             raise LocalProtocolError(f"segment {segment.number} is not being unpacked")
         self._unpacking.remove(segment.number)
 
     def _count_time(self, now: float, idle_us: int) -> None:
-        self.transfer_s += max(0.0, now - self._heard_at - idle_us / 1e6)
-        self._heard_at = now
+        self.transfer_s += max(0.0, now - self._last_segment_at - idle_us / 1e6)
+        self._last_segment_at = now
 
     def _finish_if_complete(self, now: float) -> None:
         if self.kv_bytes == self._expected_bytes:
             self._move(TransferState.DONE)
             self.finished_at = now
-            # Without a byte to send, nothing shows that the prompt has been read.
-            is_read = self.is_claimed or self._expected_bytes > 0
-            self._deadline = now + self.lease_s if is_read else self._claim_by
+            # The last segment shows that the prompt is prefilled.  If everything was cached there
+            # are no segments, and DECODE_REQUEST may still take long.
+            is_prefilled = self.is_claimed or self._expected_bytes > 0
+            self._deadline = now + self.lease_s if is_prefilled else self._claim_by
             self._count_time(now, 0)
 
     def _ack(self) -> Ack:
         if self._came_unasked and not self.is_complete:
-            return KvCacheAck(self.request_id, 0), Credit(0, 0, 0)  # as if it waited for blocks
+            # The same ACK as for an offer that waits for blocks.
+            return KvCacheAck(self.request_id, 0), Credit(0, 0, 0)
         flags = int(self.is_complete), int(self._memory_bytes > 0)
         granted = Credit(self.granted_bytes, self.cached_tokens, *flags, self.segment_port)
         return KvCacheAck(self.request_id, self.kv_bytes), granted

@@ -1,7 +1,8 @@
-"""Sealed segments: AES-256-GCM under a key that crossed CURVE.  SPEC 6.9.
+"""Encrypt ("seal") segments with AES-256-GCM.  SPEC 6.9.
 
-Each transfer has its own key, sent in its offer.  The nonce is the request id and the number of the
-segment, and a sender seals each number once.  The place of a segment is authenticated with it.
+Each transfer has its own key, sent in its offer over a CURVE connection.  The nonce is the request
+id and the segment number, so a sender must seal each number only once.  The segment's header and
+descriptor are authenticated with the KV.
 """
 
 from __future__ import annotations
@@ -14,35 +15,35 @@ from wire.parts import Buffer
 from wire.transfer.segment import DESCRIPTOR, MAX_SEGMENT_BYTES, SegmentDescriptor
 
 KEY_BYTES: Final = 32
-# What a sealed segment is longer than its KV: the tag, behind it.
+# A sealed segment is longer than its KV by the authentication tag, which follows the KV.
 TAG_BYTES: Final = 16
 MAX_SEALED_BYTES: Final = MAX_SEGMENT_BYTES + TAG_BYTES
 _NONCE_BYTES: Final = 12
-# All of the descriptor but idle_us, which is known only when the segment leaves, after sealing, and
-# which nothing but figures depends on.
+# The authenticated part of the descriptor: all but idle_us, which is only known when the segment is
+# sent, after sealing, and is only used for statistics.
 _BOUND_BYTES: Final = DESCRIPTOR.size - 8
 
 
 def new_key() -> bytes:
-    """Make the key of one transfer."""
+    """Return a random key for one transfer."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 class Sealing:
-    """Seals and opens the segments of one transfer, on any thread."""
+    """Encrypts and decrypts the segments of one transfer.  Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
-        # Here: it takes 10 ms to load, which only clusters with keys need to spend.
+        # Imported here because loading takes 10 ms, and only clusters with keys need it.
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._cipher = AESGCM(key)
 
     def seal(self, frame: KvCache, descriptor: SegmentDescriptor, kv: Buffer) -> bytes:
-        """Return the KV of a segment as it travels.  Once for each number, whatever happens."""
+        """Encrypt the KV of a segment.  Must be called at most once per segment number."""
         return self._cipher.encrypt(*_place(frame, descriptor, kv))
 
     def open(self, frame: KvCache, descriptor: SegmentDescriptor, sealed: Buffer) -> bytes | None:
-        """Return the KV of a sealed segment; None if this is not what was sealed for its place."""
+        """Decrypt a sealed segment; None if KV, header or descriptor are not those sealed."""
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -1,9 +1,9 @@
-"""Segments: the rectangles of layers by heads by tokens in which a KV cache travels.  SPEC 6.3.
+"""Segments: the rectangles (layers x heads x tokens) in which a KV cache is sent.  SPEC 6.3.
 
-The sender cuts a transfer with `plan`; the receiver trusts no plan: `Coverage` admits rectangles
-inside the transfer that overlap no earlier one, if the layer ranges of a group are equal or
-disjoint, and its head ranges too.  So one list of merged token ranges per layer range and head
-range suffices.
+The sender splits a transfer with `plan`.  The receiver does not trust the plan: `Coverage` admits a
+rectangle only if it is inside the transfer and overlaps no earlier one.  Within a group, the layer
+ranges of any two rectangles must be equal or disjoint, and so must their head ranges.  Therefore
+one list of merged token ranges per (layer range, head range) is enough.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ MIB: Final = 1 << 20
 # Measured on loopback: 256 KiB messages lose a third of the bandwidth, 32 MiB more than half.
 DEFAULT_SEGMENT_BYTES: Final = 2 * MIB
 MAX_SEGMENT_BYTES: Final = 4 * MIB
-# Of a segment in memory, which is not buffered.  The receiver's credit sets the size: 16 MiB
-# between CPUs (with a quarter of it a transfer takes a quarter longer), more between GPUs (10 us a
-# copy).
+# The limit for a segment in shared memory, which needs no buffer.  The actual size depends on the
+# receiver's credit: 16 MiB between CPUs (transfers with a quarter of that take a quarter longer),
+# more between GPUs, where each copy costs 10 us.
 MAX_READ_BYTES: Final = 256 * MIB
-# A block from this size on is sent alone: packing several costs more than another segment.
+# Blocks of at least this size are sent one per segment: packing several into one segment would cost
+# more than it saves.
 ALONE_BYTES: Final = MIB // 2
-# 64 GiB in segments of 1 MiB; bounds what a receiver remembers of one transfer.
+# 64 GiB in segments of 1 MiB.  Limits the receiver's bookkeeping for one transfer.
 MAX_SEGMENTS: Final = 65_536
-# With an offer: it is one message, whose parts are few.
+# The limit for segments sent with an offer, which is one message with a limited number of parts.
 MAX_UNASKED_SEGMENTS: Final = 16
 
 
 class Rectangle(NamedTuple):
-    """Some heads of some layers of one group, at some tokens.
+    """A part of the KV cache: ranges of layers, heads and tokens of one layer group.
 
-    `layers` count within the group.  Of a state, `tokens` is empty and begins at its position.
+    Layer numbers are relative to the group.  For a recurrent state, `tokens` is an empty range that
+    starts at the state's position.
     """
 
     group: int
@@ -49,13 +51,13 @@ class Rectangle(NamedTuple):
     tokens: range
 
     def num_bytes(self, layout: KVLayout) -> int:
-        """KV bytes inside this rectangle."""
+        """Return the size of the rectangle's KV in bytes."""
         group = layout.groups[self.group]
         num_positions = len(self.tokens) if isinstance(group, KVGroup) else 1
         return len(self.layers) * len(self.heads) * num_positions * group.head_bytes
 
     def pieces(self, number: int) -> list[Rectangle]:
-        """Return it cut into so many pieces of as many tokens; `number` divides the tokens."""
+        """Split the rectangle into `number` chunks of equally many tokens."""
         if number == 1:
             return [self]
         step = len(self.tokens) // number
@@ -63,12 +65,13 @@ class Rectangle(NamedTuple):
 
 
 class SegmentDescriptor(NamedTuple):
-    """First payload part of a KV segment: which rectangle, how many bytes, their digest.  SPEC 6.3.
+    """First payload part of a KV segment: its rectangle, size and digest.  SPEC 6.3.
 
-    Keys and values are ``[layer][k, then v][kv_head][token][dim]``, states ``[layer][head]``.
-    `digest` is XXH3-64, seeded with the request id.  `idle_us` is the sender's idle time before
-    this segment, which tells a slow prompt from a slow link.  `in_memory` is 1 if the second part
-    is the addresses of the bytes in shared memory (`pack_places`).
+    The layout of keys and values is ``[layer][k, then v][kv_head][token][dim]``, that of states
+    ``[layer][head]``.  `digest` is XXH3-64, seeded with the request id.  `idle_us` is how long the
+    sender waited for prefill before this segment, to tell slow prefill from a slow network.
+    `in_memory` is 1 if the second payload part has offsets into shared memory (`pack_places`)
+    instead of the KV.
     """
 
     group: int
@@ -115,7 +118,7 @@ class SegmentDescriptor(NamedTuple):
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> SegmentDescriptor:
-        """Read a descriptor.  Raises RemoteProtocolError."""
+        """Decode a descriptor.  Raises RemoteProtocolError."""
         if len(buffer) != DESCRIPTOR.size:
             raise RemoteProtocolError(
                 f"the segment descriptor has {len(buffer)} bytes, not {DESCRIPTOR.size}"
@@ -130,22 +133,22 @@ DESCRIPTOR: Final = Struct("<HHHHIIIIQQQ")
 
 
 def segment_digest(request_id: int, kv: Buffer) -> int:
-    """XXH3-64 of a segment's bytes, seeded with the request id: no segment fits another request."""
+    """Return the XXH3-64 of a segment's KV, seeded with the request id to bind it to that."""
     return xxh3_64_intdigest(kv, seed=request_id)
 
 
 def running_digest(request_id: int) -> xxh3_64:
-    """Return the digest of a segment that is fed with its bytes part by part."""
+    """Return an incremental hasher that computes `segment_digest` chunk by chunk."""
     return xxh3_64(seed=request_id)
 
 
 def pack_places(places: Sequence[int]) -> bytes:
-    """Return the second part of a segment in memory: the address of each piece.  SPEC 6.8."""
+    """Encode the second part of a segment in shared memory: the offset of each chunk.  SPEC 6.8."""
     return Struct(f"<{len(places)}Q").pack(*places)
 
 
 def unpack_places(buffer: Buffer) -> tuple[int, ...]:
-    """Read the places of a segment's pieces.  Raises RemoteProtocolError: they are not u64."""
+    """Decode the offsets of a segment's chunks.  Raises RemoteProtocolError if they are not u64."""
     number, rest = divmod(len(buffer), 8)
     if rest:
         raise RemoteProtocolError(f"the places of a segment have {len(buffer)} bytes, not n x 8")
@@ -153,10 +156,10 @@ def unpack_places(buffer: Buffer) -> tuple[int, ...]:
 
 
 def split_segment(body: Buffer) -> tuple[SegmentDescriptor, memoryview]:
-    """Split the one payload of a KV segment, as raw TCP carries it, without copying the KV.
+    """Split a KV segment's payload that came as one buffer, without copying the KV.
 
     Raises:
-        RemoteProtocolError: Too short for a descriptor.
+        RemoteProtocolError: The buffer is too short for a descriptor.
     """
     view = memoryview(body)
     return SegmentDescriptor.unpack(view[: DESCRIPTOR.size]), view[DESCRIPTOR.size :]
@@ -165,10 +168,10 @@ def split_segment(body: Buffer) -> tuple[SegmentDescriptor, memoryview]:
 def unasked_segments(
     frame: KvCache, payload: Sequence[Buffer], most_bytes: int
 ) -> list[tuple[Buffer, Buffer]]:
-    """Return the two parts of each segment in an offer, whose first part is the map.
+    """Return the (descriptor, KV) parts of the segments that came with an offer ("unasked").
 
     Raises:
-        RemoteProtocolError: They are not as many as the header says, or over `most_bytes`.
+        RemoteProtocolError: Their number differs from the header's, or they exceed `most_bytes`.
     """
     number, parts = frame.num_segments, payload[1:]
     if number > MAX_UNASKED_SEGMENTS or (number and len(parts) != 2 * number):
@@ -200,20 +203,20 @@ def plan(
     block_size: int = 1,
     read_bytes: int = 0,
 ) -> list[Rectangle]:
-    """Cut what is sent of `num_tokens` into rectangles of at most `segment_bytes`.
+    """Split the KV to be sent into rectangles of at most `segment_bytes`.
 
-    A rectangle has all layers of whole blocks, of one block if it is large; else some layers of one
-    block or token.  They are in the order in which prompt chunks are computed.
+    A rectangle has all layers of one or more whole blocks if they fit, else some layers of one
+    block or token.  Rectangles are in the order in which prefill computes them.
 
     Args:
-        block_size: Tokens of the sender's blocks.
-        read_bytes: Size of rectangles of whole blocks that the receiver reads in memory; 0: none.
-        num_shards: Number of processes that share the heads of a layer.
-        stages: For each group, the layers of each process; None: all are in one.
+        block_size: Number of tokens in one of the sender's blocks.
+        read_bytes: Size of rectangles that the receiver reads from shared memory; 0 for none.
+        num_shards: Number of tensor-parallel ranks that share the heads of a layer.
+        stages: For each group, the layers of each pipeline stage; None for a single stage.
 
     Raises:
-        LocalProtocolError: Not even one layer at one position fits, or it takes over
-            `MAX_SEGMENTS`.
+        LocalProtocolError: One layer at one position does not fit into a segment, or more than
+            `MAX_SEGMENTS` would be needed.
     """
     if cached_tokens == num_tokens:
         return []
@@ -221,7 +224,7 @@ def plan(
     for index, group in enumerate(layout.groups):
         tokens = group.sent(cached_tokens, num_tokens)
         if isinstance(group, KVGroup) and not tokens:
-            continue  # a window of one position: no token sees another
+            continue  # a sliding window of one position: later tokens need no KV of earlier ones
         if segment_bytes < layer_bytes(group):
             raise LocalProtocolError(
                 f"a segment of {segment_bytes} bytes is too small for one layer of one token or "
@@ -239,14 +242,14 @@ def plan(
 
 
 class _Cut(NamedTuple):
-    """How one group is cut: into so many layers and tokens at a time, the same for all shares."""
+    """How one group is split: the ranges of layers and heads, and how many tokens at a time."""
 
     group: int
     layers: list[range]
-    shares: list[range]  # of the heads
-    runs: list[range]  # of tokens; each is cut by itself
-    num_tokens: int
-    block_size: int  # cuts are at multiples of it
+    shares: list[range]  # the heads of each tensor-parallel rank
+    runs: list[range]  # contiguous token ranges, each split on its own
+    num_tokens: int  # of a rectangle, at most
+    block_size: int  # ranges of tokens are split at multiples of it
 
     @classmethod
     def of(
@@ -276,7 +279,7 @@ class _Cut(NamedTuple):
     @property
     def num_segments(self) -> int:
         numbers = (-(-(run.stop - self._first(run)) // self.num_tokens) for run in self.runs)
-        num_pieces = sum(max(1, number) for number in numbers)  # a state has no tokens, and is one
+        num_pieces = sum(max(1, number) for number in numbers)  # 1 for a state: it has no tokens
         return len(self.shares) * len(self.layers) * num_pieces
 
     def rectangles(self) -> list[Rectangle]:
@@ -289,36 +292,36 @@ class _Cut(NamedTuple):
         ]
 
     def _first(self, run: range) -> int:
-        """Return the start of the block that a run begins in."""
+        """Return the start of the block in which a token range begins."""
         return run.start // self.block_size * self.block_size
 
 
 def _whole_apart(tokens: range, block_size: int) -> list[range]:
     """Split a token range at block boundaries into head, whole blocks and tail; omit empty ones.
 
-    Only whole blocks can be read in memory.
+    The receiver reads only whole blocks from shared memory.
     """
     #   tokens.start      first               end      tokens.stop
     #        |  of a block  |  whole blocks    |  of a block  |
     first = -(-tokens.start // block_size) * block_size
     end = tokens.stop // block_size * block_size
     if first > end:
-        return [tokens]  # of one block
+        return [tokens]  # inside one block
     runs = [range(tokens.start, first), range(first, end), range(end, tokens.stop)]
     return [run for run in runs if run]
 
 
 def _shares(num_heads: int, num_shards: int) -> list[range]:
-    """Return the heads of each shard; where there are fewer heads than shards, some have none."""
+    """Divide the heads among shards, at least one head each, so maybe among fewer shards."""
     num_shards = min(num_shards, num_heads)
     starts = [num_heads * shard // num_shards for shard in range(num_shards + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 def _pieces(whole: range, step: int, first: int | None = None) -> list[range]:
-    """Cut a range at every `step` from `first` on, by default from where it begins.
+    """Split a range every `step` from `first`, by default its start.
 
-    An empty one, the position of a state, is one piece.
+    An empty range, the position of a state, is returned as one chunk.
     """
     first = whole.start if first is None else first
     cuts = range(first + step, whole.stop, step)
@@ -326,13 +329,13 @@ def _pieces(whole: range, step: int, first: int | None = None) -> list[range]:
 
 
 class Coverage:
-    """Which part of a transfer has been admitted; nothing is admitted twice."""
+    """The parts of a transfer that have been admitted, to reject overlapping segments."""
 
     def __init__(self, layout: KVLayout, cached_tokens: int, num_tokens: int) -> None:
         self.books = [Book(group, group.sent(cached_tokens, num_tokens)) for group in layout.groups]
 
     def admit(self, rectangle: Rectangle) -> None:
-        """Note a rectangle.  Raises RemoteProtocolError."""
+        """Add a rectangle.  Raises RemoteProtocolError if it is out of range or overlaps."""
         if rectangle.group >= len(self.books):
             raise RemoteProtocolError(
                 f"KV_CACHE: {rectangle} is of none of the {len(self.books)} groups"
@@ -349,7 +352,7 @@ class Book:
         self._tokens = tokens
         self._layer_cuts: set[range] = set()
         self._head_cuts: set[range] = set()
-        # Layers and heads -> token ranges, which are ascending and apart; adjacent ones are merged.
+        # (layers, heads) -> ascending, disjoint token ranges; adjacent ranges are merged.
         self.admitted: dict[tuple[range, range], list[tuple[int, int]]] = {}
 
     def admit(self, rectangle: Rectangle) -> None:
@@ -357,7 +360,7 @@ class Book:
         self._check(rectangle)
         _, layers, heads, tokens = rectangle
         ranges = self.admitted.get((layers, heads), [])
-        start, end = tokens.start, tokens.stop + self._is_state  # a state takes its place once
+        start, end = tokens.start, tokens.stop + self._is_state  # a state counts as one token
         after = bisect_left(ranges, (start, end))
         #   ranges[after - 1]      [start, end)      ranges[after]
         earlier_end = ranges[after - 1][1] if after > 0 else start

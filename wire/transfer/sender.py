@@ -1,8 +1,8 @@
-"""The prefill worker's end of a transfer: offer, segments within the credit, keepalives.  SPEC 6.
+"""The prefill worker's end of a transfer: sends the offer, segments and keepalives.  SPEC 6.
 
-The first ACK fixes the plan: the tokens that the receiver holds, and the size of a segment.  A
-segment leaves when its tokens are computed and its bytes are within the credit, so KV travels while
-the rest of the prompt is still being read.
+The first ACK has the number of tokens that the receiver has cached, and the credit, from which the
+sender makes a plan of segments.  A segment is sent when its tokens are computed and its size is
+within the credit, so that the transfer overlaps with prefill of the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from wire.transfer.segment import (
     segment_digest,
 )
 
-# After the whole prompt has been read, its blocks are held for this many leases, even if the
-# receiver goes on sending ACKs: it may have ended the request, and nobody else could end the
-# transfer here.
+# After prefill is complete, the transfer may last this many leases, even if the receiver continues
+# to send ACKs.  Otherwise a receiver that has ended the request could keep the blocks allocated
+# here forever.
 HANDOVER_LEASES: Final = 20
 
 
 class KVSender(Transfer):
-    """The prefill worker's end.
+    """The prefill worker's end of a transfer.
 
-    Send `offer`, or `offer_with` all the KV that `unasked` names.  After each ACK and `advance`,
-    take rectangles from `next_segment` until it returns None, pack each, and send what `segment`
-    returns; with a `segment_port`, send there what `leave` and `protect` return.
+    Send `offer`, or `offer_with` the KV of the rectangles that `unasked` returns.  After each ACK
+    and each `advance`, call `next_segment` until it returns None, copy the KV of each rectangle
+    into a buffer, and send what `segment` returns.  If there is a `segment_port`, send what `leave`
+    and `protect` return to that port instead.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class KVSender(Transfer):
         token: bytes | None = None,
         peer: str = "the decode worker",
     ) -> None:
-        """Prepare; nothing is offered yet.
+        """Prepare a transfer; the offer is sent later.
 
         Args:
             num_shards, stages, block_size: See `plan`.
-            memory: The socket that hands out the memory of the KV.
-            key: Seals segments on a connection of their own; of this transfer alone.
-            token: Opens that connection.
+            memory: Name of the Unix socket that passes the descriptor of the KV's shared memory.
+            key: Encrypts segments on the segment connection; unique to this transfer.
+            token: Authorizes the segment connection.
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
@@ -80,10 +81,10 @@ class KVSender(Transfer):
         self.total_bytes = layout.transfer_bytes(self.num_tokens)
         self.kv_bytes = 0  # sent
         self.acked_bytes = 0
-        self.skipped_tokens = 0
-        self.is_in_memory = False  # the receiver can read the KV where it lies
-        self.segment_port = 0  # for segments on a connection of their own; 0: none
-        self.plan: list[Rectangle] = []  # how the KV is cut; empty until the first credit
+        self.skipped_tokens = 0  # cached by the receiver
+        self.is_in_memory = False  # the receiver can read the KV from shared memory
+        self.segment_port = 0  # of the segment connection; 0: none
+        self.plan: list[Rectangle] = []  # empty until the first credit
         self._token_ids = token_ids
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
@@ -94,24 +95,24 @@ class KVSender(Transfer):
         self._is_sealing = key is not None
         self._sealing = None if key is None else Sealing(key)
         self._credit = 0
-        self.went_unasked = False  # all of it, with the offer
+        self.went_unasked = False  # all the KV was sent with the offer
         self._claimed_bytes = 0
         self._num_claimed = 0
         self._claimed: dict[Rectangle, int] = {}
-        # When how many tokens were computed, ascending in both.
+        # `_computed_tokens[i]` tokens were computed by `_computed_at[i]`; both lists ascend.
         self._computed_tokens: list[int] = []
         self._computed_at: list[float] = []
         self._end_by = inf
-        self._free_at = now
+        self._idle_since = now
         self._keepalive_at = now + lease_s / 3
 
     @property
     def skipped_bytes(self) -> int:
-        """The part of the KV cache that the receiver already holds."""
+        """Size in bytes of the KV that the receiver already had."""
         return self.total_bytes - self.layout.transfer_bytes(self.num_tokens, self.skipped_tokens)
 
     def offer(self) -> tuple[KvCache, bytes]:
-        """Return segment 0.  Raises TransferTooLarge: over `max_bytes`; nothing was sent."""
+        """Return the offer (segment 0).  Raises TransferTooLarge if the KV exceeds `max_bytes`."""
         if self.total_bytes > self._max_bytes:
             error = TransferTooLarge(self.total_bytes, self._max_bytes)
             self.fail(error)
@@ -129,9 +130,9 @@ class KVSender(Transfer):
         return KvCache(self.request_id, 0, 0), encode_map(offer)
 
     def unasked(self, most_bytes: int) -> list[Rectangle]:
-        """Return the rectangles of the KV that goes with the offer.
+        """Return the rectangles whose KV should be sent with the offer ("unasked").
 
-        All of it or none: [] if it is not computed yet, or over `most_bytes`.
+        These are all or none: [] if the KV is not computed yet, or larger than `most_bytes`.
         """
         if self._num_computed < self.num_tokens or self.total_bytes > most_bytes:
             return []
@@ -142,7 +143,7 @@ class KVSender(Transfer):
     def offer_with(
         self, unasked: Sequence[tuple[Rectangle, Buffer, int]]
     ) -> tuple[KvCache, list[Buffer]]:
-        """Return segment 0 with all the KV: the rectangles of `unasked` with bytes and digest."""
+        """Return an offer together with all the KV, given as (rectangle, KV, digest)."""
         frame, offer = self.offer()
         payload: list[Buffer] = [offer]
         for rectangle, kv, digest in unasked:
@@ -152,7 +153,7 @@ class KVSender(Transfer):
         return KvCache(frame.request_id, 0, len(unasked)), payload
 
     def on_ack(self, ack: KvCacheAck, credit: Credit, now: float) -> None:
-        """Take an ACK; duplicates and stale ones are harmless.  Raises RemoteProtocolError."""
+        """Handle an ACK, which may be a duplicate or out of order.  Raises RemoteProtocolError."""
         self._check_id(ack.request_id)
         if self.is_over:
             return
@@ -164,13 +165,13 @@ class KVSender(Transfer):
         if self.accepted_at is None:
             self._accepted(credit, now)
         self._credit = max(self._credit, credit.credit)
-        self.kv_bytes = max(self.kv_bytes, ack.kv_bytes)  # with the offer, if it was stored
+        self.kv_bytes = max(self.kv_bytes, ack.kv_bytes)  # KV sent with the offer counts if stored
         self.acked_bytes = max(self.acked_bytes, ack.kv_bytes)
         if credit.ready and self._move(TransferState.DONE):
             self.finished_at = now
 
     def advance(self, num_tokens: int, now: float) -> None:
-        """Note that the KV of the first `num_tokens` tokens exists."""
+        """Record that the KV of the first `num_tokens` tokens has been computed."""
         if num_tokens > self.num_tokens:
             raise LocalProtocolError(f"{num_tokens} tokens computed of {self.num_tokens}")
         if num_tokens > self._num_computed:
@@ -182,7 +183,8 @@ class KVSender(Transfer):
     def next_segment(self, ahead_bytes: int = 0) -> Rectangle | None:
         """Claim the next rectangle that is computed and within the credit, if any.
 
-        `ahead_bytes` is how far beyond the credit to read ahead; send when it `has_credit`.
+        With `ahead_bytes`, the credit may be exceeded by that much, to copy the KV into a buffer
+        ahead of time; the segment may be sent only once it `has_credit`.
         """
         if self.state is not TransferState.SENDING or self._num_claimed == len(self.plan):
             return None
@@ -198,7 +200,7 @@ class KVSender(Transfer):
         return rectangle
 
     def has_credit(self, rectangle: Rectangle) -> bool:
-        """Whether a claimed rectangle is within the credit, if it is the next to be sent."""
+        """Whether the credit allows to send this rectangle next."""
         return self.kv_bytes + rectangle.num_bytes(self.layout) <= self._credit
 
     def segment(
@@ -212,8 +214,9 @@ class KVSender(Transfer):
     ) -> tuple[KvCache, bytes, Buffer] | None:
         """Return the frame and payload parts of a claimed rectangle; None if the transfer is over.
 
-        `digest` is `segment_digest` of `kv` from another thread.  If `is_in_memory`, `places` are
-        the addresses of equal pieces of the KV; then only its digest is needed.
+        `digest` is `segment_digest(kv)` if another thread has computed it.  If `is_in_memory`,
+        `places` may give the offsets of equal chunks of the KV in shared memory; then `kv` is only
+        used for its digest.
         """
         num_bytes = rectangle.num_bytes(self.layout)
         if not (places or memoryview(kv).nbytes == num_bytes):
@@ -228,9 +231,9 @@ class KVSender(Transfer):
         return frame, descriptor.pack(), pack_places(places) if places else kv
 
     def leave(self, rectangle: Rectangle, now: float) -> tuple[KvCache, SegmentDescriptor] | None:
-        """Note that a claimed rectangle is sent now; return its frame and digestless descriptor.
+        """Record that a claimed rectangle is sent now; return its frame and descriptor.
 
-        None if the transfer is over.
+        The descriptor has no digest yet.  Returns None if the transfer is over.
         """
         if self.is_over:
             return None
@@ -242,7 +245,7 @@ class KVSender(Transfer):
         num_bytes = rectangle.num_bytes(self.layout)
         descriptor = SegmentDescriptor.of(rectangle, num_bytes, 0, self._idle_us(rectangle))
         self.kv_bytes += num_bytes
-        self._free_at = now
+        self._idle_since = now
         if self.kv_bytes == self.total_bytes - self.skipped_bytes:
             self._move(TransferState.SENT)
         return KvCache(self.request_id, number, len(self.plan)), descriptor
@@ -250,9 +253,10 @@ class KVSender(Transfer):
     def protect(
         self, frame: KvCache, descriptor: SegmentDescriptor, kv: Buffer
     ) -> tuple[SegmentDescriptor, Buffer] | None:
-        """Return the descriptor and bytes of a segment: sealed, or plain with a digest.
+        """Encrypt the KV of a segment if there is a key; otherwise add a digest to its descriptor.
 
-        Once for each.  None if the transfer is over: its key is gone.  May run on any thread.
+        Must be called at most once per segment.  Returns None if the transfer is over, because its
+        key has been deleted.  May run on any thread.
         """
         if not self._is_sealing:
             return descriptor._replace(digest=segment_digest(self.request_id, kv)), kv
@@ -260,10 +264,10 @@ class KVSender(Transfer):
         return None if sealing is None else (descriptor, sealing.seal(frame, descriptor, kv))
 
     def keepalive(self, now: float) -> KvCache | None:
-        """Return a frame without payload after a third of a lease without an ACK.
+        """Return a keepalive frame if no ACK has come for a third of a lease, else None.
 
-        The receiver's ACK renews both leases while a prompt is computed or an offer waits for
-        blocks.
+        The keepalive renews the receiver's lease and its ACK renews ours, while the prompt is being
+        prefilled or the offer waits for blocks.
         """
         if self.is_over or now < self._keepalive_at:
             return None
@@ -271,8 +275,8 @@ class KVSender(Transfer):
         return KvCache(self.request_id, 0, 0)
 
     def _check_ack(self, ack: KvCacheAck, credit: Credit) -> None:
-        is_answer = self.went_unasked and self.accepted_at is None and bool(credit.ready)
-        sent = self.total_bytes if is_answer else self.kv_bytes
+        stored_all = self.went_unasked and self.accepted_at is None and bool(credit.ready)
+        sent = self.total_bytes if stored_all else self.kv_bytes
         if ack.kv_bytes > sent:
             raise self._violated(f"KV_CACHE_ACK: {ack.kv_bytes} bytes, but {sent} were sent")
         if credit.credit == 0 and not credit.ready:
@@ -303,7 +307,7 @@ class KVSender(Transfer):
             )
 
     def _accepted(self, credit: Credit, now: float) -> None:
-        self.accepted_at = self._free_at = now
+        self.accepted_at = self._idle_since = now
         self.skipped_tokens, self.is_in_memory = credit.cached_tokens, bool(credit.in_memory)
         self.segment_port = credit.segment_port
         if credit.ready:
@@ -317,7 +321,7 @@ class KVSender(Transfer):
 
     def _make_plan(self, credit_bytes: int) -> None:
         segment_bytes, read_bytes = self._segment_bytes, 0
-        if self.is_in_memory:  # nothing is buffered, so what counts is that there are few
+        if self.is_in_memory:  # segments need no buffers: prefer few large ones
             segment_bytes = min(MAX_SEGMENT_BYTES, max(segment_bytes, credit_bytes // 4))
             read_bytes = min(MAX_READ_BYTES, credit_bytes, max(segment_bytes, credit_bytes // 2))
         segment_bytes = min(max(segment_bytes, self.layout.piece_bytes), credit_bytes)
@@ -335,4 +339,4 @@ class KVSender(Transfer):
 
     def _idle_us(self, rectangle: Rectangle) -> int:
         computed = self._computed_at[bisect_left(self._computed_tokens, rectangle.tokens.stop)]
-        return max(0, round((computed - self._free_at) * 1e6))
+        return max(0, round((computed - self._idle_since) * 1e6))

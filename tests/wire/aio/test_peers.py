@@ -35,7 +35,7 @@ def socket() -> Socket:
     socket = Socket()
     for fd, peer in ((7, b"a"), (8, b"b")):
         socket.peers.open(fd)
-        socket.peers.meet(peer, fd)
+        socket.peers.register(peer, fd)
     return socket
 
 
@@ -45,16 +45,16 @@ def test_a_closed_connection_is_a_lost_peer_once_settled(socket: Socket) -> None
     assert socket.peers.reachable == [b"b"]
     with pytest.raises(PeerLost):
         socket.peers.send(b"a", [b"x"], track=False)
-    socket.peers.settle()
-    socket.peers.settle()
+    socket.peers.report_lost()
+    socket.peers.report_lost()
     assert socket.lost == [b"a"]
 
 
 def test_a_last_message_does_not_bring_a_closed_peer_back(socket: Socket) -> None:
     socket.peers.close(7)
-    assert not socket.peers.knows(b"a")
-    socket.peers.meet(b"a", 7)
-    socket.peers.settle()
+    assert not socket.peers.is_registered(b"a")
+    socket.peers.register(b"a", 7)
+    socket.peers.report_lost()
     assert socket.lost == [b"a"]
     assert socket.peers.reachable == [b"b"]
 
@@ -64,32 +64,32 @@ def test_a_peer_that_is_back_before_its_loss_was_settled_is_lost_and_met_again(
 ) -> None:
     socket.peers.close(7)
     socket.peers.open(9)
-    socket.peers.meet(b"a", 9)
+    socket.peers.register(b"a", 9)
     assert socket.lost == [b"a"]
     assert socket.peers.reachable == [b"b", b"a"]
-    socket.peers.settle()
+    socket.peers.report_lost()
     assert socket.lost == [b"a"]
     socket.peers.close(9)
-    socket.peers.settle()
+    socket.peers.report_lost()
     assert socket.lost == [b"a", b"a"]
 
 
 def test_a_reused_descriptor_belongs_to_its_new_peer(socket: Socket) -> None:
     socket.peers.close(7)
-    socket.peers.settle()
+    socket.peers.report_lost()
     socket.peers.open(7)
-    socket.peers.meet(b"c", 7)
+    socket.peers.register(b"c", 7)
     socket.peers.close(7)
-    socket.peers.settle()
+    socket.peers.report_lost()
     assert socket.lost == [b"a", b"c"]
 
 
 def test_a_peer_that_spoke_once_and_left_is_lost_too(socket: Socket) -> None:
     socket.peers.open(9)
     socket.peers.close(9)
-    socket.peers.meet(b"c", 9)
+    socket.peers.register(b"c", 9)
     assert b"c" not in socket.peers.reachable
-    socket.peers.settle()
+    socket.peers.report_lost()
     assert socket.lost == [b"c"]
 
 
@@ -98,7 +98,7 @@ def test_a_forgotten_peer_is_unknown_and_its_end_is_no_news(socket: Socket) -> N
     with pytest.raises(PeerLost):
         socket.peers.send(b"a", [b"x"], track=False)
     socket.peers.close(7)
-    socket.peers.settle()
+    socket.peers.report_lost()
     assert socket.lost == []
 
 
@@ -125,5 +125,5 @@ def test_a_peer_the_socket_does_not_know_is_lost(socket: Socket) -> None:
     socket.gone.add(b"b")
     assert socket.peers.flush() is None
     assert sending is not None and sending.was_dropped
-    socket.peers.settle()
+    socket.peers.report_lost()
     assert socket.lost == [b"a", b"b"]

@@ -111,7 +111,7 @@ async def test_the_list_is_read_at_each_request_and_only_curve_proves_a_key(
         ):
             listed.write_text(lines)
             asker.send_multipart([b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", mechanism, shown])
-            authenticator.turn()
+            authenticator.respond()
             answer = asker.recv_multipart() if asker.poll(30_000) else []
             assert answer[:3] == [b"1.0", b"7", status]
         authenticator.close()
@@ -128,7 +128,7 @@ async def test_no_port_is_opened_when_nobody_decides(
     port = Port(None, zmq.ROUTER, Limits(1 << 10, 1 << 20), 1, zero_copy=False, security=security)
     with Context() as other:
         authenticator = Authenticator(port.context if is_there else other, keys)
-        monkeypatch.setattr(authenticator, "turn", lambda: None)
+        monkeypatch.setattr(authenticator, "respond", lambda: None)
         with pytest.raises(ConfigError, match="not listening"):
             prove(port, keys, authenticator, probe_s=0.3)
         authenticator.close()

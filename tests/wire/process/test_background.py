@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from wire.process.background import STEPS_BACK, in_background
+from wire.process.background import NICENESS, in_background
 
 
 @pytest.mark.skipif(
@@ -15,7 +15,7 @@ from wire.process.background import STEPS_BACK, in_background
 )
 def test_only_the_thread_of_the_work_steps_back() -> None:
     before = os.nice(0)
-    assert in_background(lambda: os.nice(0)) == min(before + STEPS_BACK, 19)
+    assert in_background(lambda: os.nice(0)) == min(before + NICENESS, 19)
     assert os.nice(0) == before
 
 
