@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels
-from kernels import reference
 from wire.options import Options
 from worker.executor import sampler
 from worker.executor.batch import Sampling
@@ -138,26 +136,6 @@ def test_filters_and_draws_equal_plain_python(
     samplings = [asked(position=position, **options) for options, position in rows]
     want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
     assert ids(logits, samplings) == want
-
-
-def test_only_flat_rows_have_their_whole_vocabulary_sorted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    logits = logits_of(5, vocab=reference.LARGE_VOCABULARY + 1, scale=4.0)
-    logits[1] /= 40
-    logits[3] /= 60
-    samplings = [asked(temperature=1.0, top_p=0.95, seed=i) for i in range(5)]
-    want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
-    shapes = []
-
-    def descending(values: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(values.shape))
-        return values.sort(dim=-1, descending=True).values
-
-    monkeypatch.setattr(reference, "descending", descending)
-    monkeypatch.setattr(kernels, "backend_of", lambda _: reference)
-    assert ids(logits, samplings) == want
-    assert shapes == [(2, reference.LARGE_VOCABULARY + 1)]
 
 
 @settings(max_examples=40)
