@@ -66,7 +66,7 @@ def _targets(findings: list[Finding]) -> Iterator[str]:
 
 def _figures(findings: list[Finding]) -> Iterator[str]:
     yield "figures"
-    shown = [it for it in findings if it.stage.startswith(("machine", "logits", "bench", "system"))]
+    shown = [it for it in findings if it.stage.startswith(("machine", "bench", "system"))]
     figures: Figures = figures_of(shown)
     if not figures:
         yield "    none"

@@ -54,30 +54,33 @@ def scene(
     If it is far, the blocks lie behind FAR elements that take no memory.  With a `first_key` other
     than 1, a sequence's first key is so many times as long: it outweighs all, or weighs nothing.
     """
-    generator = torch.Generator().manual_seed(seed)
+    shuffled, generator = (torch.Generator(on).manual_seed(seed) for on in ("cpu", device))
     num_used = sum(-(-context // block_size) for context, _ in lens) + 3
     block_shape = (NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
     first_block = -(-FAR // math.prod(block_shape)) if is_far else 0
-    pool = sparse_pool((first_block + num_used, *block_shape), dtype)
+    pool = sparse_pool((first_block + num_used, *block_shape), dtype).to(device)
     pool[first_block:] = math.nan
-    order = (first_block + torch.randperm(num_used, generator=generator)).tolist()
+    order = (first_block + torch.randperm(num_used, generator=shuffled)).tolist()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
     tables, dense = [], []
     for context, _ in lens:
         table = [order.pop() for _ in range(-(-context // block_size))]
-        kv = torch.full((*block_shape[:3], len(table) * block_size, head_dim), math.nan)
-        kv[..., :context, :] = torch.randn(*block_shape[:3], context, head_dim, generator=generator)
+        kv = random(*block_shape[:3], len(table) * block_size, head_dim).to(dtype)
+        kv[..., context:, :] = math.nan
         kv[:, 0, :, 0] *= first_key
-        kv = kv.to(dtype)
         blocks = kv.view(*block_shape[:3], len(table), block_size, head_dim)
         pool[table] = blocks.permute(3, 0, 1, 2, 4, 5)
         tables.append(table)
-        dense.append(kv[..., :context, :].to(device))
+        dense.append(kv[..., :context, :])
     num_tokens = sum(queries for _, queries in lens)
-    query = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+    query = random(num_tokens, num_heads, head_dim).to(dtype)
     # One head far from the others: a softmax that forgets to subtract its maximum overflows.
     query[:, 0] *= 30
     batch = batch_of(lens, tables, block_size)
-    return Scene(pool.to(device), batch, query.to(device), dense, first_block)
+    return Scene(pool, batch, query, dense, first_block)
 
 
 def batch_of(lens: list[tuple[int, int]], tables: list[list[int]], block_size: int) -> PagedBatch:
