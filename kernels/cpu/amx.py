@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
-from kernels.cpu.simd import Loop, i64
+from kernels.cpu.llvm import I8, Loop, call, i64
 
 Configuration = npt.NDArray[np.uint8]
 
@@ -42,7 +41,6 @@ ROW_BYTES = 64
 _LINE_BYTES = 64
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux gives the tiles to who asks for them.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
-_I8 = ir.IntType(8)
 
 
 @cache
@@ -170,13 +168,12 @@ def _tile(b: ir.IRBuilder, name: str, *operands: Any) -> None:
     # Loops that may use tiles are compiled where there are none as well, and never reach them.
     if not _are_known():
         return
-    kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
-    b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), operands)
+    call(b, f"x86.{name}", ir.VoidType(), *operands)
 
 
 def _number(tile: int) -> ir.Constant:
-    return ir.Constant(_I8, tile)
+    return ir.Constant(I8, tile)
 
 
 def _pointer(b: ir.IRBuilder, address: Any) -> Any:
-    return b.inttoptr(address, _I8.as_pointer())
+    return b.inttoptr(address, I8.as_pointer())

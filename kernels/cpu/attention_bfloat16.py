@@ -22,9 +22,10 @@ from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
 from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.dot_bfloat16 import dot_product
 from kernels.cpu.intrinsics import exp2, floats_at, instruction, ints_at, shorts_at
+from kernels.cpu.llvm import I16, I32, i64, load, shuffled, store
 from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
 from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
-from kernels.cpu.simd import PANEL, i64, pair_product
+from kernels.cpu.simd import PANEL, pair_product
 from kernels.cpu.tasks import CACHE_LINE, allocate, give_back, inner
 from kernels.cpu.threads import take
 from kernels.cpu.work_items import ITEM_BYTES, Item, item_at, step_at
@@ -42,8 +43,7 @@ _ROW_BYTES = PANEL * _PAIR_BYTES
 _FEW, _DOTS = 3, 12
 # The base of a row that has seen no key: no weight may come of -inf - -inf.
 _NOTHING_SEEN = np.float32(-1e30)
-_I16, _I32 = ir.IntType(16), ir.IntType(32)
-_PAIRS, _SHORTS = ir.VectorType(_I32, PANEL), ir.VectorType(_I16, PANEL)
+_PAIRS, _SHORTS = ir.VectorType(I32, PANEL), ir.VectorType(I16, PANEL)
 
 _two_tiles, _one_tile = amx.tile_product(2, 2), amx.tile_product(1, 2)
 _by_dots, _by_vectors = dot_product(_DOTS, 2), pair_product(_FEW)
@@ -274,7 +274,7 @@ def pair_values(values: int, count: int, first: int, head_dim: int, panels: int)
 @instruction(types.void, *[types.int64] * 3)
 def _turn(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
     """Write PANEL rows of as many pairs, `stride` bytes apart, as columns of the same size."""
-    rows = [_load(b, b.add(source, b.mul(stride, i64(row))), _PAIRS) for row in range(PANEL)]
+    rows = [load(b, b.add(source, b.mul(stride, i64(row))), _PAIRS, 2) for row in range(PANEL)]
     # Four rounds in each of which two rows become two that hold every other run of both.
     width = PANEL // 2
     while width:
@@ -283,29 +283,18 @@ def _turn(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
         for row in range(PANEL):
             if row & width == 0:
                 pair = rows[row], rows[row + width]
-                rows[row], rows[row + width] = (_mixed(b, *pair, lanes) for lanes in (low, high))
+                rows[row], rows[row + width] = (shuffled(b, *pair, lanes) for lanes in (low, high))
         width //= 2
     for row, turned in enumerate(rows):
-        _store(b, turned, b.add(target, i64(row * _ROW_BYTES)))
+        store(b, turned, b.add(target, i64(row * _ROW_BYTES)))
 
 
 @instruction(types.void, *[types.int64] * 3)
 def _pair(b: ir.IRBuilder, first: Any, second: Any, target: Any) -> None:
     """Write PANEL numbers of 16 bits from two addresses by turns."""
     lanes = [lane // 2 + lane % 2 * PANEL for lane in range(2 * PANEL)]
-    _store(b, _mixed(b, _load(b, first, _SHORTS), _load(b, second, _SHORTS), lanes), target)
-
-
-def _load(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
-    return b.load(b.inttoptr(address, kind.as_pointer()), align=2)
-
-
-def _store(b: ir.IRBuilder, x: Any, address: Any) -> None:
-    b.store(x, b.inttoptr(address, x.type.as_pointer()), align=4)
-
-
-def _mixed(b: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
-    return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+    left, right = (load(b, at, _SHORTS, 2) for at in (first, second))
+    store(b, shuffled(b, left, right, lanes), target)
 
 
 @inner

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 
 from kernels.cpu.intrinsics import instruction, write_prefetch
-from kernels.cpu.simd import i64
+from kernels.cpu.llvm import I32, I64, i64, load, shuffled, store, vector_of
 from kernels.cpu.tasks import CACHE_LINE, record_of
 from kernels.cpu.threads import native
 
@@ -48,7 +48,7 @@ _SECRET: Final = bytes.fromhex(
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-_LANES = ir.VectorType(ir.IntType(64), 8)
+_LANES = ir.VectorType(I64, 8)
 
 
 class _Arguments(NamedTuple):
@@ -105,23 +105,23 @@ def _copy(a: _Arguments, _thread: int) -> None:
 @instruction(types.void, *[types.int64] * 4)
 def _copy_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
     """Copy a block, add its stripes to the sums, and scramble these."""
-    total = _load(b, sums)
+    total = load(b, sums, _LANES, 8)
     for number in range(BLOCK_BYTES // _STRIPE):
         total = _add_stripe(b, total, source, target, secret, number, number * _STEP)
-    key = _load(b, _at(b, secret, _SECRET_BYTES - _STRIPE))
-    total = b.xor(b.xor(total, b.lshr(total, _all(47))), key)
-    _store(b, b.mul(total, _all(_PRIMES_32[0])), sums)
+    key = load(b, b.add(secret, i64(_SECRET_BYTES - _STRIPE)), _LANES, 8)
+    total = b.xor(b.xor(total, b.lshr(total, vector_of(_LANES, 47))), key)
+    store(b, b.mul(total, vector_of(_LANES, _PRIMES_32[0])), sums, 8)
 
 
 @instruction(types.void, *[types.int64] * 4)
 def _copy_last_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
     """Copy the block that the input ends with; the last stripe has a key of its own."""
-    total = _load(b, sums)
+    total = load(b, sums, _LANES, 8)
     last = BLOCK_BYTES // _STRIPE - 1
     for number in range(last):
         total = _add_stripe(b, total, source, target, secret, number, number * _STEP)
     own = _SECRET_BYTES - _STRIPE - 7
-    _store(b, _add_stripe(b, total, source, target, secret, last, own), sums)
+    store(b, _add_stripe(b, total, source, target, secret, last, own), sums, 8)
 
 
 def _add_stripe(
@@ -129,14 +129,16 @@ def _add_stripe(
 ) -> Any:
     """Write the copy of a stripe, and its sum: each lane's product, and its neighbour."""
     place = number * _STRIPE
-    write_prefetch(b, _at(b, source, place + _AHEAD))
-    stripe = _load(b, _at(b, source, place))
-    copied = b.store(stripe, b.inttoptr(_at(b, target, place), _LANES.as_pointer()), align=64)
-    copied.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-    mixed = b.xor(stripe, _load(b, _at(b, secret, key_at)))
-    product = b.mul(b.and_(mixed, _all((1 << 32) - 1)), b.lshr(mixed, _all(32)))
-    swapped = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
-    return b.add(total, b.add(product, b.shuffle_vector(stripe, stripe, swapped)))
+    write_prefetch(b, b.add(source, i64(place + _AHEAD)))
+    stripe = load(b, b.add(source, i64(place)), _LANES, 8)
+    copied = store(b, stripe, b.add(target, i64(place)), 64)
+    copied.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(I32, 1)]))
+    mixed = b.xor(stripe, load(b, b.add(secret, i64(key_at)), _LANES, 8))
+    product = b.mul(
+        b.and_(mixed, vector_of(_LANES, (1 << 32) - 1)), b.lshr(mixed, vector_of(_LANES, 32))
+    )
+    swapped = shuffled(b, stripe, stripe, [1, 0, 3, 2, 5, 4, 7, 6])
+    return b.add(total, b.add(product, swapped))
 
 
 @instruction(types.void)
@@ -164,19 +166,3 @@ def _merged(sums: npt.NDArray[np.uint64], secret: bytes, num_bytes: int) -> int:
     digest &= _BITS
     digest = (digest ^ digest >> 37) * _LAST_PRIME & _BITS
     return digest ^ digest >> 32
-
-
-def _at(b: ir.IRBuilder, address: Any, offset: int) -> Any:
-    return b.add(address, i64(offset))
-
-
-def _all(number: int) -> ir.Constant:
-    return ir.Constant(_LANES, [number] * _LANES.count)
-
-
-def _load(b: ir.IRBuilder, address: Any) -> Any:
-    return b.load(b.inttoptr(address, _LANES.as_pointer()), align=8)
-
-
-def _store(b: ir.IRBuilder, value: Any, address: Any) -> None:
-    b.store(value, b.inttoptr(address, _LANES.as_pointer()), align=8)

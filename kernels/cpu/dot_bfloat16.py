@@ -17,16 +17,15 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
-from kernels.cpu.simd import PAIRS, PANEL, Loop, i64, write_each_size
+from kernels.cpu.llvm import F32, I32, Loop, call, i64, load, splat, store, vector_of
+from kernels.cpu.simd import PAIRS, PANEL, write_each_size
 
 # A pair of x, and of each column of a panel; and a row of such pairs, or of sums.
 _PAIR_BYTES = 4
 _ROW_BYTES = PANEL * _PAIR_BYTES
-_I32 = ir.IntType(32)
-_PAIRS, _SUMS = ir.VectorType(_I32, PANEL), ir.VectorType(ir.FloatType(), PANEL)
+_PAIRS, _SUMS = ir.VectorType(I32, PANEL), ir.VectorType(F32, PANEL)
 
 
 @cache
@@ -75,35 +74,20 @@ def _product(
         for r, y in enumerate(y_rows)
         for p in range(len(panels))
     ]
-    zero = ir.Constant(_SUMS, [0.0] * PANEL)
-    befores = [b.select(has_sums, _load(b, at, _SUMS), zero) for _, _, at in cells]
+    zero = vector_of(_SUMS, 0.0)
+    befores = [b.select(has_sums, load(b, at, _SUMS), zero) for _, _, at in cells]
     loop = Loop(b, num_pairs, 1)
     sums = [loop.carry(before) for before in befores]
     along_x = b.mul(loop.index, i64(_PAIR_BYTES))
     along_w = b.mul(loop.index, i64(_ROW_BYTES))
-    weights = [_load(b, b.add(panel, along_w), _PAIRS) for panel in panels]
+    weights = [load(b, b.add(panel, along_w), _PAIRS) for panel in panels]
     for later in fetched:
         write_prefetch(b, b.add(later, along_w))
-    values = [_splat(b, _load(b, b.add(row, along_x), _I32)) for row in x_rows]
+    values = [splat(b, load(b, b.add(row, along_x), I32), PANEL) for row in x_rows]
     totals = [
-        _dot(b, total, values[r], weights[p]) for (r, p, _), total in zip(cells, sums, strict=True)
+        call(b, "x86.avx512bf16.dpbf16ps.512", _SUMS, total, values[r], weights[p])
+        for (r, p, _), total in zip(cells, sums, strict=True)
     ]
     loop.end(totals)
     for (_, _, at), total in zip(cells, totals, strict=True):
-        b.store(total, b.inttoptr(at, _SUMS.as_pointer()), align=4)
-
-
-def _dot(b: ir.IRBuilder, total: Any, x: Any, w: Any) -> Any:
-    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), [total, x, w])
-
-
-def _load(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
-    return b.load(b.inttoptr(address, kind.as_pointer()), align=4)
-
-
-def _splat(b: ir.IRBuilder, pair: Any) -> Any:
-    undefined = ir.Constant(_PAIRS, ir.Undefined)
-    first = b.insert_element(undefined, pair, ir.Constant(_I32, 0))
-    return b.shuffle_vector(first, undefined, ir.Constant(_PAIRS, [0] * PANEL))
+        store(b, total, at)
