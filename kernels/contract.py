@@ -17,7 +17,7 @@ this module needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -172,83 +172,43 @@ class PagedBatch:
 class Backend(Protocol):
     """The operators of one kind of device; arguments were checked before.
 
-    `kernels` documents them: a backend implements these functions and nothing else.
+    `kernels` documents them, and `kernels.reference` has their signatures.
     """
 
-    def check_pool(self, pool: torch.Tensor) -> None: ...
+    @property
+    def check_pool(self) -> Callable[[torch.Tensor], None]: ...
 
-    def rotate_and_append(
-        self,
-        heads: torch.Tensor,
-        rotation: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        batch: PagedBatch,
-        norm: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> torch.Tensor: ...
+    @property
+    def rotate_and_append(self) -> Callable[..., torch.Tensor]: ...
 
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+    @property
+    def paged_attention(self) -> Callable[..., torch.Tensor]: ...
 
-    def pack_kv(
-        self,
-        pool: torch.Tensor,
-        block_table: Sequence[int],
-        layers: range,
-        tokens: range,
-        dtype: torch.dtype,
-        heads: range,
-    ) -> torch.Tensor: ...
+    @property
+    def pack_kv(self) -> Callable[..., torch.Tensor]: ...
 
-    def unpack_kv(
-        self,
-        pool: torch.Tensor,
-        block_table: Sequence[int],
-        layers: range,
-        tokens: range,
-        segment: torch.Tensor,
-        heads: range,
-    ) -> None: ...
+    @property
+    def unpack_kv(self) -> Callable[..., None]: ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    @property
+    def rms_norm(self) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]: ...
 
+    @property
     def add_rms_norm(
-        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor: ...
-
-    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor: ...
-
-    def route(
-        self, logits: torch.Tensor, top_k: int, is_normalized: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def expert_mlp(
         self,
-        x: torch.Tensor,
-        experts: torch.Tensor,
-        shares: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: Activation,
-        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor: ...
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]: ...
 
-    def draw(
-        self,
-        logits: torch.Tensor,
-        settings: torch.Tensor | None = None,
-        allowed: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+    @property
+    def gate(self) -> Callable[[torch.Tensor, Activation], torch.Tensor]: ...
+
+    @property
+    def route(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]: ...
+
+    @property
+    def expert_mlp(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    def draw(self) -> Callable[..., torch.Tensor]: ...
 
 
 def check_heads(

@@ -13,7 +13,7 @@ Where outputs are bfloat16 as well as the pool, products are in bfloat16 instead
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +51,25 @@ _GROUP, _FEW, _KEYS = 6, 3, 4
 _product = panel_product(_GROUP)
 _product_of_two = panel_product(_FEW, 2)
 _dots = key_dots(_FEW)
+
+
+class _Memory(NamedTuple):
+    """Where the memory of a work item lies."""
+
+    x: int  # [rows, D] queries
+    y: int  # [rows, D] sums
+    panels: int  # the keys of a tile, as float32
+    scores: int  # [rows, SCORES]
+    state: int  # [rows, 2] maximum and total
+
+
+class _Keys(NamedTuple):
+    """The context of a work item and a KV head; the current tile begins at `first`."""
+
+    table: int
+    head: int
+    first: int
+    end: int
 
 
 def attend(
@@ -119,7 +138,7 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
     y = x + a.max_rows * head_dim * 4
     panels = y + a.max_rows * head_dim * 4
     scores = panels + TILE * head_dim * 4
-    state = scores + a.max_rows * SCORES * 4
+    memory = _Memory(x, y, panels, scores, scores + a.max_rows * SCORES * 4)
     while True:
         taken = take(a, 1)
         if taken >= num_taken:
@@ -127,50 +146,32 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
         item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
         head = taken % a.num_kv_heads
         table = step.tables + item.sequence * step.num_columns * 4
-        rows = _begin(a, item, head, x, y, state)
+        rows = _begin(a, item, head, memory)
         first: Any = 0
         if a.window:
             first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
         end = item.position + item.num_queries
-        _walk(a, table, head, first, end, rows, item.position, x, y, scores, panels, state)
-        _finish(a, item.token, rows, head, x, y, state)
+        while first < end:
+            keys, num_keys = _Keys(table, head, first, end), min(TILE, end - first)
+            _score(a, keys, num_keys, rows, memory)
+            _weigh(a, first, num_keys, rows, item.position, memory)
+            _gather(a, keys, num_keys, rows, memory)
+            first += num_keys
+        _finish(a, item.token, rows, head, memory)
     give_back(x)
 
 
 @inner
-def _walk(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    first: int,
-    end: int,
-    rows: int,
-    position: int,
-    x: int,
-    y: int,
-    scores: int,
-    panels: int,
-    state: int,
-) -> None:
-    """Add up the values of an item's context in y, tile by tile."""
-    while first < end:
-        num_keys = min(TILE, end - first)
-        _score(a, table, head, first, num_keys, end, rows, x, scores, panels)
-        _weigh(a, first, num_keys, rows, position, scores, state, y)
-        _gather(a, table, head, first, num_keys, end, rows, scores, y)
-        first += num_keys
-
-
-@inner
-def _begin(a: AttentionArguments, item: Item, head: int, x: int, y: int, state: int) -> int:
-    """Copy an item's queries, scaled, to x; begin its sums y and its state (maximum, total)."""
+def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> int:
+    """Copy an item's queries, scaled; begin its sums and its state; return its rows."""
     shared, head_dim = a.shared, a.head_dim
     rows = item.num_queries * shared
-    maximum_total = floats_at(state)
+    maximum_total = floats_at(memory.state)
     for row in range(rows):
         token, shared_head = item.token + row // shared, head * shared + row % shared
         source = floats_at(a.query + token * a.token_stride + shared_head * a.head_stride)
-        scaled, sums = floats_at(x + row * head_dim * 4), floats_at(y + row * head_dim * 4)
+        offset = row * head_dim * 4
+        scaled, sums = floats_at(memory.x + offset), floats_at(memory.y + offset)
         for d in range(head_dim):
             scaled[d] = source[d] * a.scale
         for d in range(head_dim):
@@ -181,39 +182,25 @@ def _begin(a: AttentionArguments, item: Item, head: int, x: int, y: int, state: 
 
 
 @inner
-def _score(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    first: int,
-    num_keys: int,
-    end: int,
-    rows: int,
-    x: int,
-    scores: int,
-    panels: int,
-) -> None:
-    """Write the scores [rows, SCORES] of the keys from `first` on, of a context that ends at `end`.
-
-    `panels` is room for the tile's keys as float32.
-    """
+def _score(a: AttentionArguments, tile: _Keys, num_keys: int, rows: int, memory: _Memory) -> None:
+    """Write the scores of a tile's keys."""
     element, head_dim = a.element, a.head_dim
     stride, row_bytes = head_dim * 4, head_dim * bytes_of(element)
     key = 0
     while key < num_keys:
-        keys, length = run_of_rows(a, table, head, first + key, end)
+        keys, length = run_of_rows(a, tile.table, tile.head, tile.first + key, tile.end)
         length = min(length, num_keys - key)
         if rows < _MANY:
             for j in range(0, length, _KEYS):
-                at, to = keys + j * row_bytes, scores + (key + j) * 4
-                _score_few(element, at, row_bytes, length - j, rows, x, stride, to)
+                at, to = keys + j * row_bytes, memory.scores + (key + j) * 4
+                _score_few(element, at, row_bytes, length - j, rows, memory.x, stride, to)
         else:
             for j in range(key, key + length):
-                column = panels + j // PANEL * PANEL * stride + j % PANEL * 4
+                column = memory.panels + j // PANEL * PANEL * stride + j % PANEL * 4
                 _turn(element, keys + (j - key) * row_bytes, column, head_dim)
         key += length
     if rows >= _MANY:
-        _score_many(panels, num_keys, rows, x, stride, scores)
+        _score_many(memory.panels, num_keys, rows, memory.x, stride, memory.scores)
 
 
 @inner
@@ -265,23 +252,16 @@ def _score_many(panels: int, num_keys: int, rows: int, x: int, stride: int, scor
 
 @inner
 def _weigh(
-    a: AttentionArguments,
-    first: int,
-    num_keys: int,
-    rows: int,
-    position: int,
-    scores: int,
-    state: int,
-    y: int,
+    a: AttentionArguments, first: int, num_keys: int, rows: int, position: int, memory: _Memory
 ) -> None:
     """Turn scores into weights relative to each row's new maximum; keys not seen weigh nothing."""
     shared, head_dim, window = a.shared, a.head_dim, a.window
-    maximum_total = floats_at(state)
+    maximum_total = floats_at(memory.state)
     for row in range(rows):
         last = position + row // shared
         stop = min(num_keys, last + 1 - first)
         start = max(0, last - window + 1 - first) if window else 0
-        weights = floats_at(scores + row * SCORES * 4)
+        weights = floats_at(memory.scores + row * SCORES * 4)
         if a.cap:
             cap_scores(weights, start, stop, a.cap)
         before = maximum_total[2 * row]
@@ -299,31 +279,22 @@ def _weigh(
             kept = exp2(before - maximum)
             maximum_total[2 * row] = maximum
             maximum_total[2 * row + 1] *= kept
-            sums = floats_at(y + row * head_dim * 4)
+            sums = floats_at(memory.y + row * head_dim * 4)
             for d in range(head_dim):
                 sums[d] *= kept
         maximum_total[2 * row + 1] += total
 
 
 @inner
-def _gather(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    first: int,
-    num_keys: int,
-    end: int,
-    rows: int,
-    scores: int,
-    y: int,
-) -> None:
-    """Add each row's weighted values to its sums y [rows, head_dim]."""
-    row_bytes = a.head_dim * bytes_of(a.element)
+def _gather(a: AttentionArguments, tile: _Keys, num_keys: int, rows: int, memory: _Memory) -> None:
+    """Add each row's weighted values to its sums."""
+    row_bytes, values_head = a.head_dim * bytes_of(a.element), a.num_kv_heads + tile.head
     key = 0
     while key < num_keys:
-        values, length = run_of_rows(a, table, a.num_kv_heads + head, first + key, end)
+        values, length = run_of_rows(a, tile.table, values_head, tile.first + key, tile.end)
         count = min(length, num_keys - key)
-        _add(a.element, values, row_bytes, a.head_dim, count, rows, scores + key * 4, y)
+        scores = memory.scores + key * 4
+        _add(a.element, values, row_bytes, a.head_dim, count, rows, scores, memory.y)
         key += count
 
 
@@ -355,15 +326,13 @@ def _add(
 
 
 @inner
-def _finish(
-    a: AttentionArguments, token: int, rows: int, head: int, x: int, y: int, state: int
-) -> None:
-    """Write sums over totals to the output; who needs them shorter has x, now free, to do it."""
-    head_dim, shared, element = a.head_dim, a.shared, a.out_element
+def _finish(a: AttentionArguments, token: int, rows: int, head: int, memory: _Memory) -> None:
+    """Write sums over totals to the output, 16-bit ones by way of x, which is free now."""
+    head_dim, shared, element, x = a.head_dim, a.shared, a.out_element, memory.x
     for row in range(rows):
         first = (head * shared + row % shared) * head_dim
         at = a.out + (token + row // shared) * a.out_stride + first * bytes_of(element)
-        share = np.float32(1) / floats_at(state)[2 * row + 1]
+        y, share = memory.y, np.float32(1) / floats_at(memory.state)[2 * row + 1]
         if element == FLOAT32:
             _scale(y + row * head_dim * 4, share, at, head_dim)
         else:

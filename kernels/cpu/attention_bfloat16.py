@@ -11,7 +11,7 @@ or in a prompt.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -49,6 +49,16 @@ _two_tiles, _one_tile = amx.tile_product(2, 2), amx.tile_product(1, 2)
 _by_dots, _by_vectors = dot_product(_DOTS, 2), pair_product(_FEW)
 
 
+class _Memory(NamedTuple):
+    """Where the memory of a work item lies."""
+
+    near: int  # scores, weights and bounds of a few rows
+    panels: int  # keys, then values, of a tile
+    x: int  # [rows, D] queries
+    y: int  # [rows, D] sums
+    state: int  # [rows, 2] base and total
+
+
 def attend_pairs(a: AttentionArguments, _thread: int) -> None:
     """Take work items and KV heads until none is left; the task of `kernels.cpu.attention`."""
     step, head_dim = step_at(a.step), a.head_dim
@@ -59,7 +69,7 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
     panels = near + -(-_NEAR // CACHE_LINE) * CACHE_LINE
     x = panels + 4 * head_dim * LONG_TILE
     y = x + a.max_rows * head_dim * 2
-    state = y + a.max_rows * head_dim * 4
+    memory = _Memory(near, panels, x, y, y + a.max_rows * head_dim * 4)
     if a.way == Way.TILES:
         amx.configure(a.tiles)
     while True:
@@ -69,22 +79,22 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
         item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
         head = taken % a.num_kv_heads
         table = step.tables + item.sequence * step.num_columns * 4
-        _begin(a, item, head, x, state)
-        _walk(a, table, head, item, x, y, panels, near, state)
-        _finish(a, item, head, y, state)
+        _begin(a, item, head, memory)
+        _walk(a, table, head, item, memory)
+        _finish(a, item, head, memory)
     if a.way == Way.TILES:
         amx.release()
     give_back(near)
 
 
 @inner
-def _begin(a: AttentionArguments, item: Item, head: int, x: int, state: int) -> None:
-    """Copy an item's queries, scaled, to x, and begin its state (base, total)."""
-    base_total = floats_at(state)
+def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> None:
+    """Copy an item's queries, scaled, and begin its state."""
+    base_total = floats_at(memory.state)
     for row in range(item.num_queries * a.shared):
         token, shared_head = item.token + row // a.shared, head * a.shared + row % a.shared
         source = a.query + token * a.token_stride + shared_head * a.head_stride
-        shorten(source, a.scale, x + row * a.head_dim * 2, a.head_dim)
+        shorten(source, a.scale, memory.x + row * a.head_dim * 2, a.head_dim)
         if a.sinks:
             sink = sink_of(a, shared_head)
             base_total[2 * row] = np.ceil(sink)
@@ -95,18 +105,8 @@ def _begin(a: AttentionArguments, item: Item, head: int, x: int, state: int) -> 
 
 
 @inner
-def _walk(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    item: Item,
-    x: int,
-    y: int,
-    panels: int,
-    near: int,
-    state: int,
-) -> None:
-    """Add up the values of an item's context in y, tile by tile."""
+def _walk(a: AttentionArguments, table: int, head: int, item: Item, memory: _Memory) -> None:
+    """Add up the values of an item's context, tile by tile."""
     first, end = 0, item.position + item.num_queries
     if a.window:
         first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
@@ -114,9 +114,9 @@ def _walk(
     is_added = 0
     while tile < end:
         num_keys = min(LONG_TILE, end - tile)
-        _gather(a, table, head, first, tile, num_keys, end, panels)
+        _gather(a, table, head, first, tile, num_keys, end, memory.panels)
         for row in range(0, item.num_queries * a.shared, ROWS_TOGETHER):
-            _add(a, item, tile, num_keys, row, x, y, panels, near, state, is_added)
+            _add(a, item, tile, num_keys, row, memory, is_added)
         tile += LONG_TILE
         is_added = 1
 
@@ -154,15 +154,12 @@ def _add(
     tile: int,
     num_keys: int,
     row: int,
-    x: int,
-    y: int,
-    panels: int,
-    near: int,
-    state: int,
+    memory: _Memory,
     is_added: int,
 ) -> None:
     """Add the weighted values of a tile to the sums of the rows from `row` on, if `is_added`."""
-    head_dim, scores, weights = a.head_dim, near, near + _SCORES
+    head_dim, panels, near = a.head_dim, memory.panels, memory.near
+    scores, weights = near, near + _SCORES
     rows = min(ROWS_TOGETHER, item.num_queries * a.shared - row)
     first, last = item.position + row // a.shared, item.position + (row + rows - 1) // a.shared
     # Whole steps of keys that none of the rows sees are left out.
@@ -170,7 +167,7 @@ def _add(
     if seen <= 0:
         return
     depth = -(-seen // STEP) * STEP
-    queries, sums = x + row * head_dim * 2, y + row * head_dim * 4
+    queries, sums = memory.x + row * head_dim * 2, memory.y + row * head_dim * 4
     values = panels + LONG_TILE * head_dim * 2
     is_whole = tile + LONG_TILE <= first + 1 and (a.window == 0 or tile > last - a.window)
     if not is_whole:
@@ -178,7 +175,7 @@ def _add(
     multiply(a.way, rows, queries, head_dim, head_dim, panels, depth, scores, LONG_TILE, 0)
     if a.cap:
         cap_scores(floats_at(scores), 0, rows * LONG_TILE, a.cap)
-    _weigh(a, rows, is_whole, near, state + row * 8, sums, is_added)
+    _weigh(a, rows, is_whole, near, memory.state + row * 8, sums, is_added)
     multiply(a.way, rows, weights, LONG_TILE, depth, values, head_dim, sums, head_dim, is_added)
 
 
@@ -217,13 +214,13 @@ def _weigh(
 
 
 @inner
-def _finish(a: AttentionArguments, item: Item, head: int, y: int, state: int) -> None:
+def _finish(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> None:
     """Write sums over totals to the output."""
     for row in range(item.num_queries * a.shared):
-        share = np.float32(1) / floats_at(state)[2 * row + 1]
+        share = np.float32(1) / floats_at(memory.state)[2 * row + 1]
         at = a.out + (item.token + row // a.shared) * a.out_stride
         at += (head * a.shared + row % a.shared) * a.head_dim * 2
-        shorten(y + row * a.head_dim * 4, share, at, a.head_dim)
+        shorten(memory.y + row * a.head_dim * 4, share, at, a.head_dim)
 
 
 @inner

@@ -16,7 +16,7 @@ from kernels.cpu.intrinsics import bytes_at, exp2, floats_at, ints_at, longs_at
 from kernels.cpu.program import Operation
 from kernels.cpu.row_groups import Groups, table_at
 from kernels.cpu.tasks import allocate, give_back, inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.threads import for_each_row, take
 
 _LOG2_E = np.float32(1.4426950408889634)
 
@@ -46,7 +46,6 @@ class Routes:
         assert logits.shape[1] >= self.num_experts and len(logits) == len(self.experts)
         chosen = _ChooseArguments(
             num_rows=len(logits),
-            at_a_time=rows_at_a_time(len(logits)),
             num_experts=self.num_experts,
             top_k=self.top_k,
             logits=logits.data_ptr(),
@@ -77,7 +76,6 @@ class Routes:
         assert len(out) == len(x) * self.top_k == self.groups.num_rows
         arguments = _SpreadArguments(
             num_rows=len(out),
-            at_a_time=rows_at_a_time(len(out)),
             tokens=self.groups.tokens.data_ptr(),
             x=x.data_ptr(),
             out=out.data_ptr(),
@@ -89,7 +87,6 @@ class Routes:
 
 class _ChooseArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     num_experts: int
     top_k: int
     logits: int
@@ -102,12 +99,7 @@ class _ChooseArguments(NamedTuple):
 
 def _choose(a: _ChooseArguments, _thread: int) -> None:
     weights = allocate(a.num_experts * 4)
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            break
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _choose_row(a, row, weights)
+    for_each_row(a, _choose_row, weights)
     give_back(weights)
 
 
@@ -187,7 +179,6 @@ def _write_groups(table: Any, following: Any, num_experts: int) -> None:
 
 class _SpreadArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     tokens: int
     x: int
     out: int
@@ -197,12 +188,12 @@ class _SpreadArguments(NamedTuple):
 
 
 def _spread(a: _SpreadArguments, _thread: int) -> None:
-    tokens = ints_at(a.tokens)
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            x, out = bytes_at(a.x + tokens[row] * a.stride), bytes_at(a.out + row * a.stride)
-            for i in range(a.size):
-                out[i] = x[i]
+    for_each_row(a, _spread_row, 0)
+
+
+@inner
+def _spread_row(a: _SpreadArguments, row: int, _: int) -> None:
+    token = ints_at(a.tokens)[row]
+    x, out = bytes_at(a.x + token * a.stride), bytes_at(a.out + row * a.stride)
+    for i in range(a.size):
+        out[i] = x[i]

@@ -15,12 +15,11 @@ from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import FLOAT32, WIDTH, narrow
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.threads import for_each_row
 
 
 class _Arguments(NamedTuple):
-    num_tokens: int
-    at_a_time: int
+    num_rows: int
     heads: int
     num_heads: int  # of queries, keys and values together
     num_kv_heads: int
@@ -61,8 +60,7 @@ def rotate_and_append(
     num_tokens, num_heads, _ = heads.shape
     assert head_dim % WIDTH == 0
     arguments = _Arguments(
-        num_tokens=num_tokens,
-        at_a_time=rows_at_a_time(num_tokens),
+        num_rows=num_tokens,
         heads=heads.data_ptr(),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -80,16 +78,11 @@ def rotate_and_append(
 
 
 def _rotate_and_append(a: _Arguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_tokens:
-            return
-        for token in range(first, min(first + a.at_a_time, a.num_tokens)):
-            _rotate_token(a, token)
+    for_each_row(a, _rotate_token, 0)
 
 
 @inner
-def _rotate_token(a: _Arguments, token: int) -> None:
+def _rotate_token(a: _Arguments, token: int, _: int) -> None:
     num_heads, num_kv_heads, size = a.num_heads, a.num_kv_heads, a.head_dim
     first = a.heads + token * num_heads * size * 4
     for head in range(num_heads - num_kv_heads):

@@ -33,7 +33,7 @@ from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gated
 from kernels.cpu.simd import BFLOAT16, PANEL
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.threads import for_each_row
 
 # What dtypes of rows are numbered on from `kernels.cpu.simd.ELEMENTS`.
 INT8 = len(ELEMENTS)
@@ -58,7 +58,6 @@ def room_for_planes(num_rows: int, size: int) -> torch.Tensor:
 
 class _Arguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     x: int
     element: int
@@ -80,7 +79,6 @@ def to_planes(x: torch.Tensor, out: torch.Tensor) -> Operation:
     assert out.dtype is torch.int8 and out.shape[1] >= 2 * (x.shape[1] + 4)
     arguments = _Arguments(
         num_rows=len(x),
-        at_a_time=rows_at_a_time(len(x)),
         size=x.shape[1],
         x=x.data_ptr(),
         element=ELEMENTS[x.dtype],
@@ -92,12 +90,12 @@ def to_planes(x: torch.Tensor, out: torch.Tensor) -> Operation:
 
 
 def _to_planes(a: _Arguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            round_row(a.element, a.x + row * a.x_stride, a.size, a.out, row, a.out_stride)
+    for_each_row(a, _round_row, 0)
+
+
+@inner
+def _round_row(a: _Arguments, row: int, _: int) -> None:
+    round_row(a.element, a.x + row * a.x_stride, a.size, a.out, row, a.out_stride)
 
 
 @inner

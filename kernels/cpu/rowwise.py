@@ -27,14 +27,13 @@ from kernels.cpu.rows_int8 import INT8, round_row
 from kernels.cpu.simd import BFLOAT16, FLOAT32, PANEL, bytes_of, narrow
 from kernels.cpu.simd_int8 import QUAD
 from kernels.cpu.tasks import allocate, comparing, give_back, inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.threads import for_each_row
 
 _MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
 
 class _NormArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     x: int
     out: int
@@ -68,7 +67,6 @@ def norm(
     """
     arguments = _NormArguments(
         num_rows=len(out),
-        at_a_time=rows_at_a_time(len(out)),
         size=x.shape[1],
         x=x.data_ptr(),
         out=out.data_ptr(),
@@ -85,12 +83,7 @@ def norm(
 
 def _norm(a: _NormArguments, _thread: int) -> None:
     scratch = allocate(a.size * 4)
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            break
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _norm_row(a, row, scratch)
+    for_each_row(a, _norm_row, scratch)
     give_back(scratch)
 
 
@@ -118,7 +111,6 @@ def _norm_row(a: _NormArguments, row: int, scratch: int) -> None:
 
 class _GateArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     gate_up: int
     out: int
@@ -138,7 +130,6 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Op
     """
     arguments = _GateArguments(
         num_rows=len(out),
-        at_a_time=rows_at_a_time(len(out)),
         size=out.shape[1],
         gate_up=gate_up.data_ptr(),
         out=out.data_ptr(),
@@ -148,16 +139,11 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Op
 
 
 def _gate(a: _GateArguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _gate_row(a, row)
+    for_each_row(a, _gate_row, 0)
 
 
 @inner
-def _gate_row(a: _GateArguments, row: int) -> None:
+def _gate_row(a: _GateArguments, row: int, _: int) -> None:
     size = a.size
     gate = floats_at(a.gate_up + row * size * 8)
     up = floats_at(a.gate_up + row * size * 8 + size * 4)
@@ -174,7 +160,6 @@ def _gate_row(a: _GateArguments, row: int) -> None:
 
 class _EmbedArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     token_ids: int
     table: int
@@ -214,7 +199,6 @@ def embed(
     scales = weight.scales if isinstance(weight, Int8Weight) else None
     arguments = _EmbedArguments(
         num_rows=len(token_ids),
-        at_a_time=rows_at_a_time(len(token_ids)),
         size=size,
         token_ids=token_ids.data_ptr(),
         table=table.data_ptr(),
@@ -231,16 +215,11 @@ def embed(
 
 
 def _embed(a: _EmbedArguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _embed_row(a, row)
+    for_each_row(a, _embed_row, 0)
 
 
 @inner
-def _embed_row(a: _EmbedArguments, row: int) -> None:
+def _embed_row(a: _EmbedArguments, row: int, _: int) -> None:
     size, element, stride, together = a.size, a.element, a.stride, a.together
     out = floats_at(a.out + row * size * 4)
     token_id = np.int64(ints_at(a.token_ids)[row])

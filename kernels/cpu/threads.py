@@ -61,16 +61,23 @@ class _Board:
     semaphore: Shared  # on which they do: a sem_t
 
 
-def rows_at_a_time(num_rows: int) -> int:
-    """Return the number of rows that a thread takes at a time; a row is some microseconds."""
-    return max(1, min(MAX_CHUNK, num_rows // MAX_CHUNK))
-
-
 @inner
 def take(arguments: Any, count: int) -> int:
     """Take the next `count` rounds of a loop; return the first of them, maybe past the end."""
     first: int = fetch_add(address_of(arguments, "taken"), count)
     return first
+
+
+@inner
+def for_each_row(arguments: Any, work: Callable[..., None], scratch: int) -> None:
+    """Call `work(arguments, row, scratch)` for rows of a loop until none of `num_rows` is left."""
+    at_a_time = max(1, min(MAX_CHUNK, arguments.num_rows // MAX_CHUNK))
+    while True:
+        first = take(arguments, at_a_time)
+        if first >= arguments.num_rows:
+            return
+        for row in range(first, min(first + at_a_time, arguments.num_rows)):
+            work(arguments, row, scratch)
 
 
 @inner

@@ -1,4 +1,4 @@
-"""Whole models through the CUDA kernels, compiled for the CPU: the same logits as the reference's."""
+"""Whole models through the shim: the logits of the reference."""
 
 from __future__ import annotations
 

@@ -172,9 +172,10 @@ class Shim:
         operator = partial(cuda.attend, Way.OURS) if name == "paged_attention" else vars(cuda)[name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            host = {"start": lambda _, launches: self.run(launches), "gpu": lambda _: self._gpu}
+            host: dict[str, Any] = {"start": lambda _, launches: self.run(launches)}
             # So few thread blocks that each takes several rows.
-            with patch.multiple(cuda, **host, GATE_BLOCKS_PER_MULTIPROCESSOR=1), Margins() as made:
+            host |= {"gpu": lambda _: self._gpu, "GATE_BLOCKS_PER_MULTIPROCESSOR": 1}
+            with patch.multiple(cuda, **host), Margins() as made:
                 result = operator(*args, **kwargs)
             made.check()
             return result
