@@ -10,7 +10,6 @@ from tests.gpu.trail import Figures, Finding, State, figures_of
 
 EXIT_OK: Final = 0
 EXIT_WRONG: Final = 1  # a kernel or the system is wrong, or broke
-EXIT_USAGE: Final = 2
 EXIT_NO_DEVICE: Final = 3  # nothing could be checked
 EXIT_BELOW: Final = 4  # all is right, but a target was missed or could not be measured
 

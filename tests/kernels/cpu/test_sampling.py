@@ -78,12 +78,6 @@ def test_the_place_is_found_across_parts(size: int) -> None:
         assert sample(logits, settings_of([number] * size)) == list(range(size))
 
 
-def test_logits_of_any_dtype_and_layout() -> None:
-    logits = torch.randn(700, 3).bfloat16().t()
-    rows = settings_of([0.5] * 3)
-    assert sample(logits, rows) == sample(logits.float().contiguous(), rows)
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_largest_keeps_to_the_vocabulary(broken: float) -> None:
     for part in (1, 600):
@@ -111,9 +105,3 @@ def test_a_token_is_chosen_among_the_allowed(vocab: int, num_words: int) -> None
     assert expected[2] == -1
     assert sample(logits, rows, allowed) == expected
     assert sample(logits, rows, allowed, reference) == expected
-
-
-def test_the_likeliest_is_chosen_at_temperature_0() -> None:
-    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0], [-1.0, -2.0, 0.0]])
-    rows = settings_of([0.9] * 3, temperature=0.0, top_k=1, top_p=0.1, min_p=0.9)
-    assert sample(logits, rows) == sample(logits, rows, serving=reference) == [1, 0, 2]
