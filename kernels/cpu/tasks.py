@@ -52,6 +52,12 @@ _FIELD_TYPES: dict[Any, Any] = {
 }
 
 
+def _inlined(function: Callable[P, R], fastmath: Any) -> Callable[P, R]:
+    options = {**_OPTIONS, "fastmath": fastmath}  # what is not said, a caller says
+    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
+    return compilable
+
+
 def inner(function: Callable[P, R]) -> Callable[P, R]:
     """Let tasks call a function; it is compiled into them.
 
@@ -59,15 +65,17 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
     task, maybe to sums in another order.  Which of them runs would depend on what was compiled in
     this process and what came from the cache on disk, and two workers would differ in a last bit.
     """
-    compilable: Callable[P, R] = njit(forceinline=True, **_OPTIONS)(function)
-    return compilable
+    return _inlined(function, FASTMATH)
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
     """`inner` for numbers that must be the same to the bit elsewhere: each operation is rounded."""
-    options = {**_OPTIONS, "fastmath": False}  # what is not said, a caller says
-    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
-    return compilable
+    return _inlined(function, False)
+
+
+def comparing(function: Callable[P, R]) -> Callable[P, R]:
+    """`inner` for comparisons of numbers: a maximum is vectorized only if NaN may be forgotten."""
+    return _inlined(function, FASTMATH | {"nnan"})
 
 
 _aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))
@@ -89,13 +97,6 @@ def allocate(num_bytes: int) -> int:
 def give_back(address: int) -> None:
     """Give back what `allocate` returned."""
     _free(address)
-
-
-def comparing(function: Callable[P, R]) -> Callable[P, R]:
-    """`inner` for comparisons of numbers: a maximum is vectorized only if NaN may be forgotten."""
-    options = {**_OPTIONS, "fastmath": FASTMATH | {"nnan"}}
-    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
-    return compilable
 
 
 @cache
