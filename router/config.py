@@ -28,7 +28,16 @@ from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from router.text.output_parser import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from wire.process.keys import credential
-from wire.process.settings import MAX_PORT, SharedSettings, check_endpoint, check_printable, port_of
+from wire.process.settings import (
+    MAKE_KEYS,
+    MAX_PORT,
+    SharedSettings,
+    check_endpoint,
+    check_printable,
+    open_port,
+    port_of,
+    setting,
+)
 
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
 
@@ -37,157 +46,130 @@ class Config(SharedSettings):
     """Take requests over HTTP and raw TCP and place them on prefill and decode workers."""
 
     # What is served.
-    served_model_name: str = Field(
-        default="", description="the name clients use; empty: taken from --model"
-    )
+    served_model_name: str = setting("", "the name clients use; empty: taken from --model")
 
-    generation_config: str = Field(
-        default="auto",
-        description="what requests are sampled with that do not say: auto is what the model's "
+    generation_config: str = setting(
+        "auto",
+        "what requests are sampled with that do not say: auto is what the model's "
         "generation_config.json recommends, none is temperature 1 and no filter, else a directory "
         "with such a file",
     )
 
-    tool_call_parser: Literal[TOOL_CALL_PARSERS] = Field(  # type: ignore[valid-type]
-        default=AUTO,
-        description="how the model writes calls of tools; auto: as its chat template shows",
+    tool_call_parser: Literal[TOOL_CALL_PARSERS] = setting(  # type: ignore[valid-type]
+        AUTO, "how the model writes calls of tools; auto: as its chat template shows"
     )
-    reasoning_parser: Literal[REASONING_PARSERS] = Field(  # type: ignore[valid-type]
-        default=AUTO,
-        description="how the model marks what it thinks before it answers; auto: as its chat "
-        "template shows",
+    reasoning_parser: Literal[REASONING_PARSERS] = setting(  # type: ignore[valid-type]
+        AUTO,
+        "how the model marks what it thinks before it answers; auto: as its chat template shows",
     )
 
-    trust_request_chat_template: bool = Field(
-        default=False,
-        description="let requests bring a chat template: one can compute for ever, so only where "
-        "all who ask are trusted",
+    trust_request_chat_template: bool = setting(
+        False,
+        "let requests bring a chat template: one can compute for ever, so only where all who ask "
+        "are trusted",
     )
 
     # Where.
-    http: str = Field(default="127.0.0.1:8000", description="HOST:PORT of the OpenAI API")
-    tcp: str = Field(default="127.0.0.1:8001", description="HOST:PORT of raw TCP clients")
-    bus: str = Field(
-        default="tcp://127.0.0.1:5570", description="ZeroMQ endpoint that workers connect to"
-    )
-    ready_file: Path | None = Field(
-        default=None, description="write the bound endpoints there as one JSON line once listening"
+    http: str = setting("127.0.0.1:8000", "HOST:PORT of the OpenAI API")
+    tcp: str = setting("127.0.0.1:8001", "HOST:PORT of raw TCP clients")
+    bus: str = setting("tcp://127.0.0.1:5570", "ZeroMQ endpoint that workers connect to")
+    ready_file: Path | None = setting(
+        None, "write the bound endpoints there as one JSON line once listening"
     )
 
     # Who may connect.
-    api_keys: Path | None = Field(
-        default=None,
-        description="file with the API keys of clients, one a line; none: the systemd credential "
-        "api_keys, if there is one",
+    api_keys: Path | None = setting(
+        None,
+        "file with the API keys of clients, one a line; none: the systemd credential api_keys, if "
+        "there is one",
     )
-    tls_cert: Path | None = Field(
-        default=None, description="certificate chain (PEM) for HTTP and raw TCP"
+    tls_cert: Path | None = setting(None, "certificate chain (PEM) for HTTP and raw TCP")
+    tls_key: Path | None = setting(None, "its private key (PEM)")
+    allowed_origins: str = setting(
+        "", "web pages that may ask, with commas between: https://chat.example.org; *: any"
     )
-    tls_key: Path | None = Field(default=None, description="its private key (PEM)")
-    allowed_origins: str = Field(
-        default="",
-        description="web pages that may ask, with commas between: https://chat.example.org; *: any",
+    allowed_hosts: str = setting(
+        "",
+        "host names that clients may use for this router, with commas between, beside localhost, "
+        "this machine's name and addresses; *: any. No other is answered without API keys",
     )
-    allowed_hosts: str = Field(
-        default="",
-        description="host names that clients may use for this router, with commas between, beside "
-        "localhost, this machine's name and addresses; *: any. No other is answered without API "
-        "keys",
-    )
-    insecure: bool = Field(
-        default=False, description="allow listening beyond this machine without keys"
-    )
+    insecure: bool = setting(False, "allow listening beyond this machine without keys")
 
     # Limits.
-    max_waiting: int = Field(default=1024, ge=0, description="requests that may wait for a worker")
-    max_running_per_worker: int = Field(
-        default=256, ge=1, description="requests placed on one worker at a time; the rest wait here"
+    max_waiting: int = setting(1024, "requests that may wait for a worker", ge=0)
+    max_running_per_worker: int = setting(
+        256, "requests placed on one worker at a time; the rest wait here", ge=1
     )
-    max_connections: int = Field(
-        default=4096, ge=1, description="connections of HTTP clients, and of raw TCP clients"
+    max_connections: int = setting(
+        4096, "connections of HTTP clients, and of raw TCP clients", ge=1
     )
-    max_requests_per_connection: int = Field(
-        default=256, ge=1, description="open requests of one raw TCP connection"
-    )
+    max_requests_per_connection: int = setting(256, "open requests of one raw TCP connection", ge=1)
 
-    max_body_bytes: int = Field(
-        default=MAX_BODY_BYTES,
+    max_body_bytes: int = setting(
+        MAX_BODY_BYTES,
+        "largest body of an HTTP request; beyond the default one may delay the others",
         ge=1024,
         le=64 * 1024 * 1024,
-        description="largest body of an HTTP request; beyond the default one may delay the others",
     )
-    max_kept_responses: int = Field(
-        default=MAX_RESPONSES,
-        ge=0,
-        description="responses that later ones can go on from (previous_response_id)",
+    max_kept_responses: int = setting(
+        MAX_RESPONSES, "responses that later ones can go on from (previous_response_id)", ge=0
     )
-    max_kept_bytes: int = Field(
-        default=MAX_BYTES,
-        ge=0,
-        description="of all responses that are kept; who keeps most makes room",
+    max_kept_bytes: int = setting(
+        MAX_BYTES, "of all responses that are kept; who keeps most makes room", ge=0
     )
-    max_attempts: int = Field(
-        default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"
+    max_attempts: int = setting(
+        4, "tries of a request when workers fail; 1: no failover", ge=1, le=16
     )
 
     # Times.
-    heartbeat_ms: int = Field(
-        default=1000, ge=10, le=60_000, description="between heartbeats, both ways"
+    heartbeat_ms: int = setting(1000, "between heartbeats, both ways", ge=10, le=60_000)
+    lease_ms: int = setting(
+        30_000, "how long an idle transfer or hold is kept", ge=100, le=3_600_000
     )
-    lease_ms: int = Field(
-        default=30_000,
+    stall_ms: int = setting(
+        60_000,
+        "a worker whose step takes longer is stuck: its requests go elsewhere",
         ge=100,
         le=3_600_000,
-        description="how long an idle transfer or hold is kept",
     )
-    stall_ms: int = Field(
-        default=60_000,
-        ge=100,
-        le=3_600_000,
-        description="a worker whose step takes longer is stuck: its requests go elsewhere",
+    queue_timeout_ms: int = setting(
+        30_000, "longest wait for a worker with room", ge=1, le=3_600_000
     )
-    queue_timeout_ms: int = Field(
-        default=30_000, ge=1, le=3_600_000, description="longest wait for a worker with room"
+    deadline_ms: int = setting(
+        600_000, "of a request that sets no deadline_ms itself", ge=1, le=2**31 - 1
     )
-    deadline_ms: int = Field(
-        default=600_000,
-        ge=1,
-        le=2**31 - 1,
-        description="of a request that sets no deadline_ms itself",
-    )
-    grace_s: float = Field(
-        default=5.0,
+    grace_s: float = setting(
+        5.0,
+        "for the headers of a request, and the first frame of a raw TCP client",
         gt=0.0,
         le=600.0,
-        description="for the headers of a request, and the first frame of a raw TCP client",
     )
-    idle_s: float = Field(
-        default=120.0,
+    idle_s: float = setting(
+        120.0,
+        "silence of a client with no request; keep it longer than clients do (5 s)",
         gt=0.0,
         le=86_400.0,
-        description="silence of a client with no request; keep it longer than clients do (5 s)",
     )
 
     # Processes of our own, and workers.
-    processes: int = Field(
-        default=1,
+    processes: int = setting(
+        1,
+        "router processes that share --http and --tcp (Linux). Each has a bus of its own, on the "
+        "ports from that of --bus on, and its part of the limits on connections, waiting and "
+        "running requests, and kept responses",
         ge=1,
         le=64,
-        description="router processes that share --http and --tcp (Linux). Each has a bus of its "
-        "own, on the ports from that of --bus on, and its part of the limits on connections, "
-        "waiting and running requests, and kept responses",
     )
-    local: tuple[NumWorkers, NumWorkers] = Field(
-        default=(0, 0), description="P,D: also run P prefill and D decode workers on this machine"
+    local: tuple[NumWorkers, NumWorkers] = setting(
+        (0, 0), "P,D: also run P prefill and D decode workers on this machine"
     )
-    local_cores: Sharing = Field(
-        default="auto",
-        description="cores of the local workers: auto is one node for each, and there some of its "
-        "own if there are enough; split is some of its own, however few; shared is all for all",
+    local_cores: Sharing = setting(
+        "auto",
+        "cores of the local workers: auto is one node for each, and there some of its own if there "
+        "are enough; split is some of its own, however few; shared is all for all",
     )
-    worker_args: str = Field(
-        default="",
-        description="more flags of the local workers, quoted as for a shell: '--num-blocks 64'",
+    worker_args: str = setting(
+        "", "more flags of the local workers, quoted as for a shell: '--num-blocks 64'"
     )
 
     @field_validator("local", mode="wrap")
@@ -226,20 +208,15 @@ class Config(SharedSettings):
     def _refuse_open_ports(self) -> Self:
         has_keys = self.keys is not None or credential("router.key") is not None
         has_api_keys = self.api_keys is not None or credential("api_keys") is not None
-        make_keys = "make keys with scripts/keys and say --keys DIR"
         make_api_keys = "make one with scripts/keys --api-key FILE and say --api-keys FILE"
         for flag, endpoint, is_guarded, advice in (
             ("--http", self.http, has_api_keys, make_api_keys),
             ("--tcp", self.tcp, has_api_keys, make_api_keys),
-            ("--bus", self.bus, has_keys, make_keys),
+            ("--bus", self.bus, has_keys, MAKE_KEYS),
         ):
             host, _ = split_endpoint(endpoint, flag)
             if not (self.insecure or is_guarded or _is_loopback(host)):
-                raise ValueError(
-                    f"{flag} {endpoint} can be reached from other machines, and there is no key "
-                    f"to tell who may connect: {advice}, or bind 127.0.0.1, or add --insecure if "
-                    "you trust everybody on the network"
-                )
+                raise open_port(f"{flag} {endpoint}", f"{advice}, or bind 127.0.0.1")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together")
         for origin in self.origins:

@@ -27,13 +27,12 @@ from wire.process.lifetime import bounded, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from worker.assembly import make_engine
-from worker.compute.contract import KVCache
 from worker.compute.device_errors import EXIT_DEVICE_FAILED, device_error
 from worker.config import Config
 from worker.engine.instrumented import measured
 from worker.engine.outputs import Output
 from worker.engine.thread import Pulse, Standstill, Warmup
-from worker.environment import Copying, Environment, WorkerContext
+from worker.environment import Environment, WorkerContext
 from worker.executor.contract import Executor, ModelInfo
 from worker.link import LinkState, RouterLink
 from worker.metrics import Metrics
@@ -43,22 +42,19 @@ from worker.transfer.thread import SMALL_BYTES
 
 log = structlog.get_logger("worker")
 
-# How often leases are looked at; far below any sensible lease, cheap beside a heartbeat.
+# Between two checks of leases; far below any sensible lease.
 TICK_S: Final = 0.1
-# Between heartbeats while one cannot hold all that the prefix cache has to tell.
+# Between heartbeats while one cannot hold all news of the prefix cache.
 REST_S: Final = 0.1
-# How long a step may take to end after the drain: another process of the model may be stuck.
+# For a step to end after the drain: another process of the model may be stuck.
 STOP_S: Final = 10.0
-# And all that comes after the drain: copies of KV, the other processes, the sockets.
+# For all that follows the drain: copies of KV, the other processes, the sockets.
 CLOSE_S: Final = 20.0
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
 
 
 class Worker:
-    """The parts of one worker and what they tell each other.
-
-    `role` has what is in hand for the routers; `routers` are the connections to them,
-    `scrape` is where metrics are read.
+    """All parts of one worker: the engine, the `role`, a link to each router, the metrics port.
 
     Raises:
         ValueError: The settings do not fit the model or the machine.
@@ -80,27 +76,25 @@ class Worker:
         self._executor = self._models[0]
         self._engine = make_engine(config, *self._models, clock=outside.clock)
         self._clock = outside.clock
-        self._loop = asyncio.get_running_loop()
-        self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
+        self._changed = asyncio.Event()  # wakes `run`
+        call = asyncio.get_running_loop().call_soon_threadsafe
+        self._thread = outside.make_thread(
+            self._engine,
+            lambda outputs: call(self._on_outputs, outputs),
+            lambda error: call(self._on_crash, error),
+        )
         warm_ups = [model.warmup for model in self._models]
-        self._warmup = Warmup(warm_ups, outside.clock, self._end_warmup)
+        self._warmup = Warmup(warm_ups, outside.clock, lambda: call(self._changed.set))
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
-        self._copies = _copies(outside, self._engine.cache)
+        cache = self._engine.cache
+        small_bytes = 0 if cache.copies_wait else SMALL_BYTES
+        self._copies = outside.make_copies(cache.copies_at_once, small_bytes)
         keys = open_keys(config.keys, config.party)
         self._plane = outside.make_plane(info.max_model_len, keys)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, outside.epoch())
-        context = WorkerContext(
-            config,
-            identity,
-            self._engine.cache,
-            self._thread,
-            self._copies,
-            self._plane,
-            outside.clock,
-            outside.make_port,
-            outside.fetch,
-        )
+        parts = cache, self._thread, self._copies, self._plane, outside
+        context = WorkerContext(config, identity, *parts)
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)
         segments, bus = self.role.segment_traffic, Traffic()
@@ -114,10 +108,8 @@ class Worker:
         self._metrics = Metrics(self._engine, self.role, config, planes, self._peers_up)
         api_keys = open_api_keys(config.api_keys) if config.metrics else None
         self.scrape = ScrapePort(self._metrics.render, api_keys)
-        # What wakes `run` and the heartbeat.
         self._crashed: BaseException | None = None
-        self._changed = asyncio.Event()
-        self._is_beat_due = asyncio.Event()
+        self._is_beat_due = asyncio.Event()  # wakes the heartbeat
         self._was_busy = False
         self._is_announced = False
         self._pulse = Pulse(self._thread.post)
@@ -144,11 +136,7 @@ class Worker:
         )
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until told to stop, refused by every router, or broken; return the exit status.
-
-        Raises:
-            OSError: The address for metrics is taken.
-        """
+        """Serve until told to stop, refused by every router, or broken; return the exit status."""
         chores = [
             asyncio.create_task(self._watched(chore))
             for chore in (self._beat(), self._tick(), keep_watchdog(self._pulse.is_felt))
@@ -175,7 +163,7 @@ class Worker:
                     router.open()
             while not stopping.done():
                 if self._crashed is not None:
-                    return EXIT_DEVICE_FAILED if self._is_device_failed else EXIT_CRASHED
+                    return self._crash_status
                 if all(router.state is LinkState.REFUSED for router in self.routers):
                     is_fenced = all(router.is_fenced for router in self.routers)
                     return EX_TEMPFAIL if is_fenced else EX_CONFIG
@@ -185,7 +173,7 @@ class Worker:
             stopping.cancel()
 
     async def _drain(self) -> int:
-        """Take no new work, finish what is here, and leave when no router refers to us."""
+        """Take no new work, finish all requests, and leave when every router has agreed."""
         notify("STOPPING=1")
         log.info("draining", unfinished=self.role.num_unfinished, drain_s=self._config.drain_s)
         for router in self.routers:
@@ -194,7 +182,7 @@ class Worker:
             async with asyncio.timeout(self._config.drain_s):
                 while self.role.num_unfinished or not all(r.is_drained for r in self.routers):
                     if self._crashed is not None:
-                        return EXIT_DEVICE_FAILED if self._is_device_failed else EXIT_CRASHED
+                        return self._crash_status
                     await self._wait_for_change()
         except TimeoutError:
             if self.role.num_unfinished:  # else only a router has not said that it knows
@@ -222,7 +210,7 @@ class Worker:
         if self._thread.stop(wait_s=STOP_S if self._warmup.is_over else 0.0):
             self._copies.close()
             # A device that has failed takes no calls; the end of the process gives all back.
-            for model in () if self._is_device_failed else self._models:
+            for model in () if self._crash_status == EXIT_DEVICE_FAILED else self._models:
                 model.shutdown()
         elif self._warmup.is_over:
             log.warning("a step does not end, so this worker ends without it", waited_s=STOP_S)
@@ -237,38 +225,26 @@ class Worker:
             accepted_tokens=self._engine.counters.accepted_tokens,
         )
 
-    # The engine's thread calls these three.
-
-    def _end_warmup(self) -> None:
-        self._loop.call_soon_threadsafe(self._changed.set)
-
-    def _deliver(self, outputs: list[Output]) -> None:
-        self._loop.call_soon_threadsafe(self._on_outputs, outputs)
-
-    def _crash(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._on_crash, error)
-
-    # The loop.
-
     def _on_outputs(self, outputs: list[Output]) -> None:
         try:
             self.role.on_outputs(outputs)
-        except Exception as error:  # what else was in `outputs` is lost, requests would hang
+        except Exception as error:  # the other outputs are lost, and their requests would hang
             self._on_crash(error)
 
     def _on_crash(self, error: BaseException) -> None:
         sentence = device_error(error)
         if sentence is None:
             log.error("this worker is broken and ends", exc_info=error)
-        elif not self._is_device_failed:  # else the same error, at a later call
+        elif self._crash_status != EXIT_DEVICE_FAILED:  # else the same error, at a later call
             noticed = "; ".join(getattr(error, "__notes__", ()))
             log.error("the GPU has failed, so this worker ends", reason=sentence, noticed=noticed)
         self._crashed = self._crashed or error
         self._changed.set()
 
     @property
-    def _is_device_failed(self) -> bool:
-        return self._crashed is not None and device_error(self._crashed) is not None
+    def _crash_status(self) -> int:
+        is_device = self._crashed is not None and device_error(self._crashed) is not None
+        return EXIT_DEVICE_FAILED if is_device else EXIT_CRASHED
 
     async def _watched(self, chore: Coroutine[None, None, None]) -> None:
         try:
@@ -307,7 +283,7 @@ class Worker:
         return not self.role.is_idle or self._thread.is_busy
 
     async def _beat(self) -> None:
-        """Tell every router how we are: at its pace, and at once when we became idle."""
+        """Send heartbeats at the routers' pace, and at once when the worker becomes idle."""
         while True:
             load = self._engine.load()
             load = msgspec.structs.replace(
@@ -333,14 +309,10 @@ class Worker:
                     await self._is_beat_due.wait()
 
     def _report(self, figures: str) -> None:
-        """Tell systemd how we are, and before the first WELCOME that we are still at it."""
+        """Report the status to systemd, and extend the start before the first WELCOME."""
         if self._is_announced:
             notify(f"STATUS={figures}")
         else:
             extend_start()
             joining = f"joining {', '.join(self._config.router)}"
             notify(f"STATUS={joining if self._warmup.is_over else 'warming up'}")
-
-
-def _copies(outside: Environment, cache: KVCache) -> Copying:
-    return outside.make_copies(cache.copies_at_once, 0 if cache.copies_wait else SMALL_BYTES)

@@ -13,21 +13,17 @@ from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.settings import EngineSettings
 from worker.executor.contract import Executor
-from worker.memory import count_blocks, default_kv_cache_bytes, free_bytes
+from worker.memory import count_blocks, free_bytes
 
 log = structlog.get_logger("worker")
 
 
 def check_speculation(config: Config, executor: Executor) -> None:
-    """Refuse guesses that nobody could verify; the engine would leave them out without a word.
-
-    Raises:
-        ValueError: The message says which setting to leave out.
-    """
+    """Raise ValueError if the executor cannot verify drafts, which the engine would ignore."""
     if config.role == "decode" and config.speculate and not executor.capabilities.speculative:
         raise ValueError(
             f"--speculate {config.speculate}: the executor {config.executor!r} samples one token "
-            "of a sequence in a step and cannot verify guesses; leave --speculate out"
+            "of a sequence in a step and cannot verify drafts; leave --speculate out"
         )
 
 
@@ -38,43 +34,23 @@ def make_engine(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Make the engine that the configuration asks for; a draft model has as many blocks.
-
-    Raises:
-        ValueError: The settings do not fit the model or the machine.
-    """
+    """Make the engine.  Raises ValueError if the settings do not fit the model or the machine."""
     check_speculation(config, executor)
     if draft is not None and draft.info.layout.has_state:
         raise ValueError(
             f"--speculate {config.speculate}: layers of this draft model keep a state, which "
-            "cannot go back when a guess was wrong; take another one"
+            "cannot go back when a draft was wrong; take another one"
         )
     memory = executor.capabilities.memory
     if draft is not None:
         memory += draft.capabilities.memory
-    kv_cache_bytes = config.kv_cache_bytes
-    if not (config.num_blocks or kv_cache_bytes):
-        kv_cache_bytes = default_kv_cache_bytes(
-            memory,
-            config.device,
-            memory_share=config.memory_share,
-            block_size=config.block_size,
-            max_ubatch_tokens=config.step_tokens,
-            num_devices=config.num_processes,
-        )
-    num_blocks = count_blocks(
-        memory,
-        num_blocks=config.num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size=config.block_size,
-        max_ubatch_tokens=config.step_tokens,
-        free_bytes=free_bytes(config.device, num_devices=config.num_processes),
-    )
+    free = free_bytes(config.device, num_devices=config.num_processes)
+    num_blocks = count_blocks(memory, config, free)
     log.info("room for KV", tokens=num_blocks * config.block_size, blocks=num_blocks)
     chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
     chosen["max_ubatch_tokens"] = config.step_tokens
     if config.role == "prefill":
-        chosen["speculate"] = None  # it generates no text whose next tokens one could guess
+        chosen["speculate"] = None  # it generates no text to draft
     if draft is not None:
         chosen["speculate"] = ModelDrafter(
             draft,

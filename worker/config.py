@@ -7,18 +7,21 @@ from re import fullmatch
 from typing import Final, Literal, Self
 
 import msgspec
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from wire.payloads import EndpointOrNone
 from wire.process.cores import format_cores, parse_cores
 from wire.process.keys import credential
 from wire.process.settings import (
+    MAKE_KEYS,
     MAX_BYTES,
     MAX_COUNT,
     SharedSettings,
     check_endpoint,
     check_printable,
+    open_port,
     port_of,
+    setting,
 )
 
 MIB: Final = 1 << 20
@@ -29,175 +32,114 @@ WILDCARD_HOSTS: Final = ("*", "0.0.0.0", "[::]")
 class Config(SharedSettings):
     """A worker: reads prompts (prefill) or generates from them (decode), as a router asks."""
 
-    role: Literal["prefill", "decode"] = Field(
-        default="decode", description="what this worker is asked for"
+    role: Literal["prefill", "decode"] = setting("decode", "what this worker is asked for")
+    rank: int = setting(0, "its number among workers of its role", ge=0, lt=0xFFFFFFFE)
+    router: tuple[str, ...] = setting(
+        ("tcp://127.0.0.1:5570",), "bus endpoints of the routers to serve"
     )
-    rank: int = Field(
-        default=0, ge=0, lt=0xFFFFFFFE, description="its number among workers of its role"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "type the model computes in; auto: the checkpoint's on a GPU; on a CPU bfloat16 if the "
+        "checkpoint and the processor (AMX, AVX512-BF16) have it, else float32",
     )
-    router: tuple[str, ...] = Field(
-        default=("tcp://127.0.0.1:5570",),
-        description="bus endpoints of the routers to serve",
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "type of keys and values, the same on all workers of a cluster; auto: as --dtype"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="what the model computes in; auto is the checkpoint's own on a GPU, on a CPU "
-        "bfloat16 for such a checkpoint where the processor multiplies it (AMX or AVX512-BF16), "
-        "else float32",
+    weights: Literal["auto", "int8"] = setting(
+        "auto",
+        "type of the model's matrices, the same on all workers of a cluster; auto: as in the "
+        "checkpoint, or --dtype; int8: rounded to 8 bits while loading (CPU only)",
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="what keys and values are kept in and sent as, the same on all workers of a "
-        "cluster; auto is what --dtype comes to",
+    tensor_parallel: int = setting(
+        1, "processes that share each layer: its heads, columns and experts", ge=1, le=64
     )
-    weights: Literal["auto", "int8"] = Field(
-        default="auto",
-        description="what the model's matrices are kept in: auto is what the checkpoint has, or "
-        "--dtype; int8 rounds them to 8 bits when they are loaded, on a CPU, for steps that wait "
-        "for memory; the same on all workers of a cluster",
+    pipeline_parallel: int = setting(
+        1, "processes that divide the layers; with both, the product", ge=1, le=64
     )
-    tensor_parallel: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="processes side by side that share each layer: its heads, columns and experts",
+    rendezvous: str = setting(
+        "",
+        "where the processes of a worker meet: tcp://HOST:PORT of process 0 or file:///PATH of a "
+        "new file; empty: process 0 starts the others on this machine",
     )
-    pipeline_parallel: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="processes one behind the other that share the layers; with both, the product",
+    process: int = setting(0, "with --rendezvous, which of them this is; 0 leads", ge=0, lt=4096)
+    threads: int = setting(
+        0, "threads of each process; 0: OMP_NUM_THREADS, or one a physical core", ge=0, le=1024
     )
-    rendezvous: str = Field(
-        default="",
-        description="where the processes of a worker meet: tcp://HOST:PORT of process 0, "
-        "file:///PATH of a new file; empty: process 0 starts the others on this machine",
+    cores: str = setting(
+        "", "cores of this machine that the worker runs on, as in 0-3,8; empty: any"
     )
-    process: int = Field(
-        default=0, ge=0, lt=4096, description="with --rendezvous, which of them this is; 0 leads"
+    max_model_len: int = setting(
+        0, "longest sequence in tokens; 0 is what the model was made for", ge=0, le=MAX_COUNT
     )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="threads that compute, in each process; 0 is what OMP_NUM_THREADS says, and "
-        "without it one for each physical core that this worker may use",
+    block_size: int = setting(16, "tokens in a KV block", ge=1, le=4096)
+    num_blocks: int = setting(
+        0, "KV blocks; 0 is as many as --kv-cache-bytes holds", ge=0, le=MAX_COUNT
     )
-    cores: str = Field(
-        default="",
-        description="cores of this machine that the worker runs on, as in 0-3,8; empty: any",
-    )
-    max_model_len: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_COUNT,
-        description="longest sequence in tokens; 0 is what the model was made for",
-    )
-    block_size: int = Field(default=16, ge=1, le=4096, description="tokens in a KV block")
-    num_blocks: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_COUNT,
-        description="KV blocks; 0 is as many as --kv-cache-bytes holds",
-    )
-    kv_cache_bytes: int = Field(
-        default=0,
+    kv_cache_bytes: int = setting(
+        0,
+        "memory for the KV cache; 0: the rest of --memory-share on a GPU, 256 MiB elsewhere",
         ge=0,
         le=MAX_BYTES,
-        description="memory for the KV cache, and for states; 0 is what is left of --memory-share "
-        "on a GPU, 256 MiB elsewhere",
     )
-    max_ubatch_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="most tokens in one step; 0 is 512, or 1024 where prompts only are read",
+    max_ubatch_tokens: int = setting(
+        0, "most tokens in one step; 0 is 512, or 1024 where prompts only are read", ge=0
     )
-    max_sbatch_sequences: int = Field(default=256, ge=1, description="most sequences in one step")
-    prefer_pure_decode: bool = Field(
-        default=False,
-        description="no prompts in a step that generates: while something does, they take turns",
+    max_sbatch_sequences: int = setting(256, "most sequences in one step", ge=1)
+    prefer_pure_decode: bool = setting(False, "no prompts in a step that generates tokens")
+    dynamic_batching: bool = setting(
+        True, "new requests join running ones; off: all have to end first"
     )
-    dynamic_batching: bool = Field(
-        default=True, description="new requests join running ones; off: all have to end first"
+    prefix_cache: bool = setting(True, "keep the KV of ended requests for shared prefixes")
+    ageing_s: float = setting(
+        1.0, "seconds of waiting that outweigh one priority step", gt=0, le=3600
     )
-    prefix_cache: bool = Field(
-        default=True, description="keep the KV of ended requests for shared prefixes"
+    swap_bytes: int = setting(0, "host memory for the KV of preempted requests; 0: recompute", ge=0)
+    speculate: str = setting(
+        "",
+        "draft up to K tokens a step, 64 at most: ngram:K from the text so far, or draft:K:MODEL "
+        "with a smaller model of the same tokenizer, on a decode worker; empty: off",
     )
-    ageing_s: float = Field(
-        default=1.0, gt=0, le=3600, description="seconds of waiting that outweigh one priority step"
+    kv_bind: str = setting("tcp://127.0.0.1:0", "where a decode worker takes KV in")
+    kv_advertise: str = setting(
+        "", "the KV endpoint that others should connect to; empty is the bound one"
     )
-    swap_bytes: int = Field(
-        default=0, ge=0, description="host memory for the KV of preempted requests; 0: recompute"
+    segment_bytes: int = setting(
+        2 * MIB, "size of a KV segment on the wire", ge=1 * MIB, le=4 * MIB
     )
-    speculate: str = Field(
-        default="",
-        description="draft up to K tokens a step, 64 at most: ngram:K from the text so far, "
-        "draft:K:MODEL with a smaller model of the same tokenizer (a decode worker loads it); "
-        "empty: off",
-    )
-    kv_bind: str = Field(
-        default="tcp://127.0.0.1:0", description="where a decode worker takes KV in"
-    )
-    kv_advertise: str = Field(
-        default="",
-        description="the KV endpoint that others should connect to; empty is the bound one",
-    )
-    segment_bytes: int = Field(
-        default=2 * MIB, ge=1 * MIB, le=4 * MIB, description="size of a KV segment on the wire"
-    )
-    credit_bytes: int = Field(
-        default=16 * MIB,
+    credit_bytes: int = setting(
+        16 * MIB,
+        "unacknowledged bytes of one transfer; of KV in shared memory up to 32 MiB (512 MiB on a "
+        "GPU) if that is an eighth (a quarter) of --max-kv-inflight-bytes at most",
         ge=4 * MIB,
-        description="bytes one transfer may have under way unacknowledged; if its KV is read in "
-        "shared memory up to 32 MiB, on a GPU up to 512 MiB, but beyond this value no more than an "
-        "eighth of --max-kv-inflight-bytes, on a GPU a quarter",
     )
-    max_kv_inflight_bytes: int = Field(
-        default=512 * MIB,
-        ge=4 * MIB,
-        description="bytes all transfers to a decode worker may have under way",
+    max_kv_inflight_bytes: int = setting(
+        512 * MIB, "bytes all transfers to a decode worker may have under way", ge=4 * MIB
     )
-    kv_unasked_bytes: int = Field(
-        default=2 * MIB,
+    kv_unasked_bytes: int = setting(
+        2 * MIB,
+        "largest KV that may come with its offer, which saves a round trip; 0: none",
         ge=0,
         le=MAX_BYTES,
-        description="the largest KV that a decode worker takes along with its offer, which saves "
-        "small prompts a round trip; 0: none",
     )
-    kv_shared_memory: Literal["auto", "off"] = Field(
-        default="auto",
-        description="auto: a decode worker copies KV out of the memory, the host's or a GPU's, of "
-        "a prefill worker of the same user on the same machine; off: all KV is sent",
+    kv_shared_memory: Literal["auto", "off"] = setting(
+        "auto",
+        "auto: KV of a prefill worker of the same user on the same machine is copied from its "
+        "memory, the host's or a GPU's; off: all KV is sent",
     )
-    kv_segment_port: str = Field(
-        default="auto",
-        description="the port where KV over TCP comes on connections of its own, sealed with "
-        "AES-GCM where there are keys: faster than through --kv-bind, which takes it where nobody "
-        "gets through to this port; on the host of --kv-bind; auto: any free one; off: none, and "
-        "none of others is used",
+    kv_segment_port: str = setting(
+        "auto",
+        "port on the host of --kv-bind for connections that carry KV only, faster, and sealed with "
+        "AES-GCM where there are keys; auto: any free one; off: neither opened here nor used there",
     )
-    lease_s: float = Field(
-        default=0.0,
-        ge=0,
-        le=3600,
-        description="how long KV is kept for a peer that says nothing; 0 is what the router says",
+    lease_s: float = setting(
+        0.0, "time KV is kept for a silent peer; 0: as the router says", ge=0, le=3600
     )
-    metrics: str = Field(
-        default="",
-        description="HOST:PORT of a /metrics of this worker's own; empty: none",
+    metrics: str = setting("", "HOST:PORT of a /metrics of this worker's own; empty: none")
+    api_keys: Path | None = setting(
+        None, "API keys for --metrics, one a line; none: the systemd credential api_keys, if any"
     )
-    api_keys: Path | None = Field(
-        default=None,
-        description="file with the API keys that --metrics asks for, one a line; none: the systemd "
-        "credential api_keys, if there is one",
-    )
-    insecure: bool = Field(
-        default=False,
-        description="allow --kv-bind and --metrics beyond this machine without keys",
-    )
-    hash_step_ms: float = Field(
-        default=0.0, ge=0, le=60_000, description="hash executor: time of a step"
-    )
+    insecure: bool = setting(False, "allow ports beyond this machine without keys")
+    hash_step_ms: float = setting(0.0, "hash executor: time of a step", ge=0, le=60_000)
 
     @field_validator("router")
     @classmethod
@@ -258,12 +200,9 @@ class Config(SharedSettings):
             raise ValueError(f"--metrics {self.metrics!r} is not HOST:PORT with a port to 65535")
         is_guarded = self.api_keys is not None or credential("api_keys") is not None
         if host not in LOOPBACK_HOSTS and not (is_guarded or self.insecure):
-            raise ValueError(
-                f"--metrics {self.metrics} can be reached from other machines, and there is no key "
-                "to tell who may read: make one with scripts/keys --api-key FILE and say "
-                "--api-keys FILE, or listen on 127.0.0.1, or add --insecure if you trust everybody "
-                "on the network"
-            )
+            make_key = "make one with scripts/keys --api-key FILE and say --api-keys FILE"
+            advice = f"{make_key}, or listen on 127.0.0.1"
+            raise open_port(f"--metrics {self.metrics}", advice, may="read")
         return self
 
     @model_validator(mode="after")
@@ -294,11 +233,7 @@ class Config(SharedSettings):
             )
         is_open = found[1] is not None and found[1] not in LOOPBACK_HOSTS
         if is_open and not (self.has_keys or self.insecure):
-            raise ValueError(
-                f"--rendezvous {self.rendezvous} can be reached from other machines, and there is "
-                "no key to tell who may connect: make keys with scripts/keys and say --keys DIR to "
-                "all processes, or add --insecure if you trust everybody on the network"
-            )
+            raise open_port(f"--rendezvous {self.rendezvous}", f"{MAKE_KEYS} to all processes")
         return self
 
     @model_validator(mode="after")
@@ -306,11 +241,7 @@ class Config(SharedSettings):
         host = self.kv_bind.removeprefix("tcp://").rpartition(":")[0]
         is_open = self.kv_bind.startswith("tcp://") and host not in LOOPBACK_HOSTS
         if is_open and not (self.has_keys or self.insecure):
-            raise ValueError(
-                f"--kv-bind {self.kv_bind} can be reached from other machines, and there is no key "
-                "to tell who may connect: make keys with scripts/keys and say --keys DIR, or bind "
-                "127.0.0.1, or add --insecure if you trust everybody on the network"
-            )
+            raise open_port(f"--kv-bind {self.kv_bind}", f"{MAKE_KEYS}, or bind 127.0.0.1")
         if host in WILDCARD_HOSTS and not self.kv_advertise:
             raise ValueError(
                 f"--kv-advertise is missing: others cannot connect to {self.kv_bind}; say under "
@@ -330,22 +261,19 @@ class Config(SharedSettings):
 
     @property
     def num_processes(self) -> int:
-        """How many processes compute the model."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def party(self) -> str:
-        """Whose key this worker has."""
         return f"{self.role}-{self.rank}"
 
     @property
     def has_keys(self) -> bool:
-        """Whether this worker was given keys."""
         return self.keys is not None or credential(f"{self.party}.key") is not None
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens in one step: more where nobody generates and waits for it."""
+        """Tokens in one step at most; more where no generating request waits for it."""
         return self.max_ubatch_tokens or (1024 if self.role == "prefill" else 512)
 
     @property

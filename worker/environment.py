@@ -1,8 +1,7 @@
-"""A worker's access to the outside: the time, its sockets, the threads that compute and copy.
+"""A worker's access to the outside: the clock, sockets, and the threads that compute and copy.
 
-The parts of a worker know their sockets and threads by the interfaces declared here.  `Environment`
-has the real ones; the simulation (`tests/simulation`) passes virtual time, sockets on a network of
-its own, and threads that are events, and so runs the very code that serves.
+`Environment` has the real ones.  The simulation (`tests/simulation`) passes virtual time, simulated
+sockets, and events in place of threads, and so runs the very code that serves.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from worker.transfer.thread import Copies
 
 
 class Connection(Protocol):
-    """The way to one peer (`wire.aio.zmq.Link`)."""
+    """A connection to one peer (`wire.aio.zmq.Link`)."""
 
     @property
     def is_up(self) -> bool: ...
@@ -46,24 +45,8 @@ class Listener(Protocol):
     async def close(self, linger_s: float = 0.0) -> None: ...
 
 
-class Connect(Protocol):
-    """Connects to a router; the callbacks are those of `wire.aio.zmq.Link`.  Raises OSError."""
-
-    def __call__(
-        self,
-        identity: bytes,
-        endpoint: str,
-        on_message: Callable[[list[Buffer]], None],
-        *,
-        on_up: Callable[[], None],
-        on_down: Callable[[], None],
-        keys: Keys | None = None,
-        traffic: Traffic | None = None,
-    ) -> Connection: ...
-
-
 class Plane(Protocol):
-    """Where KV travels (`worker.transfer.sockets.KVPlane`)."""
+    """Makes the sockets for KV (`worker.transfer.sockets.KVPlane`)."""
 
     traffic: Traffic
 
@@ -84,7 +67,7 @@ class Plane(Protocol):
 
 
 class Computing(Protocol):
-    """Where the engine runs (`worker.engine.thread.EngineThread`)."""
+    """Runs the engine (`worker.engine.thread.EngineThread`)."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -94,7 +77,7 @@ class Computing(Protocol):
 
 
 class Copying(Protocol):
-    """Where KV is packed and unpacked (`worker.transfer.thread.Copies`)."""
+    """Packs and unpacks KV (`worker.transfer.thread.Copies`)."""
 
     num_at_once: int
 
@@ -103,15 +86,16 @@ class Copying(Protocol):
 
 
 class Port(Protocol):
-    """Hands a file descriptor out to who asks for it by name (`wire.aio.unix.DescriptorPort`)."""
+    """Offers a file descriptor under a name (`wire.aio.unix.DescriptorPort`)."""
 
     @property
     def name(self) -> str: ...
     def close(self) -> None: ...
 
 
-# Both as in `wire.aio.unix`: a port of a descriptor and a greeting, and a descriptor, with what is
-# said of it, by the name of its port and its greeting.
+# Connects to a router, with the arguments of `wire.aio.zmq.Link`.
+Connect = Callable[..., Connection]
+# As in `wire.aio.unix`: offer a descriptor; fetch one, and its description, by port and greeting.
 MakePort = Callable[[int, bytes], Port]
 Fetch = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 
@@ -125,7 +109,7 @@ class Environment:
     connect: Connect = Link
     make_plane: Callable[[int, Keys | None], Plane] = KVPlane
     make_thread: Callable[
-        [Engine, Callable[[list[Output]], None], Callable[[BaseException], None]], Computing
+        [Engine, Callable[[list[Output]], object], Callable[[BaseException], object]], Computing
     ] = EngineThread
     make_copies: Callable[[int, int], Copying] = Copies
     make_port: MakePort = DescriptorPort
@@ -142,6 +126,4 @@ class WorkerContext:
     engine: Computing
     copies: Copying
     plane: Plane
-    clock: Callable[[], float]
-    make_port: MakePort = DescriptorPort
-    fetch: Fetch = fetch_descriptor
+    outside: Environment

@@ -1,10 +1,9 @@
 """A worker's connection to one router: registration, heartbeats, and requests passed to the role.
 
-The worker says HELLO whenever the connection comes up or a router that does not know it asks for
-one; WELCOME makes it ready.  A refusal (another model) is fatal: the router said what to fix, and
-trying again would not help.  FENCED is fatal too, but not at once: the worker that has our rank may
-be dead without the router having noticed, and then the rank is ours in a moment.  A router that is
-lost wants nothing any more of what it asked for, so we end that.  SPEC 5.
+The worker says HELLO when the connection comes up or the router does not know it; WELCOME makes it
+ready.  A refusal (another model) is fatal.  FENCED is fatal too, but not at once: the worker that
+has our rank may be dead without the router having noticed.  The requests of a lost router end.
+SPEC 5.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ BETWEEN_WORKERS: Final = frozenset(
 # A router that is silent for three heartbeats is lost, but not before so many seconds: it may miss
 # quick ones while it reads a huge prompt.  A connection that closes is noticed at once.
 MIN_SILENCE_S: Final = 3.0
-# A HELLO without an answer is said again, and on another connection: a router never hears the
-# second connection of one identity.  One that stood still finds the second before it has read the
-# end of the first, and hears the third.  One that was cut off needs 25 to 30 s to see that the
-# first is gone.  A connection costs it a handshake, 1 ms with keys, and all workers may come at
-# once: so each connection gets more time than the one before.
+# An unanswered HELLO is repeated, and then on another connection: a router never reads the second
+# connection of one identity.  A router that stood still accepts the second before it has read the
+# end of the first, and reads the third.  One that was cut off needs 25 to 30 s to see that the
+# first is gone.  A handshake costs it 1 ms with keys, and all workers may come at once: so each
+# connection gets more time than the one before.
 HELLO_AGAIN_S: Final = 3.0
 REOPEN_S: Final = (3.0, 6.0, 10.0)
 # A router that cannot be reached is named this often.
@@ -74,22 +73,16 @@ HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 
 
 class Requests(Protocol):
-    """The handler of a router's frames: a role."""
+    """The handler of a router's frames: a role.
 
-    def on_registered(self, router: RouterLink) -> None:
-        """WELCOME came: its settings hold from now on."""
+    `on_request` raises WireError to refuse a request; `on_router_lost` ends all of a router's.
+    """
 
-    def on_request(self, router: RouterLink, message: Message) -> None:
-        """PREFILL_REQUEST or DECODE_REQUEST.  Raises WireError to refuse it."""
-
-    def on_cancel(self, request_id: int) -> None:
-        """The router wants nothing more of this request."""
-
-    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
-        """The decode workers that this router knows."""
-
-    def on_router_lost(self, router: RouterLink) -> None:
-        """The router, or that process of it, wants nothing any more of what it asked for."""
+    def on_registered(self, router: RouterLink) -> None: ...
+    def on_request(self, router: RouterLink, message: Message) -> None: ...
+    def on_cancel(self, request_id: int) -> None: ...
+    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None: ...
+    def on_router_lost(self, router: RouterLink) -> None: ...
 
 
 class LinkState(StrEnum):
@@ -124,7 +117,7 @@ class RouterLink:
     _link: Connection | None = None
 
     def open(self) -> None:
-        """Connect; HELLO goes out as soon as the router is there.  Raises OSError."""
+        """Connect, and say HELLO as soon as the connection is up.  Raises OSError."""
         self._silent_s, self._is_stuck = 0.0, False
         self._hello_due_s = HELLO_AGAIN_S
         self._link = self.connect(
@@ -210,7 +203,7 @@ class RouterLink:
         self.send(hello, encode_map(self.detail))
 
     def _complain(self) -> None:
-        """Say from time to time which router cannot be reached; the connection is tried on."""
+        """Log from time to time that the router cannot be reached; the link keeps trying."""
         if self._hello_due_s <= 0:
             self._hello_due_s = UNREACHED_AGAIN_S
             waited = f"{self._silent_s:.0f} s"
@@ -315,10 +308,9 @@ class RouterLink:
             log.warning("error from router", router=self.endpoint, message=detail.message)
 
     def _may_wait(self, detail: ErrorDetail) -> bool:
-        """Whether the worker that has our rank may still turn out to be dead; until then say HELLO.
+        """Whether the worker with our rank may still turn out to be dead; if so, say HELLO again.
 
-        The router says for how long that may be: it notices a closed connection at once, but a
-        machine that vanished only by its missing heartbeats.
+        The router says for how long: it notices a lost machine only by missing heartbeats.
         """
         if self._fenced_s is None:
             self._fenced_s = detail.retry_after_s or 0.0
@@ -330,10 +322,9 @@ class RouterLink:
         return self._fenced_s > 0.0
 
     def _on_unknown(self) -> None:
-        """The router does not know us, or not any more.
+        """Register again, once: the router sends this for every frame of an unknown worker.
 
-        It says so for every frame it gets, but only one HELLO may follow: a second one would end
-        what began after the first.
+        A second HELLO would end the requests that began after the first.
         """
         if self.state is LinkState.READY:
             self._lose("it does not know us")

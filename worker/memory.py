@@ -1,92 +1,68 @@
-"""The number of KV blocks of a worker, and whether they fit beside the model.
-
-This is asked when the weights are loaded: what is free then is for the activations of the largest
-step and for the blocks.
-"""
+"""The number of KV blocks that fit in memory, once the weights are loaded."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from worker.config import Config
 from worker.executor.contract import MemoryRequirements
 
-# KV on a host by default; other programs need its memory, too.
 HOST_KV_CACHE_BYTES = 256 << 20
-# Set aside on a GPU for what is no tensor of torch's: the CUDA context, libraries, loaded kernels,
-# and for recorded steps and buffers of copies.  Chosen, not measured.
+# For the CUDA context, libraries, kernels, recorded steps and copy buffers.  Chosen, not measured.
 BESIDE_TENSORS_BYTES = 1 << 30
 
 
-def default_kv_cache_bytes(
-    memory: MemoryRequirements,
-    device: str,
-    *,
-    memory_share: float,
-    block_size: int,
-    max_ubatch_tokens: int,
-    num_devices: int = 1,
-) -> int:
-    """Return the bytes of the KV cache where no setting says it.
+def default_kv_cache_bytes(memory: MemoryRequirements, config: Config) -> int:
+    """Return the default size of the KV cache.
 
-    On a GPU that is this worker's share of its memory less the loaded weights and the largest
-    step; elsewhere `HOST_KV_CACHE_BYTES`.
-
-    Args:
-        num_devices: How many GPUs the worker computes on; each has as much free as ours.
+    On GPUs, of which each has as much free: this worker's share of their memory less the loaded
+    weights and the largest step.  Elsewhere `HOST_KV_CACHE_BYTES`.
 
     Raises:
         ValueError: Less than a block is left; the message says what to change.
     """
-    if not _is_on_gpu(device):
+    if not _is_on_gpu(config.device):
         return HOST_KV_CACHE_BYTES
     cuda = sys.modules["torch"].cuda
     free, total = cuda.mem_get_info()
     own = cuda.memory_reserved() + BESIDE_TENSORS_BYTES
-    share = int(memory_share * total)
-    activation_bytes = memory.activation_bytes_per_token * max_ubatch_tokens
-    left: int = min(free, share - own) * num_devices - activation_bytes
-    needed = memory.cache_bytes(1, block_size, max_ubatch_tokens)
+    share = int(config.memory_share * total)
+    activation_bytes = memory.activation_bytes_per_token * config.step_tokens
+    left: int = min(free, share - own) * config.num_processes - activation_bytes
+    needed = memory.cache_bytes(1, config.block_size, config.step_tokens)
     if left >= needed:
         return left
     raise ValueError(
-        f"--memory-share is {memory_share}, {share} bytes of the GPU's {total}: {own} are taken "
-        f"and {free} free, and steps of {max_ubatch_tokens} tokens take {activation_bytes}, which "
-        f"leaves {max(0, left)} for KV, and a block takes {needed}; raise it, lower "
+        f"--memory-share is {config.memory_share}, {share} bytes of the GPU's {total}: {own} are "
+        f"taken and {free} free, and steps of {config.step_tokens} tokens take {activation_bytes}, "
+        f"which leaves {max(0, left)} for KV, and a block takes {needed}; raise it, lower "
         "--max-ubatch-tokens, or take a smaller model"
     )
 
 
-def count_blocks(
-    memory: MemoryRequirements,
-    *,
-    num_blocks: int,
-    kv_cache_bytes: int,
-    block_size: int,
-    max_ubatch_tokens: int,
-    free_bytes: int | None,
-) -> int:
-    """Return how many blocks there will be: `num_blocks`, or what `kv_cache_bytes` pay for.
-
-    Args:
-        free_bytes: Memory for activations and blocks; None if nobody knows.
+def count_blocks(memory: MemoryRequirements, config: Config, free_bytes: int | None) -> int:
+    """Return --num-blocks, or if it is 0 the number that fits in --kv-cache-bytes.
 
     Raises:
-        ValueError: There would be no block, or more than fit; the message says what to change.
+        ValueError: There would be no block, or more than `free_bytes` hold beside the activations.
     """
-    blocks = num_blocks or memory.blocks_in(kv_cache_bytes, block_size, max_ubatch_tokens)
-    states = memory.num_states(blocks, block_size)
-    windowed = memory.num_window_blocks(blocks, block_size, max_ubatch_tokens)
+    num_blocks, kv_cache_bytes = config.num_blocks, config.kv_cache_bytes
+    if not (num_blocks or kv_cache_bytes):
+        kv_cache_bytes = default_kv_cache_bytes(memory, config)
+    sizes = config.block_size, config.step_tokens
+    blocks = num_blocks or memory.blocks_in(kv_cache_bytes, *sizes)
+    states = memory.num_states(blocks, config.block_size)
+    windowed = memory.num_window_blocks(blocks, *sizes)
     beside = f" with {states} states" if states else ""
     beside += f" and {windowed} for layers with a window" if windowed else ""
     if blocks < 1:
         raise ValueError(
-            f"--kv-cache-bytes is {kv_cache_bytes}, and a block of {block_size} tokens{beside} "
-            f"takes {memory.cache_bytes(1, block_size, max_ubatch_tokens)}; raise it or lower "
-            "--block-size"
+            f"--kv-cache-bytes is {kv_cache_bytes}, and a block of {config.block_size} "
+            f"tokens{beside} takes {memory.cache_bytes(1, *sizes)}; raise it or lower --block-size"
         )
-    activation_bytes = memory.activation_bytes_per_token * max_ubatch_tokens
-    cache_bytes = memory.cache_bytes(blocks, block_size, max_ubatch_tokens)
+    activation_bytes = memory.activation_bytes_per_token * config.step_tokens
+    cache_bytes = memory.cache_bytes(blocks, *sizes)
     if free_bytes is None or activation_bytes + cache_bytes <= free_bytes:
         return blocks
     setting, value = (
@@ -94,10 +70,10 @@ def count_blocks(
     )
     most = max(0, free_bytes - activation_bytes)
     if num_blocks:
-        most = memory.blocks_in(most, block_size, max_ubatch_tokens)
+        most = memory.blocks_in(most, *sizes)
     raise ValueError(
         f"{setting} is {value}: {blocks} blocks{beside} take {cache_bytes} bytes and steps of "
-        f"{max_ubatch_tokens} tokens {activation_bytes}, but beside the model's "
+        f"{config.step_tokens} tokens {activation_bytes}, but beside the model's "
         f"{memory.parameter_bytes} only {free_bytes} are free; lower {setting} "
         f"to {most} at most, or --max-ubatch-tokens, or take a smaller model"
     )
@@ -110,11 +86,7 @@ def free_bytes(
     *,
     num_devices: int = 1,
 ) -> int | None:
-    """Return the memory that is free where an executor on `device` computes; None if unknown.
-
-    Args:
-        num_devices: How many GPUs it computes on, if it does; each has as much free as ours.
-    """
+    """Return the free memory of a host or of `num_devices` equal GPUs; None if unknown."""
     if _is_on_gpu(device):
         free: int = sys.modules["torch"].cuda.mem_get_info()[0]
         return free * num_devices
@@ -123,22 +95,19 @@ def free_bytes(
 
 
 def _is_on_gpu(device: str) -> bool:
-    """Whether the model was loaded into the memory of a GPU."""
-    # A process that has not imported torch by now computes without it.
+    """Whether the model was loaded into a GPU's memory; torch would be imported by now."""
     torch = sys.modules.get("torch")
-    # If "auto" found a usable GPU, the model lies in its memory.
     return device != "cpu" and torch is not None and bool(torch.cuda.memory_allocated())
 
 
 def _free_in_machine(meminfo: Path) -> int | None:
-    """Return what could be had without swapping; None where the system does not say."""
     if not meminfo.exists():
         return None
     return 1024 * _figures(meminfo.read_text().replace(":", ""))["MemAvailable"]
 
 
 def _free_in_container(control_group: Path) -> int | None:
-    """Return what is left of the limit of our control group, if it has one."""
+    """Return the memory left below the limit of our control group, if it has one."""
     limit, usage, stat = (control_group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.exists() or not limit.read_text().strip().isdecimal():  # "max" is no limit
         return None
@@ -149,5 +118,4 @@ def _free_in_container(control_group: Path) -> int | None:
 
 
 def _figures(text: str) -> dict[str, int]:
-    """Read lines of a name and a number."""
     return {words[0]: int(words[1]) for words in map(str.split, text.splitlines())}

@@ -1,6 +1,5 @@
-"""`GET /metrics` of a worker: the figures of its heartbeats, and more.
+"""`GET /metrics` of a worker.
 
-All figures are read when they are asked for; those kept nowhere else are in `TransferCounts`.
 Metrics that a router has too mean the same here, but have no labels `role` and `rank`: Prometheus
 adds the instance.
 """
@@ -26,17 +25,12 @@ from wire.process.exposition import (
 )
 from wire.process.frame_counters import Traffic
 from worker.config import Config
+from worker.engine.engine import Engine
 from worker.engine.stats import STEP_S, Slots, Stats
 
 
 class TransferCounts:
-    """The transfers that ended, as this worker saw them.
-
-    Attributes:
-        ends: How many, by how: done, failed, cancelled.
-        kv_bytes: Bytes of KV that crossed the network.
-        skipped_bytes: Bytes that were not sent, as the decode worker held them already.
-    """
+    """Counts of ended transfers; `ends` by outcome: done, failed, cancelled."""
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
@@ -47,20 +41,12 @@ class TransferCounts:
         )
 
     def end(self, how: str, kv_bytes: int, skipped_bytes: int, seconds: float | None) -> None:
-        """Count one; `seconds` from its acceptance, None if it was not accepted."""
+        """Count one; `seconds` since it was accepted, None if it was not."""
         self.ends[how] += 1
         self.kv_bytes += kv_bytes
         self.skipped_bytes += skipped_bytes
         if seconds is not None:
             self.seconds.observe(seconds)
-
-
-class Served(Protocol):
-    """The engine's figures that metrics read, from any thread."""
-
-    def stats(self) -> Stats: ...
-
-    def slots(self) -> Slots: ...
 
 
 class Role(Protocol):
@@ -77,7 +63,7 @@ class Metrics(Collector):
 
     def __init__(
         self,
-        engine: Served,
+        engine: Engine,
         role: Role,
         config: Config,
         planes: Mapping[str, Traffic],
@@ -91,7 +77,6 @@ class Metrics(Collector):
         self._registry.register(role.transfers.seconds)
 
     def render(self) -> bytes:
-        """Return the text exposition."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:

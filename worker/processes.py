@@ -1,8 +1,7 @@
-"""Starts the processes of a model that several compute, and tells them where to meet.
+"""Starts the processes that compute one model together, and makes them meet.
 
-Process 0 leads: it is the worker that routers know.  Unless it is told where to meet, it starts the
-others on this machine.  When one of them is lost, the worker is: it ends at once, as if it had been
-killed, and who starts it again starts all.
+Process 0 leads: it is the worker that routers know.  Without --rendezvous it starts the others on
+this machine.  When one of them is lost, the worker ends at once, and a restart starts all.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from wire.process.cores import best_threads
 from wire.process.keys import open_keys
 from wire.process.lifetime import ending_signals
 from wire.process.model import check_files, fingerprint, locate
-from wire.process.settings import SharedSettings
+from wire.process.settings import MAKE_KEYS, SharedSettings, open_port
 from worker.compute.device_errors import EXIT_DEVICE_FAILED, device_error
 from worker.config import LOOPBACK_HOSTS, Config
 from worker.executor.contract import Executor
@@ -35,32 +34,24 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("worker")
 
-# Settings on which the numbers that they compute depend.
+# Settings that must be equal in all processes.
 _NUMBERS: Final = ("dtype", "kv_dtype", "weights")
 # Settings that process 0 passes on to the others.
 _SHARED: Final = {
     *(*SharedSettings.model_fields, *_NUMBERS, "threads"),
     *("tensor_parallel", "pipeline_parallel"),
 }
-# How long others may take to come, and for their part of a step; death is noticed at once.
+# For others to join, and for their part of a step; their death is noticed at once.
 STEP_TIMEOUT_S: Final = 600.0
 # Of Linux: the address of an interface.
 _SIOCGIFADDR: Final = 0x8915
 _INTERFACE: Final = "NCCL_SOCKET_IFNAME"
-# Of torchrun: only it sets this one, the others are names that anybody may have taken.
+# Only torchrun sets this variable; other programs use the names of the others, too.
 _TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
 
 
-class EndedBySignal(BaseException):
-    """A signal came before this process serves or follows."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.signal = signal.Signals(number)
-
-
 class Place(NamedTuple):
-    """Which of the processes of a worker this is, and which of those on this machine."""
+    """The number of a process in its worker and on its machine, and where all meet."""
 
     number: int
     rendezvous: str
@@ -74,11 +65,11 @@ class Place(NamedTuple):
 
 
 def place_of(config: Config, environ: Mapping[str, str]) -> Place:
-    """Say which process this is; no rendezvous: it has to start the others.
+    """Return the place of this process; without a rendezvous it has to start the others.
 
     Raises:
-        ValueError: torchrun has started another number of processes than the settings say, or on
-            several machines, which they do not allow.
+        ValueError: torchrun has started too many or too few processes, or on several machines
+            without keys.
     """
     if config.num_processes > 1 and not config.rendezvous and _TORCHRUN in environ:
         number, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -92,11 +83,7 @@ def place_of(config: Config, environ: Mapping[str, str]) -> Place:
         if num_local == count:
             return Place(number, _on_this_machine(port), number, count)
         if not config.has_keys and not config.insecure:
-            raise ValueError(
-                "torchrun has started processes on several machines, and there is no key to tell "
-                "who may connect to them: make keys with scripts/keys and say --keys DIR, or add "
-                "--insecure if you trust everybody on the network"
-            )
+            raise open_port("torchrun's processes on several machines", MAKE_KEYS)
         # At its own port torchrun keeps a store.
         rendezvous = f"tcp://{environ['MASTER_ADDR']}:{port + 1}"
         return Place(number, rendezvous, int(environ["LOCAL_RANK"]), num_local)
@@ -109,24 +96,20 @@ def place_of(config: Config, environ: Mapping[str, str]) -> Place:
 
 
 def _on_this_machine(port: int) -> str:
-    """Return where processes meet that know no more of each other than a port of the loopback."""
+    """Return the meeting point of processes that share nothing but a port of the loopback."""
     if sys.platform == "linux":
         return f"abstract://baton-{port}"
     return f"file://{gettempdir()}/baton-{port}"
 
 
 def settle(config: Config, place: Place) -> None:
-    """Choose what this process computes with, before torch is imported: a GPU, its threads.
+    """Choose the GPU and threads of this process in the environment, before torch is imported.
 
-    Others are to be started with the environment as it was before.  NCCL takes the interface by
-    which process 0 is reached; on one machine the loopback, whatever the environment says.
+    NCCL uses the interface to process 0; on one machine the loopback, whatever is set.
     """
     if config.num_processes == 1:
         return
-    if config.threads:
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, best_threads() // place.num_local)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see `worker.start`
+    set_threads(config.threads, place.num_local)
     if config.device == "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -145,8 +128,18 @@ def settle(config: Config, place: Place) -> None:
         )
 
 
+def set_threads(num_threads: int, num_processes: int = 1) -> None:
+    """Set the size of torch's thread pools in the environment, before its import."""
+    if num_threads:  # the smaller of the two counts, so both are set
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, best_threads() // num_processes)))
+    # Idle OpenMP threads spin by default, on the cores that `kernels.cpu.threads` needs: the few
+    # operations that the sampler leaves to torch would slow a step by a quarter.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def interface_to(host: str) -> str | None:
-    """Return the network interface by which a host is reached over IPv4; None if nobody knows."""
+    """Return the network interface on the IPv4 route to a host; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
@@ -164,26 +157,24 @@ def interface_to(host: str) -> str | None:
 
 
 def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
-    """Wait until all processes of the worker are there; None: it has no others.
-
-    Process 0 starts the others first, unless somebody else does.
+    """Join the other processes of the worker, after starting them if need be; None: no others.
 
     Args:
-        on_lost: Called, on a thread of its own, when one ends that was not told to; with its exit
-            status, negative for a signal.
+        on_lost: Called on a thread of its own with the exit status of a process that ends by
+            itself, negative for a signal.
 
     Raises:
         ValueError: They cannot compute the model together.
-        TimeoutError: Not all have come.
-        ConnectionError: One that had come is gone.
+        TimeoutError, ConnectionError: Not all have joined, or one is gone.
     """
     if config.num_processes == 1:
         return None
     place, before = place_of(config, os.environ), dict(os.environ)
     settle(config, place)
-    settings = _settings(config)
+    settings = equal_settings(config)
     keys = None if place.is_here else open_keys(config.keys, config.party)
-    _end_by_signals()
+    for ending in ending_signals():  # until this process serves or follows
+        signal.signal(ending, _interrupt)
     # Here: it imports torch, whose threads are counted when it is imported.
     from worker.compute.device import find_device
     from worker.compute.ranks import Ranks
@@ -214,11 +205,11 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     return ranks
 
 
-def _settings(config: Config) -> dict[str, object]:
-    """Return what must be the same in all processes, once the model is known to divide.
+def equal_settings(config: Config) -> dict[str, object]:
+    """Return the settings that must be equal in all processes.
 
     Raises:
-        ValueError: There is no such model, or it does not divide like this.
+        ValueError: There is no such model, or it does not divide into these shards.
     """
     from worker.model.config import read_config
     from worker.model.shard import Shard
@@ -230,18 +221,12 @@ def _settings(config: Config) -> dict[str, object]:
     return {"the fingerprint of --model": fingerprint(path), **flags}
 
 
-def _end_by_signals() -> None:
-    """Have signals end this process quietly, until it serves or follows."""
-
-    def end(number: int, _: object) -> None:
-        raise EndedBySignal(number)
-
-    for number in ending_signals():
-        signal.signal(number, end)
+def _interrupt(number: int, _: object) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _watch(ranks: Ranks, number: int, on_lost: Callable[[int], None]) -> None:
-    """Wait for the end of a process that somebody else has started, perhaps elsewhere."""
+    """Wait for the end of a process that this one has not started, perhaps elsewhere."""
     try:
         ranks.watch(number)
     except RuntimeError as error:
@@ -250,7 +235,7 @@ def _watch(ranks: Ranks, number: int, on_lost: Callable[[int], None]) -> None:
 
 
 def follow(executor: Executor) -> int:
-    """Compute as the leader tells, to the end; return the exit status."""
+    """Compute what the leader asks for, to the end; return the exit status."""
     from worker.parallel.executor import ShardedExecutor
 
     assert isinstance(executor, ShardedExecutor)
@@ -268,16 +253,12 @@ def follow(executor: Executor) -> int:
 
 
 class Followers:
-    """The other processes of a worker, started on this machine.
-
-    `on_lost` is called on a thread of its own when one ends that was not told to, with its exit
-    status.
-    """
+    """The other processes of a worker, started on this machine; `on_lost` as for `meet`."""
 
     def __init__(
         self, config: Config, on_lost: Callable[[int], None], environ: Mapping[str, str]
     ) -> None:
-        # Nobody else may look into it, or listen there before we do.
+        # Private to this user, and nobody else can listen there first.
         self.directory = TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True)
         self.rendezvous = f"file://{self.directory.name}/meet"
         self._on_lost = on_lost
@@ -295,7 +276,6 @@ class Followers:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids, of processes 1 and so on."""
         return [process.pid for process in self._processes]
 
     def _watch(self, number: int, process: subprocess.Popen[bytes]) -> None:
@@ -315,6 +295,6 @@ def command(config: Config, number: int, rendezvous: str) -> list[str]:
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return ours without settings, and without what systemd tells the worker itself."""
+    """Return our environment without settings and without systemd's variables."""
     dropped = ("BATON_", "NOTIFY_SOCKET", "WATCHDOG_")
     return same_release({name: ours[name] for name in ours if not name.startswith(dropped)})

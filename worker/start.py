@@ -1,17 +1,16 @@
-"""The part of `python -m worker` after the imports: loads the model, serves or follows."""
+"""Loads the model, then serves requests or follows process 0."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from wire.errors import WireError
-from wire.process.cores import best_threads, format_cores, parse_cores, run_on
+from wire.process.cores import format_cores, parse_cores, run_on
 from wire.process.lifetime import (
     end_at_once,
     open_standard_streams,
@@ -29,7 +28,7 @@ from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
-from worker.processes import EndedBySignal, follow, meet
+from worker.processes import follow, meet, set_threads
 
 if TYPE_CHECKING:  # it imports torch, which other executors do without
     from worker.compute.ranks import Ranks
@@ -38,16 +37,13 @@ log = structlog.get_logger("worker")
 
 
 def load(config: Config, ranks: Ranks | None = None) -> Executor:
-    """Make the executor that the configuration names.
-
-    Args:
-        ranks: With which other processes to compute; None: alone.
+    """Make the executor of the configuration, with other processes if `ranks` are given.
 
     Raises:
         WireError: There is no such model.
         ValueError: There is no such executor, or it cannot run this model here.
     """
-    _set_threads(config.threads)
+    set_threads(config.threads)
     set_stack_size()  # an executor may start threads
     extra = {"step_delay_s": config.hash_step_ms / 1000} if config.executor == "hash" else {}
     limit = config.max_model_len or None
@@ -55,20 +51,18 @@ def load(config: Config, ranks: Ranks | None = None) -> Executor:
 
 
 def load_draft(config: Config, executor: Executor) -> Executor | None:
-    """Make the executor of the draft model that the configuration names, if it names one.
+    """Make the executor of the draft model, if there is one.
 
     Raises:
         WireError: There is no such model.
-        ValueError: It cannot run here, or `executor` could not verify what it guesses.
+        ValueError: It cannot run here, or `executor` could not verify its drafts.
     """
     check_speculation(config, executor)
     return None if config.draft_model is None else _create(config, config.draft_model)
 
 
 def _choose_cores(cores: frozenset[int]) -> None:
-    """Run on these cores only, if any are named, before anything is computed or in memory.
-
-    What this thread allocates and fills from now on lies near them.
+    """Run on these cores only, if any, so that memory is allocated near them.
 
     Raises:
         ValueError: This process may not run there.
@@ -78,20 +72,6 @@ def _choose_cores(cores: frozenset[int]) -> None:
             run_on(cores)
     except OSError as error:  # a sandbox; slower, not wrong
         log.warning("cannot choose cores", cores=format_cores(cores), reason=str(error))
-
-
-def _set_threads(num_threads: int) -> None:
-    """Set the size of torch's thread pools in the environment, where it is read at its import.
-
-    NumPy has been imported: the size of its own pool was set by the environment at the start.
-    """
-    if num_threads:  # the smaller of the two counts, so both are set
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
-    else:
-        os.environ.setdefault("OMP_NUM_THREADS", str(best_threads()))
-    # By default OpenMP's threads spin while they wait, on the cores that `kernels.cpu.threads`
-    # needs: the few operations that the sampler leaves to torch would slow a step by a quarter.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _create(config: Config, model: str, ranks: Ranks | None = None, **settings: Any) -> Executor:
@@ -144,17 +124,12 @@ def start(argv: list[str]) -> int:
     configure(config.log_level)
     status = _live(config)
     if config.num_processes > 1 or is_computing() or status == EXIT_DEVICE_FAILED:
-        # Told to stop in its warmup, or a step does not end, or it waits for other processes, or
-        # what its device had cannot be freed.
-        # Python itself cannot end under a thread that is in native code: it would take the thread
-        # away there, which may abort the process.
+        # A thread may still be in native code, where Python's own exit could abort the process.
         end_at_once(status)
     return status
 
 
 def _live(config: Config) -> int:
-    """Load and serve, or follow; return the exit status."""
-
     def on_lost(status: int) -> None:
         end_at_once(EX_CONFIG if status == EX_CONFIG else EXIT_CRASHED)
 
@@ -173,12 +148,10 @@ def _live(config: Config) -> int:
     except ConnectionError as error:  # a process that computes with this one: start all again
         log.error("the model is not loaded", reason=str(error))
         return EXIT_CRASHED
-    except EndedBySignal as ended:
-        log.info("ended by a signal before there was anything to drain", signal=ended.signal.name)
-        return 128 + ended.signal
-    except KeyboardInterrupt:  # of a worker that is one process; the others hear of a signal above
-        log.info("ended by a signal before there was anything to drain", signal="SIGINT")
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as ended:  # with its number if `meet` has raised it
+        number = signal.Signals(*ended.args or (signal.SIGINT,))
+        log.info("ended by a signal before there was anything to drain", signal=number.name)
+        return 128 + number
     except Exception as error:  # a plug-in's own, or a file that is not what it should be
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)

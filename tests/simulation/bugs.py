@@ -31,7 +31,7 @@ from worker.roles.prefill import PrefillRole
 from worker.transfer.budget import TransferBudget
 from worker.transfer.incoming import IncomingTransfer
 from worker.transfer.receiver import IncomingTransfers
-from worker.transfer.same_host_peers import Neighbours
+from worker.transfer.same_host_peers import SameHostPeers
 from worker.transfer.sender import OutgoingTransfer
 
 
@@ -173,7 +173,7 @@ def _keep_promise(sound: Callable[..., Any]) -> Callable[..., Any]:
 def _leak_budget(sound: Callable[..., Any]) -> Callable[..., Any]:
     def end(self: TransferBudget, transfer: IncomingTransfer) -> None:
         # Of those that had their turn, only the successful ones pay back.
-        if transfer in self or not transfer.is_dropped:
+        if not transfer.share_bytes or not transfer.is_dropped:
             sound(self, transfer)
 
     return end
@@ -196,12 +196,12 @@ def _ack_early(sound: Callable[..., Any]) -> Callable[..., Any]:
     async def store(self: IncomingTransfers, batch: Any) -> None:
         for transfer, segment in batch:
             # The segment counts as stored before it is.
-            self._answer(transfer, transfer.receiver.stored(segment, self._clock()))
+            self._acknowledge(transfer, transfer.receiver.stored(segment, self._clock()))
             try:
                 await self._copies.run(unpack, self, transfer, segment, num_bytes=0)
             except WireError as error:
                 self.fail(transfer.receiver.request_id, error)
-            self._give_back(transfer)
+            self._free_blocks(transfer)
 
     return store
 
@@ -221,7 +221,7 @@ def _lend_nothing(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _any_memory(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def memory_of(self: Neighbours, peer: bytes) -> Any:
+    def memory_of(self: SameHostPeers, peer: bytes) -> Any:
         # Of whoever was met first.
         found = (sound(self, each) for each in self._mappings)
         return next((memory for memory in found if memory is not None), None)
@@ -308,7 +308,7 @@ BUGS: dict[str, Bug] = {
     "keep-unasked": Bug(IncomingTransfers, "_on_offer", _keep_unasked, 0),
     "no-keepalive": Bug(KVSender, "keepalive", _nothing, 286),
     "never-again": Bug(KVSender, "next_segment", _never_again, 91),
-    "free-early": Bug(IncomingTransfers, "_give_back", _free_early, 541),
+    "free-early": Bug(IncomingTransfers, "_free_blocks", _free_early, 541),
     "reuse-id": Bug(Placement, "__init__", _reuse_ids, 0),
     "spare-decode": Bug(Dispatcher, "_abandon", _spare_decode, 1),
     "keep-promise": Bug(Placement, "release_decode", _keep_promise, 1),
@@ -321,7 +321,7 @@ BUGS: dict[str, Bug] = {
     "ack-early": Bug(IncomingTransfers, "_store", _ack_early, 0),
     "keep-blocks": Bug(PrefillRole, "_send", _keep_blocks, 0),
     "lend-nothing": Bug(Engine, "halt", _lend_nothing, 1780),
-    "any-memory": Bug(Neighbours, "memory_of", _any_memory, 568),
+    "any-memory": Bug(SameHostPeers, "memory_of", _any_memory, 568),
     "evict-half": Bug(BlockPool, "_evict", _evict_half, 50),
     "share-anything": Bug(BlockPool, "_has_all", _share_anything, 1),
     "keep-every-state": Bug(BlockPool, "register", _keep_every_state, 1),

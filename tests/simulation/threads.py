@@ -102,8 +102,8 @@ class EventThread:
         random: Random,
         step_s: tuple[float, float],
         engine: Engine,
-        deliver: Callable[[list[Output]], None],
-        on_crash: Callable[[BaseException], None],
+        deliver: Callable[[list[Output]], object],
+        on_crash: Callable[[BaseException], object],
     ) -> None:
         self.engine = engine
         self.is_busy = False

@@ -15,7 +15,6 @@ from typing import Any, Self, cast
 
 from tests.kv import whole
 from wire.aio.zmq import Hub, Link
-from wire.errors import RemoteProtocolError
 from wire.frames import (
     NO_RANK,
     Cancel,
@@ -76,7 +75,6 @@ class ScriptedRouter:
         self.drains: list[Drain] = []
         self.answers_drains = True
         self.lost: list[bytes] = []
-        self.num_bad = 0  # messages that are none
         self._messages: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
         self._heard = asyncio.Condition()
         self._hub = Hub(self._on_message, on_lost=self._on_lost, keys=keys)
@@ -152,14 +150,8 @@ class ScriptedRouter:
         return self._messages.empty()
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        try:
-            message = decode(parts)
-        except RemoteProtocolError:
-            self.num_bad += 1
-            asyncio.get_running_loop().create_task(self._notify())
-            return
-        frame = message.frame
-        match frame:
+        message = decode(parts)
+        match frame := message.frame:
             case Hello():
                 self._on_hello(peer, frame, decode_map(HelloDetail, message.body()))
             case Drain():
@@ -283,15 +275,11 @@ async def pair(
         yield router
 
 
-class ScriptedDecode:
-    """The KV socket of a decode worker; every frame is up to the test."""
+class ScriptedPeer:
+    """A KV socket; every frame is up to the test."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", **security: Any) -> None:
-        self.peer = b""
-        self.is_left = asyncio.Event()  # by a peer whose connection ended
+    def __init__(self) -> None:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self._hub = Hub(self._on_message, on_lost=lambda _: self.is_left.set(), **security)
-        self.endpoint = self._hub.bind(endpoint)
 
     async def __aenter__(self) -> Self:
         return self
@@ -300,24 +288,38 @@ class ScriptedDecode:
         await self.close()
 
     async def close(self) -> None:
+        raise NotImplementedError
+
+    async def receive(self) -> Message:
+        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._messages.empty()
+
+
+class ScriptedDecode(ScriptedPeer):
+    """The KV socket of a decode worker."""
+
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", **security: Any) -> None:
+        super().__init__()
+        self.peer = b""
+        self.is_left = asyncio.Event()  # by a peer whose connection ended
+        self._hub = Hub(self._on_message, on_lost=lambda _: self.is_left.set(), **security)
+        self.endpoint = self._hub.bind(endpoint)
+
+    async def close(self) -> None:
         await self._hub.close(0)
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
         self.peer = peer
         self._messages.put_nowait(decode(parts))
 
-    async def receive(self) -> Message:
-        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
-
     async def receive_past_keepalives(self) -> Message:
         """The next message that is no keepalive."""
         while (message := await self.receive()).tag is Tag.KV_CACHE and not message.payload:
             pass
         return message
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._messages.empty()
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         self._hub.send(self.peer, encode(frame, *payload))
@@ -362,22 +364,16 @@ def offer_of(prompt: list[int], **changes: Any) -> bytes:
     return encode_map(Offer(**fields))
 
 
-class ScriptedPrefill:
+class ScriptedPrefill(ScriptedPeer):
     """The KV socket of a prefill worker, connected to a decode worker."""
 
     def __init__(
         self, to: ScriptedRouter | str, name: bytes = b"prefill-0-1", **security: Any
     ) -> None:
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        super().__init__()
         self.is_refused = asyncio.Event()  # or its connection ended otherwise
         endpoint = to if isinstance(to, str) else to.details[Role.DECODE].kv_endpoint
         self._link = Link(name, endpoint, self._on_message, on_down=self.is_refused.set, **security)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         await self._link.close(0)
@@ -390,13 +386,6 @@ class ScriptedPrefill:
 
     def send_raw(self, *parts: Buffer) -> None:
         self._link.send(parts)
-
-    async def receive(self) -> Message:
-        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._messages.empty()
 
     async def error(self) -> tuple[int, int]:
         """Request id and code of the next message, which must be an ERROR."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import httpx
@@ -31,12 +29,11 @@ from tests.worker.scripted import (
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
-from wire.payloads import MAX_HASHES, decode_prefill_result
+from wire.payloads import decode_prefill_result
 from wire.process.cores import own_cores, parse_cores
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, MAX_COUNT
 from worker.app import EXIT_CRASHED
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
-from worker.engine.thread import is_computing
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100))
@@ -54,7 +51,7 @@ async def ended(process: Process) -> int:
     return await asyncio.wait_for(process.task, PATIENCE_S)
 
 
-async def test_a_worker_says_who_it_is_and_how_it_is() -> None:
+async def test_hello_and_heartbeat_describe_the_worker() -> None:
     async with scripted_router() as router, running(router, "decode", rank=3, num_blocks=64):
         detail, load = router.details[Role.DECODE], router.loads_by_role[Role.DECODE]
         assert router.peers[Role.DECODE] == b"decode-3-%d" % router.hellos[0].epoch
@@ -66,7 +63,7 @@ async def test_a_worker_says_who_it_is_and_how_it_is() -> None:
         assert (load.total, load.free, load.used) == (64, 64, 0)
 
 
-async def test_frames_to_and_from_routers_are_counted_and_as_those_of_the_bus() -> None:
+async def test_frames_of_the_bus_are_counted() -> None:
     async with (
         scripted_router() as router,
         running(router, "decode", metrics="127.0.0.1:0") as process,
@@ -80,7 +77,7 @@ async def test_frames_to_and_from_routers_are_counted_and_as_those_of_the_bus() 
     assert 'plane="kv"' not in answer.text
 
 
-async def test_no_router_knows_a_worker_before_its_warmup_is_over() -> None:
+async def test_a_worker_joins_after_its_warmup() -> None:
     executor = GatedSteps()
     executor.close()
     async with scripted_router() as router:
@@ -119,25 +116,7 @@ async def test_a_warmup_that_fails_ends_the_process(broken: str) -> None:
     assert failure["reason"] == "RuntimeError: the device is gone"
 
 
-async def test_who_is_told_to_stop_in_its_warmup_does_not_wait_for_it() -> None:
-    executor = GatedSteps()
-    executor.close()
-    async with scripted_router() as router:
-        process = Process(router, "decode", executor=executor)
-        await executor.until_reached()
-        process.stop.set()
-        try:
-            assert await ended(process) == 0
-            assert is_computing() and not executor.gate.is_set()
-        finally:
-            executor.gate.set()
-        for thread in threading.enumerate():
-            if thread.name == "engine":
-                await asyncio.to_thread(thread.join, PATIENCE_S)
-        assert router.hellos == []
-
-
-async def test_a_router_is_told_again_what_the_cache_holds_when_it_comes_back() -> None:
+async def test_cached_prefixes_are_announced_again_to_a_router_that_returns() -> None:
     async with scripted_router() as router, running(router, "prefill"):
         router.prefill(1, PROMPT, Options(max_tokens=1))
         peer = router.peers[Role.PREFILL]
@@ -145,20 +124,6 @@ async def test_a_router_is_told_again_what_the_cache_holds_when_it_comes_back() 
         await router.until(lambda: not router.loads[peer].stored)  # once is enough
         router.send(Role.PREFILL, Error(0, ErrorCode.UNKNOWN_PEER))
         await router.until(lambda: len(router.loads[peer].stored) == 6)
-
-
-async def test_what_one_heartbeat_cannot_hold_follows_before_the_next_is_due() -> None:
-    settings = {"block_size": 1, "num_blocks": 4000}
-    prompt = [number % 50 for number in range(2 * MAX_HASHES + 100)]
-    async with scripted_router() as router:
-        router.heartbeat_ms = 60_000
-        async with running(router, "prefill", **settings):
-            router.prefill(1, prompt, Options(max_tokens=1))
-            await router.receive(Tag.PREFILL_DONE)
-            peer = router.peers[Role.PREFILL]
-            router.send(Role.PREFILL, Error(0, ErrorCode.UNKNOWN_PEER))
-            await router.until(lambda: len(router.loads[peer].stored) == MAX_HASHES)
-            await router.until(lambda: 0 < len(router.loads[peer].stored) < MAX_HASHES)
 
 
 async def test_a_drain_ends_when_the_work_and_the_routers_are_done() -> None:
@@ -196,19 +161,7 @@ async def test_a_drain_waits_for_the_echo() -> None:
         assert await ended(process) == 0
 
 
-async def test_a_drain_has_an_end() -> None:
-    async with scripted_router() as router:
-        router.answers_drains = False
-        process = Process(router, "prefill", drain_s=0.05)
-        await router.until_joined(Role.PREFILL)
-        with capture_logs() as logs:
-            process.stop.set()
-            assert await ended(process) == 0
-    said = [line["event"] for line in logs]
-    assert "draining" in said and "not drained in time" not in said, "nothing was unfinished"
-
-
-async def test_what_a_drain_cuts_off_is_in_the_log() -> None:
+async def test_requests_that_a_drain_cuts_off_are_logged() -> None:
     async with scripted_router() as router, running(router, "prefill"):
         settings = {"step_delay_s": 0.05, "drain_s": 0, "num_blocks": 2000}
         process = Process(router, "decode", **settings)
@@ -231,7 +184,7 @@ async def test_what_a_drain_cuts_off_is_in_the_log() -> None:
         (ErrorCode.FENCED, ErrorCode.FENCED, EX_TEMPFAIL),
     ],
 )
-async def test_who_is_refused_by_every_router_ends(
+async def test_a_worker_that_every_router_refuses_ends(
     code: ErrorCode, second: ErrorCode, status: int
 ) -> None:
     async with scripted_router() as one, scripted_router() as two:
@@ -245,29 +198,34 @@ async def test_who_is_refused_by_every_router_ends(
         assert await ended(process) == status
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_engine_that_breaks_ends_the_process(role: str) -> None:
-    executor = GatedExecutor(fail_at=2)
+def device_error() -> Exception:
+    return torch.AcceleratorError("CUDA error: device-side assert triggered\nFor debugging ...")
+
+
+async def until_broken(role: str, executor: GatedExecutor) -> int:
+    """Give a worker of this role a request; return the exit status of its process."""
     other = "decode" if role == "prefill" else "prefill"
     async with scripted_router() as router, running(router, other):
-        process = Process(router, role, executor=executor, max_ubatch_tokens=40)
+        process = Process(router, role, executor=executor)
         await router.until_joined(Role.PREFILL, Role.DECODE)
         if role == "prefill":
             router.prefill(1, PROMPT, OPTIONS)
         else:
             router.decode(1, [*PROMPT, await first_token(router, 1)], 40, OPTIONS)
-        assert await ended(process) == EXIT_CRASHED
+        status = await ended(process)
         # The router sees the loss of the worker, which ends all it had there.
         await router.until(lambda: router.lost == [router.peers[Role[role.upper()]]])
         await router.until_free(Role[other.upper()])
-
-
-def device_error() -> Exception:
-    return torch.AcceleratorError("CUDA error: device-side assert triggered\nFor debugging ...")
+    return status
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_gpu_that_fails_in_a_step_is_one_line_and_a_status_of_its_own(
+async def test_a_failed_step_ends_the_process(role: str) -> None:
+    assert await until_broken(role, GatedExecutor(fail_at=2)) == EXIT_CRASHED
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_gpu_that_fails_in_a_step_is_logged_in_one_line_and_has_its_exit_status(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def free() -> None:
@@ -275,16 +233,8 @@ async def test_a_gpu_that_fails_in_a_step_is_one_line_and_a_status_of_its_own(
 
     executor = GatedExecutor(fail_at=2, problem=device_error())
     monkeypatch.setattr(executor, "shutdown", free)
-    other = "decode" if role == "prefill" else "prefill"
-    async with scripted_router() as router, running(router, other):
-        with capture_logs() as logs:
-            process = Process(router, role, executor=executor)
-            await router.until_joined(Role.PREFILL, Role.DECODE)
-            if role == "prefill":
-                router.prefill(1, PROMPT, OPTIONS)
-            else:
-                router.decode(1, [*PROMPT, await first_token(router, 1)], 40, OPTIONS)
-            assert await ended(process) == EXIT_DEVICE_FAILED
+    with capture_logs() as logs:
+        assert await until_broken(role, executor) == EXIT_DEVICE_FAILED
     [line] = [it for it in logs if it["log_level"] == "error"]
     assert line == {
         "log_level": "error",
@@ -312,25 +262,7 @@ async def test_a_gpu_that_fails_in_a_copy_of_kv_ends_the_process(role: str) -> N
     ]
 
 
-async def test_two_routers_are_served_at_once_and_apart() -> None:
-    async with scripted_router() as one, scripted_router() as two:
-        settings = {"router": (one.endpoint, two.endpoint), "step_delay_s": 0.001}
-        async with running(one, "decode", **settings), running(one, "prefill", **settings):
-            await two.until_joined(Role.PREFILL, Role.DECODE)
-            await asyncio.gather(*(_whole_request(r, i) for i, r in enumerate((one, two), 1)))
-            await asyncio.gather(one.until_free(Role.DECODE), two.until_free(Role.PREFILL))
-            assert one.is_quiet and two.is_quiet
-
-
-async def _whole_request(router: ScriptedRouter, request_id: int) -> None:
-    router.decode(request_id, [*PROMPT, await first_token(router, request_id)], 20, OPTIONS)
-    for _ in range(20):
-        message = await router.receive(Tag.DECODE_TOKEN)
-        assert [it for it, _ in message.tokens] == [request_id]
-    await router.receive(Tag.DECODE_DONE)
-
-
-async def test_a_router_that_goes_takes_its_requests_and_no_others() -> None:
+async def test_a_lost_router_ends_its_requests_and_no_others() -> None:
     async with scripted_router() as one, scripted_router() as two:
         endpoints = (one.endpoint, two.endpoint)
         settings = {"router": endpoints, "step_delay_s": 0.002, "num_blocks": 4000}
@@ -348,9 +280,7 @@ async def test_a_router_that_goes_takes_its_requests_and_no_others() -> None:
             await two.until_free(Role.PREFILL, Role.DECODE)
 
 
-async def test_systemd_hears_when_it_is_ready_and_how_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_systemd_is_notified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.setblocking(False)
@@ -381,125 +311,21 @@ def run_worker(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-SLOW_WARMUP = """
-import threading
-from worker.executor import hash
-
-class Warming(hash.HashExecutor):
-    def forward(self, batch):
-        print("warming up", flush=True)
-        threading.Event().wait()
-
-def create(**settings):
-    executor = hash.create(**settings)
-    executor.__class__ = Warming
-    return executor
-"""
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--executor=types:SimpleNamespace"], "the executor failed to load"),
+        (["--executor=json:loads"], "does not take these settings: missing a required argument"),
+        (["--executor=hash", f"--num-blocks={MAX_COUNT}"], "lower --num-blocks to"),
+    ],
+)
+def test_a_model_that_cannot_be_served_ends_the_process(flags: list[str], words: str) -> None:
+    ended = run_worker(*flags)
+    assert ended.returncode == EX_CONFIG and words in ended.stdout + ended.stderr
+    assert "is not a setting" not in ended.stderr
 
 
-def test_a_signal_ends_a_process_in_its_warmup(tmp_path: Path) -> None:
-    (tmp_path / "slow_warmup.py").write_text(SLOW_WARMUP)
-    with subprocess.Popen(
-        [sys.executable, "-m", "worker", "--executor", "slow_warmup:create"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "warming up\n"
-        process.send_signal(signal.SIGTERM)
-        try:
-            _, log = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    assert process.returncode == 0
-    assert '"worker stopped"' in log  # the last line was written
-
-
-STUCK_COPY = """
-import threading
-import worker.app
-from worker.executor import hash
-
-worker.app.CLOSE_S = 0.2
-
-class Stuck(hash.HashExecutor):
-    def allocate(self, *sizes):
-        cache = super().allocate(*sizes)
-        pack = cache.pack
-
-        def stuck(*args):
-            if threading.current_thread().name.startswith("kv-copy"):  # not the warmup
-                print("packing", flush=True)
-                threading.Event().wait()
-            return pack(*args)
-
-        cache.pack, cache.copies_wait = stuck, True  # else small copies run on the loop
-        return cache
-
-def create(**settings):
-    executor = hash.create(**settings)
-    executor.__class__ = Stuck
-    return executor
-"""
-
-
-async def test_a_copy_that_does_not_end_keeps_no_worker_from_its_end(tmp_path: Path) -> None:
-    (tmp_path / "stuck_copy.py").write_text(STUCK_COPY)
-    async with scripted_router() as router, running(router, "decode"):
-        flags = ["--role", "prefill", "--router", router.endpoint, "--drain-s", "0"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "worker", "--executor", "stuck_copy:create", *flags),
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        try:
-            await router.until_joined(Role.PREFILL)
-            router.prefill(1, PROMPT, OPTIONS)
-            assert process.stdout is not None
-            assert await process.stdout.readline() == b"packing\n"
-            process.send_signal(signal.SIGTERM)
-            _, log = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-        finally:
-            if process.returncode is None:
-                process.kill()
-    assert process.returncode == EXIT_CRASHED
-    assert b"a copy of KV or a process of its model is stuck" in log
-
-
-def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
-    for factory, words in (
-        ("types:SimpleNamespace", "the executor failed to load"),
-        ("json:loads", "does not take these settings: missing a required argument"),
-    ):
-        ended = run_worker("--executor", factory, "--log-level", "info")
-        assert ended.returncode == EX_CONFIG
-        assert words in ended.stdout + ended.stderr
-        assert "is not a setting" not in ended.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said_with_what_to_install() -> None:
-    ended = run_worker("--device", "cuda")
-    assert ended.returncode == EX_CONFIG
-    said = ended.stdout + ended.stderr
-    assert "no GPU: torch" in said and "install a CUDA build of torch" in said
-    assert "Traceback" not in said
-
-
-def test_more_blocks_than_memory_are_refused_in_a_line() -> None:
-    ended = run_worker("--executor", "hash", "--num-blocks", str(MAX_COUNT))
-    assert ended.returncode == EX_CONFIG
-    said = ended.stdout + ended.stderr
-    assert "--num-blocks is" in said and "lower --num-blocks to" in said
-    assert "Traceback" not in said
-
-
-def test_an_address_that_is_taken_is_said_in_a_line() -> None:
+def test_a_taken_address_is_logged_in_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         ended = run_worker("--executor", "hash", "--kv-bind", endpoint)
@@ -508,7 +334,7 @@ def test_an_address_that_is_taken_is_said_in_a_line() -> None:
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-async def test_a_worker_says_how_long_its_engine_stands_in_one_step() -> None:
+async def test_heartbeats_have_the_time_of_a_stuck_step() -> None:
     executor = GatedSteps()
     async with scripted_router() as router:
         async with running(router, "prefill", executor=executor):

@@ -14,25 +14,6 @@ from worker.executor.hash import LAYOUT, create, create_mixed
 from worker.executor.stepwise import StepwiseExecutor
 
 
-def test_the_flags_reach_the_engine() -> None:
-    config = Config(
-        num_blocks=7,
-        block_size=4,
-        max_ubatch_tokens=9,
-        max_sbatch_sequences=3,
-        prefix_cache=False,
-        ageing_s=2.0,
-        swap_bytes=5,
-        speculate="ngram:3",
-    )
-    engine = make_engine(config, create())
-    settings = engine.config
-    assert (engine.pool.num_blocks, engine.pool.block_size) == (7, 4)
-    assert (settings.max_ubatch_tokens, settings.max_sbatch_sequences) == (9, 3)
-    assert (settings.prefix_cache, settings.ageing_s, settings.swap_bytes) == (False, 2, 5)
-    assert settings.speculate == "ngram:3"
-
-
 def test_every_setting_of_an_engine_has_a_flag() -> None:
     flags = [
         *("--num-blocks=7", "--max-ubatch-tokens=9", "--max-sbatch-sequences=3", "--ageing-s=2"),
@@ -61,11 +42,6 @@ def test_a_draft_model_shares_the_memory_for_kv() -> None:
     assert isinstance(drafter, ModelDrafter) and drafter.num_drafts == 3
     assert engine.pool.num_blocks == drafter.pool.num_blocks == 5
     assert make_engine(Config(kv_cache_bytes=num_bytes), create()).pool.num_blocks == 10
-
-
-def test_who_only_reads_prompts_has_no_drafter() -> None:
-    config = Config(role="prefill", num_blocks=4, speculate="draft:3:demo")
-    assert make_engine(config, create()).config.speculate is None
 
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:demo"])

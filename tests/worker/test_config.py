@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from router.config import Config as RouterConfig
-from wire.process.settings import EX_CONFIG, parse
+from wire.process.settings import parse
 from worker.config import Config
-from worker.engine.sequence import MAX_DRAFTS
-
-
-def test_the_defaults_serve_the_demo_on_this_machine() -> None:
-    config = Config()
-    assert (config.role, config.rank, config.model_name) == ("decode", 0, "demo")
-    assert (config.dtype, config.kv_dtype, config.weights) == ("auto", "auto", "auto")
-    assert config.kv_bind.startswith("tcp://127.0.0.1:")
 
 
 @pytest.mark.parametrize(
@@ -29,44 +20,28 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"kv_bind": "tcp://*:0", "insecure": True}, "--kv-advertise is missing"),
         ({"kv_bind": "nowhere"}, "tcp://HOST:PORT"),
         ({"kv_advertise": "10.0.0.5:5600"}, "tcp://HOST:PORT"),
-        ({"kv_bind": "127.0.0.1:5600"}, "tcp://HOST:PORT"),
-        ({"kv_bind": ""}, "tcp://HOST:PORT"),
         ({"router": ("127.0.0.1:5570",)}, "tcp://HOST:PORT"),
-        ({"router": ("tcp://127.0.0.1",)}, "tcp://HOST:PORT"),
-        ({"router": ("ipc://",)}, "ipc://PATH"),
         ({"router": ("tcp://127.0.0.1:0",)}, "a port from 1 to 65535"),
-        ({"router": ("tcp://127.0.0.1:99999",)}, "tcp://HOST:PORT"),
         ({"router": ("ipc:///a", "tcp://b:1", "ipc:///a")}, "names a router twice"),
         ({"router": ()}, "names no router: say where one has its --bus, tcp://HOST:PORT"),
         ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "--max-kv-inflight-bytes"),
         ({"kv_unasked_bytes": 8 << 20, "credit_bytes": 4 << 20}, "--credit-bytes"),
-        ({"kv_unasked_bytes": -1}, "kv_unasked_bytes"),
-        (
-            dict.fromkeys(("kv_unasked_bytes", "credit_bytes", "max_kv_inflight_bytes"), 2**63),
-            "kv_unasked_bytes",
-        ),
-        ({"max_kv_transfer_bytes": 2**63}, "max_kv_transfer_bytes"),
         ({"kv_cache_bytes": 2**63}, "kv_cache_bytes"),
         ({"max_model_len": 2**31}, "max_model_len"),
         ({"num_blocks": 2**31}, "num_blocks"),
         ({"kv_segment_port": "0"}, "neither auto, off nor a port from 1 to 65535"),
         ({"kv_segment_port": "65536"}, "'65536' is neither auto, off nor a port"),
-        ({"kv_segment_port": "-1"}, "neither auto, off nor a port"),
-        ({"kv_segment_port": ""}, "'' is neither auto, off nor a port"),
-        ({"role": "both"}, "role"),
         ({"rank": 0xFFFFFFFE}, "rank"),
-        ({"lease_s": -1}, "lease_s"),
         ({"ageing_s": 0}, "ageing_s"),
         ({"speculate": "draft:demo"}, "speculate"),
         ({"cores": "0..3"}, "neither a core nor a run of them"),
         ({"speculate": "ngram"}, "neither ngram:K nor draft:K:MODEL"),
         ({"speculate": "draft:3:"}, "neither ngram:K nor draft:K:MODEL"),
         ({"speculate": "ngram:0"}, "num_drafts is 0, not between 1 and 64"),
-        ({"speculate": "ngram:65"}, "num_drafts is 65, not between 1 and 64"),
         ({"speculate": "draft:99:demo"}, "num_drafts is 99, not between 1 and 64"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_impossible_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         Config(**settings)
 
@@ -78,10 +53,6 @@ TWO: dict[str, Any] = {"tensor_parallel": 2}
     ("settings", "sentence"),
     [
         ({"executor": "hash", **TWO}, "a model of --executor torch, not of 'hash'; leave them out"),
-        ({"executor": "hash", "pipeline_parallel": 2}, "not of 'hash'; leave them out"),
-        ({"executor": "a:b", **TWO}, "not of 'a:b'"),
-        ({"tensor_parallel": 0}, "tensor_parallel"),
-        ({"pipeline_parallel": 65}, "pipeline_parallel"),
         ({"rendezvous": "file:///tmp/meet"}, "is for several processes: .* --tensor-parallel"),
         ({"process": 1}, r"--process is 1, of 1 processes .*; the last is 0"),
         (
@@ -94,10 +65,7 @@ TWO: dict[str, Any] = {"tensor_parallel": 2}
             "'env://' is neither tcp://HOST:PORT, .*nor file:///PATH",
         ),
         ({**TWO, "rendezvous": "tcp://127.0.0.1"}, "'tcp://127.0.0.1' is neither"),
-        ({**TWO, "rendezvous": "tcp://:29500"}, "'tcp://:29500' is neither"),
-        ({**TWO, "rendezvous": "tcp://127.0.0.1:99999"}, "a port from 1 to 65535"),
         ({**TWO, "rendezvous": "tcp://127.0.0.1:0"}, "a port from 1 to 65535"),
-        ({**TWO, "rendezvous": "file://here"}, "'file://here' is neither"),
         (
             {**TWO, "rendezvous": "tcp://10.0.0.5:29500"},
             "no key to tell who may .*--insecure",
@@ -105,12 +73,12 @@ TWO: dict[str, Any] = {"tensor_parallel": 2}
         ({**TWO, "rendezvous": "tcp://0.0.0.0:29500"}, "can be reached from other machines"),
     ],
 )
-def test_processes_that_could_not_meet_are_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_impossible_processes_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         Config(**settings)
 
 
-def test_processes_meet_on_this_machine_or_where_somebody_says_it_is_safe() -> None:
+def test_an_open_rendezvous_needs_keys_or_insecure() -> None:
     assert Config().num_processes == 1
     assert Config(tensor_parallel=2, pipeline_parallel=3).num_processes == 6
     here = ("127.0.0.1:29500", "localhost:1", "[::1]:1", "::1:65535")
@@ -120,57 +88,12 @@ def test_processes_meet_on_this_machine_or_where_somebody_says_it_is_safe() -> N
         assert Config(**TWO, rendezvous="tcp://10.0.0.5:29500", **settings).rendezvous
 
 
-@pytest.mark.parametrize("port", ["auto", "off", "1", "65535"])
-def test_segments_have_a_port_any_or_none(port: str) -> None:
-    assert Config(kv_segment_port=port).kv_segment_port == port
-
-
-def test_ranks_and_ports_go_to_their_ends() -> None:
-    assert [Config(rank=rank).rank for rank in (0, 0xFFFFFFFD)] == [0, 0xFFFFFFFD]
-    for port in (1, 65535):
-        endpoint = f"tcp://127.0.0.1:{port}"
-        config = Config(
-            router=(endpoint,), kv_bind=endpoint, kv_advertise=endpoint, metrics=endpoint[6:]
-        )
-        assert {*config.router, config.kv_bind, config.kv_advertise} == {endpoint}
-        assert config.metrics == f"127.0.0.1:{port}"
-    assert Config(kv_bind="tcp://127.0.0.1:0", metrics="127.0.0.1:0").metrics
-
-
-@pytest.mark.parametrize(
-    ("flag", "beyond"),
-    [
-        ("--rank", "4294967294"),
-        ("--router", "tcp://127.0.0.1:65536"),
-        ("--kv-bind", "tcp://127.0.0.1:65536"),
-        ("--kv-advertise", "tcp://127.0.0.1:65536"),
-        ("--kv-advertise", "tcp://127.0.0.1:0"),
-        ("--kv-segment-port", "65536"),
-        ("--metrics", "127.0.0.1:65536"),
-        ("--cores", "65536"),
-        ("--speculate", "ngram:65"),
-    ],
-)
-def test_what_is_beyond_the_last_is_refused_by_name(
-    flag: str, beyond: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="78"):
-        parse(Config, [flag, beyond])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f": {flag} " in line and f"'{beyond}'" in line
-
-
-@pytest.mark.parametrize("digits", ["\u0663", "\uff13", "\u00b3", "\u2462"])
+@pytest.mark.parametrize("digits", ["\u0663", "\u00b3"])  # Arabic-Indic, superscript
 @pytest.mark.parametrize(
     ("flag", "setting"),
     [
-        ("--rank", "{}"),
-        ("--router", "tcp://127.0.0.1:{}"),
-        ("--kv-bind", "tcp://127.0.0.1:{}"),
-        ("--kv-advertise", "tcp://127.0.0.1:{}"),
         ("--cores", "{}"),
         ("--speculate", "ngram:{}"),
-        ("--speculate", "draft:{}:demo"),
         ("--rendezvous", "tcp://127.0.0.1:{}"),
         ("--metrics", "127.0.0.1:{}"),
         ("--kv-segment-port", "{}"),
@@ -179,30 +102,18 @@ def test_what_is_beyond_the_last_is_refused_by_name(
 def test_digits_that_are_not_ascii_are_refused_by_name(
     flag: str, setting: str, digits: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Arabic-Indic, full-width, superscript and circled ones."""
     with pytest.raises(SystemExit, match="78"):
         parse(Config, ["--tensor-parallel=2", flag, setting.format(digits)])
     (line,) = capsys.readouterr().err.splitlines()
     assert f": {flag} " in line and digits in line
 
 
-@pytest.mark.parametrize("digits", ["\u00b3", "\u2462"])
-@pytest.mark.parametrize(("flag", "host"), [("--metrics", "127.0.0.1:"), ("--kv-segment-port", "")])
-def test_what_looks_like_a_digit_and_counts_nothing_is_no_port(
-    flag: str, host: str, digits: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="78"):
-        parse(Config, [flag, f"{host}{digits}"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f": {flag} " in line and f"'{host}{digits}'" in line
-
-
-def test_steps_are_longer_where_only_prompts_are_read() -> None:
+def test_a_prefill_worker_has_longer_steps() -> None:
     assert (Config(role="prefill").step_tokens, Config(role="decode").step_tokens) == (1024, 512)
     assert Config(role="prefill", max_ubatch_tokens=7).step_tokens == 7
 
 
-def test_a_worker_beyond_this_machine_has_to_be_asked_for() -> None:
+def test_an_open_kv_port_needs_insecure() -> None:
     advertised = "tcp://10.0.0.5:5600"
     config = Config(kv_bind="tcp://0.0.0.0:5600", kv_advertise=advertised, insecure=True)
     assert config.kv_advertise == advertised
@@ -220,7 +131,7 @@ def test_keys_open_the_kv_port_and_so_do_credentials(
         Config(kv_bind="tcp://10.0.0.5:5600", rank=4)
 
 
-def test_metrics_are_for_this_machine_unless_somebody_says_otherwise(tmp_path: Path) -> None:
+def test_open_metrics_need_api_keys_or_insecure(tmp_path: Path) -> None:
     assert Config(metrics="127.0.0.1:0").metrics and Config(metrics="[::1]:9100").metrics
     with pytest.raises(ValidationError, match="scripts/keys --api-key"):
         Config(metrics="0.0.0.0:9100")
@@ -231,23 +142,13 @@ def test_metrics_are_for_this_machine_unless_somebody_says_otherwise(tmp_path: P
             Config(metrics=wrong)
 
 
-def test_a_draft_model_is_for_who_generates() -> None:
+def test_only_a_decode_worker_has_a_draft_model() -> None:
     config = Config(speculate="draft:3:/models/a:b")
     assert (config.draft_model, config.num_drafts) == ("/models/a:b", 3)
     assert Config(role="prefill", speculate="draft:3:demo").draft_model is None
     ngram = Config(speculate="ngram:12")
     assert (ngram.draft_model, ngram.num_drafts) == (None, 12)
     assert (Config().draft_model, Config().num_drafts) == (None, 0)
-
-
-def test_too_many_drafts_are_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Config(speculate="ngram:64").num_drafts == MAX_DRAFTS
-    assert f"{MAX_DRAFTS} at most" in (Config.model_fields["speculate"].description or "")
-    with pytest.raises(SystemExit, match="78"):
-        parse(Config, ["--speculate", "draft:99:demo"])
-    (line,) = capsys.readouterr().err.splitlines()
-    setting = "--speculate (BATON_SPECULATE) = 'draft:99:demo'"
-    assert line.endswith(f"{setting}: num_drafts is 99, not between 1 and 64")
 
 
 def test_the_settings_of_a_router_are_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,11 +165,3 @@ def test_one_file_of_variables_serves_both(capsys: pytest.CaptureFixture[str]) -
 
 def test_every_field_has_a_description() -> None:
     assert all(field.description for field in Config.model_fields.values())
-
-
-def test_bytes_that_are_no_text_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(Config, ["--rendezvous", os.fsdecode(b"\xe9")])
-    assert caught.value.code == EX_CONFIG
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "bytes that are no UTF-8: " in said and "udce9" in said

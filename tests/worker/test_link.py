@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, scripted_router
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeToken, Drain, Error, Heartbeat, Peers, Role, Tag, Welcome
+from wire.frames import Cancel, DecodeToken, Drain, Error, Heartbeat, Peers, Role, Tag
 from wire.identity import Identity
 from wire.options import Options
 from wire.parts import Message
@@ -23,7 +23,6 @@ from wire.payloads import (
     ErrorDetail,
     HelloDetail,
     PeerDetail,
-    WelcomeDetail,
     decode_prefill_result,
     encode_map,
 )
@@ -34,7 +33,6 @@ from worker.link import (
     HELLO_AGAIN_S,
     MIN_SILENCE_S,
     REOPEN_S,
-    UNREACHED_AGAIN_S,
     LinkState,
     RouterLink,
 )
@@ -130,28 +128,6 @@ async def generating(router: ScriptedRouter, request_id: int = 1) -> None:
     assert {it for it, _ in message.tokens} == {request_id}
 
 
-async def test_time_may_pass_before_it_is_opened() -> None:
-    async with scripted_router() as router:
-        identity = Identity(Role.PREFILL, 0, 5)
-        link = RouterLink(router.endpoint, identity, DETAIL, Recorder(), lambda link: None)
-        await link.tick(REOPEN_S[-1] + 1)
-        link.drain(1.0)
-        assert link.is_drained  # nobody has anything here
-        await link.close(0)
-
-
-async def test_the_way_to_a_router_is_counted() -> None:
-    async with scripted_router() as router, stage(router) as alone:
-        link = alone.link
-        assert await alone.state() is LinkState.READY
-        link.send(Cancel(7, 0))
-        rows = {("hello", "sent", 1), ("cancel", "sent", 1), ("welcome", "received", 1)}
-        assert set(alone.traffic.rows()) == rows
-        await link.close(0)
-        link.send(Cancel(8, 0))
-        assert (set(alone.traffic.rows()), alone.traffic.dropped) == (rows, {"worker_lost": 1})
-
-
 async def test_an_unknown_peer_says_hello_once_and_its_requests_have_ended() -> None:
     async with pair(decode={"num_blocks": 2000, "step_delay_s": 0.002}) as router:
         await generating(router)
@@ -186,22 +162,6 @@ async def test_garbage_is_answered_and_survived(role: Role) -> None:
         await router.receive(Tag.PREFILL_DONE)
 
 
-async def test_a_new_router_at_the_old_place_inherits_no_request() -> None:
-    async with pair(decode={"num_blocks": 2000, "step_delay_s": 0.002}) as old:
-        await generating(old)
-        await old.close()
-        new = ScriptedRouter(old.endpoint)
-        new.epoch = old.epoch + 1
-        await new.until_joined(Role.PREFILL, Role.DECODE)
-        await new.until_free(Role.PREFILL, Role.DECODE)
-        assert new.is_quiet  # not a token of the old one's request
-        new.announce(new.details[Role.DECODE].kv_endpoint)
-        await generating(new, 2)
-        new.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
-        await new.until_free(Role.PREFILL, Role.DECODE)
-        await new.close()
-
-
 async def test_a_router_that_does_not_answer_hears_hello_again() -> None:
     async with scripted_router() as router:
         router.is_welcoming = False
@@ -212,19 +172,6 @@ async def test_a_router_that_does_not_answer_hears_hello_again() -> None:
             await alone.link.tick(HELLO_AGAIN_S / 2)
             assert await alone.state() is LinkState.READY
             assert len(router.hellos) == 2
-
-
-async def test_a_connection_that_is_not_heard_is_made_anew() -> None:
-    async with scripted_router() as router:
-        zombie = Link(Identity(Role.PREFILL, 0, 5).name, router.endpoint, lambda _: None)
-        zombie.send([b"not", b"heard of again"])  # it holds the identity, and never closes
-        await router.until(lambda: router.num_bad == 1)
-        async with stage(router) as alone:
-            await zombie.close()
-            while alone.link.state is not LinkState.READY:  # until the router notices the close
-                await alone.link.tick(REOPEN_S[-1] + 1)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(alone.state(), 0.2)
 
 
 async def test_each_connection_gets_more_time_to_be_heard() -> None:
@@ -248,23 +195,6 @@ async def test_each_connection_gets_more_time_to_be_heard() -> None:
             await alone.link.tick(MIN_SILENCE_S + 0.1)
             assert len(alone.links) == count + 1, "it begins anew"
             await alone.until(lambda: alone.links[-1].is_up)
-
-
-async def test_only_the_time_since_it_is_there_counts_for_a_router(tmp_path: Path) -> None:
-    endpoint, identity = f"ipc://{tmp_path}/router", Identity(Role.PREFILL, 0, 5)
-    link = RouterLink(endpoint, identity, DETAIL, Recorder(), lambda link: None)
-    link.open()
-    await link.tick(REOPEN_S[-1] + 1)
-    router = ScriptedRouter(endpoint)
-    router.is_welcoming = False
-    try:
-        await router.until(lambda: len(router.hellos) == 1)
-        with capture_logs() as lines:
-            await link.tick(REOPEN_S[0])
-        assert "connecting to the router anew" not in {line["event"] for line in lines}
-    finally:
-        await link.close(0)
-        await router.close()
 
 
 async def test_a_silent_router_is_lost() -> None:
@@ -353,18 +283,6 @@ async def test_the_times_of_a_router_are_those_it_says() -> None:
             assert (alone.link.heartbeat_s, alone.link.lease_s) == (0.25, 4.0)
 
 
-async def test_another_process_of_a_router_asks_for_nothing_that_the_first_asked_for() -> None:
-    """A connection may outlast the router's process: a proxy, or a socket that was handed on."""
-    async with scripted_router() as router, stage(router) as alone:
-        assert await alone.state() is LinkState.READY
-        again = encode_map(WelcomeDetail(max_kv_transfer_bytes=1 << 20))
-        for epoch, num_lost in ((router.epoch, 0), (router.epoch + 1, 1), (router.epoch + 1, 1)):
-            router.send(Role.PREFILL, Welcome(epoch, 1000, 1000), again)
-            await alone.until(lambda epoch=epoch: alone.link.epoch == epoch)  # type: ignore[misc]
-            await heard(router)
-            assert alone.role.num_lost == num_lost
-
-
 async def test_a_fenced_worker_gets_the_place_that_becomes_free() -> None:
     async with scripted_router() as router, stage(router) as alone:
         assert await alone.state() is LinkState.READY
@@ -396,14 +314,6 @@ async def test_a_drain_is_said_again_to_a_router_that_came_back() -> None:
             await alone.state()
 
 
-async def test_a_drain_waits_for_no_router_that_is_away() -> None:
-    async with scripted_router() as router:
-        router.is_welcoming = False
-        async with stage(router) as alone:
-            alone.link.drain(1)
-            assert alone.link.is_drained
-
-
 async def test_a_router_that_is_not_there_is_named_from_time_to_time(tmp_path: Path) -> None:
     """Counted in ticks: 3 s after the start, for it is a worker's way to be early, then every 5."""
     endpoint = f"ipc://{tmp_path}/nobody"
@@ -420,11 +330,3 @@ async def test_a_router_that_is_not_there_is_named_from_time_to_time(tmp_path: P
         }
     finally:
         await link.close(0)
-
-
-async def test_a_router_that_is_there_is_not_complained_of() -> None:
-    async with scripted_router() as router, stage(router) as alone:
-        assert await alone.state() is LinkState.READY
-        with capture_logs() as lines:
-            await alone.link.tick(UNREACHED_AGAIN_S)
-        assert "cannot reach the router" not in {line["event"] for line in lines}

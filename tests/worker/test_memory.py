@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from wire.layout import KVGroup, KVLayout
+from worker.config import Config
 from worker.executor.contract import MemoryRequirements, blocks_of_window
 from worker.memory import (
     BESIDE_TENSORS_BYTES,
@@ -24,22 +25,12 @@ from worker.memory import (
 MODEL = MemoryRequirements(
     parameter_bytes=5000, activation_bytes_per_token=10, kv_bytes_per_token=3
 )
+CONFIG = Config(max_ubatch_tokens=20)
 
 
 def blocks_of(num_blocks: int = 0, kv_cache_bytes: int = 480, free: int | None = None) -> int:
-    return count_blocks(
-        MODEL,
-        num_blocks=num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size=16,
-        max_ubatch_tokens=20,
-        free_bytes=free,
-    )
-
-
-def test_a_number_of_blocks_wins_over_bytes() -> None:
-    assert blocks_of() == 10 and blocks_of(kv_cache_bytes=479) == 9
-    assert blocks_of(num_blocks=7) == 7
+    sizes = {"num_blocks": num_blocks, "kv_cache_bytes": kv_cache_bytes}
+    return count_blocks(MODEL, CONFIG.model_copy(update=sizes), free)
 
 
 def test_not_one_block_is_refused() -> None:
@@ -63,10 +54,6 @@ def test_what_the_refusal_proposes_fits(num_blocks: int, kv_cache_bytes: int, fr
         assert 200 + blocks * 48 <= free
 
 
-def test_two_models_need_what_both_need() -> None:
-    assert MODEL + MemoryRequirements(1, 2, 3) == MemoryRequirements(5001, 12, 6)
-
-
 def test_states_take_as_much_as_blocks() -> None:
     model = MemoryRequirements(0, 0, kv_bytes_per_token=2, state_bytes=100)
     assert model.num_states(0, 16) == model.num_states(50, 16) == 16, "so many at least"
@@ -77,23 +64,9 @@ def test_states_take_as_much_as_blocks() -> None:
     assert model.blocks_in(6400, 16, 512) == 100 and model.blocks_in(6399, 16, 512) == 99
     assert (model + MODEL).state_bytes == 100
     with pytest.raises(ValueError, match="a block of 16 tokens with 16 states takes 1632; raise"):
-        count_blocks(
-            model,
-            num_blocks=0,
-            kv_cache_bytes=1631,
-            block_size=16,
-            max_ubatch_tokens=1,
-            free_bytes=None,
-        )
+        count_blocks(model, Config(kv_cache_bytes=1631, max_ubatch_tokens=1), None)
     with pytest.raises(ValueError, match=r"100 blocks with 32 states take 6400 .* to 99 at most"):
-        count_blocks(
-            model,
-            num_blocks=100,
-            kv_cache_bytes=1,
-            block_size=16,
-            max_ubatch_tokens=1,
-            free_bytes=6399,
-        )
+        count_blocks(model, Config(num_blocks=100, max_ubatch_tokens=1), 6399)
 
 
 def test_this_machine_has_memory_left() -> None:
@@ -130,14 +103,8 @@ class Card:
         self._patch("memory_allocated", lambda: weights // 2)  # torch has cached the rest
         self._patch("memory_reserved", lambda: weights)
         self._patch("mem_get_info", lambda: (self.total - self.taken, self.total))
-        kv_bytes = default_kv_cache_bytes(
-            MODEL,
-            device,
-            memory_share=share,
-            block_size=16,
-            max_ubatch_tokens=20,
-            num_devices=num_devices,
-        )
+        sizes = {"device": device, "memory_share": share, "tensor_parallel": num_devices}
+        kv_bytes = default_kv_cache_bytes(MODEL, CONFIG.model_copy(update=sizes))
         self.taken += 200 + kv_bytes
         return kv_bytes
 
@@ -201,33 +168,7 @@ def requirements(num_full: int, num_windowed: int, window: int, heads: int, dim:
     return apart, MemoryRequirements.of(KVLayout(groups=(whole,)), 131_072)
 
 
-GEMMA_3_27B, GPT_OSS_20B = (10, 52, 1024, 16, 128), (12, 12, 128, 8, 64)
-
-
-def tokens_held(memory: MemoryRequirements, cache_bytes: int, each: int) -> int:
-    """Return how many tokens fit in sequences of `each`, a decode worker stepping 512 at once."""
-    num_blocks = memory.blocks_in(cache_bytes, 16, 512)
-    assert memory.cache_bytes(num_blocks, 16, 512) <= cache_bytes
-    assert memory.cache_bytes(num_blocks + 1, 16, 512) > cache_bytes
-    num_sequences = num_blocks * 16 / each
-    if memory.window:
-        windows = memory.num_window_blocks(num_blocks, 16, 512) - 512 // 16
-        num_sequences = min(num_sequences, windows / blocks_of_window(memory.window, 16))
-    return int(num_sequences * each)
-
-
-@pytest.mark.parametrize(
-    ("shape", "before", "after"),
-    [(GEMMA_3_27B, 2114, 7750), (GPT_OSS_20B, 21_845, 37_600)],
-    ids=["gemma-3-27b", "gpt-oss-20b"],
-)
-def test_layers_with_a_window_leave_room_for_more_tokens(
-    shape: tuple[int, int, int, int, int], before: int, after: int
-) -> None:
-    """Of each GiB of a cache of 16, in sequences of 8192 tokens."""
-    apart, whole = requirements(*shape)
-    held = [tokens_held(memory, 16 << 30, 8192) // 16 for memory in (whole, apart)]
-    assert held == [before, pytest.approx(after, rel=0.01)]
+GEMMA_3_27B = (10, 52, 1024, 16, 128)
 
 
 def test_how_many_blocks_layers_with_a_window_have() -> None:

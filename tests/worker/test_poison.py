@@ -12,8 +12,6 @@ from wire.errors import ErrorCode
 from wire.frames import Error, Role, Tag
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result
-from worker.embedded.requests import Result
-from worker.embedded.serving import ServingEngine
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
@@ -88,18 +86,6 @@ def test_a_crowd_of_which_some_come_upon_it(seed: int) -> None:
     assert engine.load().used == 0
 
 
-def test_scores_of_a_neighbour_s_prompt_are_counted_once() -> None:
-    options = Options(ignore_eos=True, prompt_logprobs=2)
-    alone, beside = engine_of("score"), engine_of("score")
-    beside.add(Sequence(2, POISONED, options, 3))
-    rows = []
-    for engine in (alone, beside):
-        engine.add(Sequence(1, PROMPTS[1], options, 3))
-        outputs = run(engine)
-        rows += [it.prompt_logprobs for it in outputs if isinstance(it, Token) and it.index == 0]
-    assert len(rows) == 2 and rows[0] == rows[1] is not None
-
-
 def test_a_transfer_keeps_its_blocks_until_the_role_says_so() -> None:
     engine = engine_of(max_ubatch_tokens=4)
     engine.add(Sequence(1, POISONED, GREEDY, 9, transfer=True))
@@ -108,15 +94,6 @@ def test_a_transfer_keeps_its_blocks_until_the_role_says_so() -> None:
     assert engine.load().used == 2, "the first chunk may be on its way this moment"
     engine.cancel(1)
     engine.check()
-    assert engine.load().used == 0 and engine.num_running == 0
-
-
-def test_a_transfer_that_is_over_keeps_nothing() -> None:
-    engine = engine_of(max_ubatch_tokens=4)
-    engine.add(Sequence(1, POISONED, GREEDY, 9, transfer=True))
-    engine.step()
-    engine.release(1)
-    assert isinstance(run(engine)[-1], Failed)
     assert engine.load().used == 0 and engine.num_running == 0
 
 
@@ -134,21 +111,6 @@ def test_a_continuation_fails_and_a_reservation_beside_it_does_not() -> None:
 
 
 # In a program, and over sockets.
-
-
-def test_a_program_hears_why() -> None:
-    serving = ServingEngine(PoisonedExecutor(), num_blocks=64, block_size=4)
-    bad, good = serving.submit(POISONED), serving.submit(PROMPTS[0], GREEDY_9)
-    while not (serving.is_complete(bad) and serving.is_complete(good)):
-        serving.run_iteration()
-    result = serving.get_result(bad)
-    assert isinstance(result, Result) and result.error is not None
-    assert (result.error.code, result.error.message) == (
-        ErrorCode.MODEL_FAILED,
-        "token 13 is too much",
-    )
-    result = serving.get_result(good)
-    assert result is not None and list(result.token_ids) == oracle(PROMPTS[0], 9, GREEDY)
 
 
 LONG = [(11 * i) % 1000 + 20 for i in range(200)]

@@ -12,23 +12,31 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
-from tests.cluster import ROOT, until
+from tests.cluster import until
 from tests.faults.ports import free_port
 from wire.process.cores import best_threads
 from wire.process.model import fingerprint
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
-from worker.compute import rendezvous as meeting
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
 from worker.config import Config
-from worker.model.shard import Shard
 from worker.parallel.executor import ShardedExecutor
-from worker.processes import Followers, Place, command, follow, meet, place_of, settle
+from worker.processes import (
+    Followers,
+    Place,
+    command,
+    equal_settings,
+    follow,
+    meet,
+    place_of,
+    settle,
+)
 
 pytestmark = pytest.mark.timeout(360)  # some start several workers, each with its imports
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
@@ -85,8 +93,8 @@ def test_torchrun_with_another_number_of_processes_is_refused() -> None:
         place_of(Config(tensor_parallel=2, pipeline_parallel=3), TORCHRUN)
 
 
-def test_torchrun_on_several_machines_is_asked_for_in_as_many_words() -> None:
-    with pytest.raises(ValueError, match=r"no key to tell who may connect .* --insecure"):
+def test_torchrun_on_several_machines_needs_keys_or_insecure() -> None:
+    with pytest.raises(ValueError, match=r"no key to tell who may connect: .* --insecure"):
         place_of(Config(**EIGHT), TORCHRUN)
     one_machine = {**TORCHRUN, "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
     assert place_of(Config(**EIGHT), one_machine) == Place(5, AT_A_PORT, 5, 8)
@@ -146,9 +154,7 @@ def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.M
         Place(1, AT_A_PORT, 0, 1),
     ],
 )
-def test_on_one_machine_nobody_can_have_processes_listen_to_others(
-    bare: pytest.MonkeyPatch, place: Place
-) -> None:
+def test_processes_of_one_machine_use_the_loopback(bare: pytest.MonkeyPatch, place: Place) -> None:
     for name, value in SAID.items():
         bare.setenv(name, value)
     with capture_logs() as logs:
@@ -159,7 +165,7 @@ def test_on_one_machine_nobody_can_have_processes_listen_to_others(
 
 
 @pytest.mark.usefixtures("bare")
-def test_a_flag_for_threads_is_no_ones_share() -> None:
+def test_the_flag_for_threads_is_not_divided() -> None:
     settle(Config(tensor_parallel=2, device="cpu", threads=3), Place(0, "", 0, 2))
     assert settled() == {THREADS: "3"}
     assert os.environ["MKL_NUM_THREADS"] == "3" and os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -174,12 +180,12 @@ def test_processes_of_several_machines_choose_by_their_number_there_and_where_th
 
 
 @pytest.mark.usefixtures("bare")
-def test_no_interface_is_chosen_where_nobody_knows_the_way() -> None:
+def test_no_interface_is_chosen_without_a_route() -> None:
     settle(Config(**EIGHT, threads=1), Place(1, "tcp://[ff02::1]:29500", 0, 1))
     assert settled() == {GPUS: "0", THREADS: "1"}
 
 
-def test_the_others_are_told_all_that_the_model_depends_on() -> None:
+def test_followers_get_the_settings_of_the_model() -> None:
     settings: dict[str, Any] = {
         **EIGHT,
         **{"threads": 2, "cores": "0", "role": "prefill", "rank": 3, "device": "cpu"},
@@ -222,7 +228,7 @@ class Lost:
         return sorted(self.statuses)
 
 
-def test_who_ends_well_is_not_lost_and_who_fails_is(
+def test_a_follower_is_lost_only_if_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = 'case "$*" in *process=1*) exit 0;; *process=2*) exit 78;; *) kill -9 $$;; esac'
@@ -232,7 +238,7 @@ def test_who_ends_well_is_not_lost_and_who_fails_is(
     assert lost.wait() == [-signal.SIGKILL, 78]
 
 
-def test_they_have_our_environment_without_settings_and_what_systemd_says(
+def test_followers_have_our_environment_without_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("BATON_RANK", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "HF_HOME"):
@@ -246,28 +252,8 @@ def test_they_have_our_environment_without_settings_and_what_systemd_says(
     assert not [it for it in names if it.startswith(("BATON_", "NOTIFY_SOCKET", "WATCHDOG_"))]
 
 
-STARTS_FOLLOWERS = """
-import os, threading
-from worker.config import Config
-from worker.processes import Followers
-
-Followers(Config(model="/no/such/model", tensor_parallel=2), os._exit, os.environ)
-threading.Event().wait()
-"""
-
-
-def test_followers_of_python_P_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text("raise SystemExit(7)")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", STARTS_FOLLOWERS],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 78, "the real worker finds no such model"
-
-
 @pytest.mark.parametrize("status", [0, 3])
-def test_nothing_is_left_of_where_they_met_nor_where_they_did_not(
+def test_the_meeting_directory_is_removed(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Lost(tmp_path, monkeypatch, f"exit {status}")
@@ -285,7 +271,7 @@ def test_a_worker_of_one_process_meets_nobody() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_nobody_is_started_for_a_model_that_does_not_divide(
+def test_a_model_that_does_not_divide_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"')
@@ -294,22 +280,39 @@ def test_nobody_is_started_for_a_model_that_does_not_divide(
     assert lost.wait() == [] and not (tmp_path / "out").exists()
 
 
-def test_a_leader_says_which_settings_of_others_must_be_the_same(tmp_path: Path) -> None:
-    path, place = make_model(tmp_path / "model"), f"file://{tmp_path}/meeting"
-    numbers = {"--dtype": "float32", "--kv-dtype": "bfloat16", "--weights": "int8"}
-    flags = [f"{name}={value}" for name, value in numbers.items()]
-    flags += [f"--model={path}", "--tensor-parallel=2", "--device=cpu", f"--rendezvous={place}"]
-    command = [sys.executable, "-m", "worker", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as leader:
-        try:
-            ours = {"the fingerprint of --model": fingerprint(path), **numbers, "--dtype": "auto"}
-            with pytest.raises(ValueError, match="--dtype is auto for process 1 and float32 for"):
-                meeting.meet(place, Shard.of_process(1, 2, 1), ours, 60.0)
-            _, log = leader.communicate(timeout=60)
-        finally:
-            leader.kill()
-    assert leader.returncode == EX_CONFIG
-    assert "--tensor-parallel is 2 for process 0 and None for process 1" in log
+@pytest.mark.parametrize("process", [0, 1])
+def test_only_the_leader_watches_processes_that_others_have_started(
+    process: int, tmp_path: Path, bare: pytest.MonkeyPatch
+) -> None:
+    watched, lost = Queue[int](), Queue[int]()
+
+    class Met:
+        """The processes after their meeting; each that is watched is lost."""
+
+        is_leader = process == 0
+
+        def __init__(self, *_: object) -> None: ...
+
+        def watch(self, number: int) -> None:
+            watched.put(number)
+            raise RuntimeError("gone")
+
+    bare.setattr("worker.compute.ranks.Ranks", Met)
+    bare.setattr("worker.processes.ending_signals", list)
+    path, place = make_model(tmp_path / "model"), f"file://{tmp_path}/meet"
+    settings: dict[str, Any] = {"tensor_parallel": 2, "device": "cpu", "process": process}
+    meet(Config(model=str(path), rendezvous=place, **settings), lost.put)
+    if process == 0:
+        assert (lost.get(timeout=30), watched.get(timeout=30)) == (1, 1)
+    assert watched.empty() and lost.empty()
+
+
+def test_the_settings_of_numbers_must_be_equal_in_all_processes(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    numbers: dict[str, Any] = {"dtype": "float32", "kv_dtype": "bfloat16", "weights": "int8"}
+    config = Config(model=str(path), tensor_parallel=2, **numbers)
+    flags = {"--dtype": "float32", "--kv-dtype": "bfloat16", "--weights": "int8"}
+    assert equal_settings(config) == {"the fingerprint of --model": fingerprint(path), **flags}
 
 
 def test_a_key_that_is_missing_on_one_of_several_machines_is_named(tmp_path: Path) -> None:
@@ -322,9 +325,8 @@ def test_a_key_that_is_missing_on_one_of_several_machines_is_named(tmp_path: Pat
     assert f"cannot read {tmp_path}/decode-0.key" in done.stderr
 
 
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_waits_for_others_ends_by_a_signal(
+@pytest.mark.parametrize(("process", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_signal_ends_a_process_that_waits_for_others(
     number: signal.Signals, process: int, tmp_path: Path
 ) -> None:
     place = tmp_path / "meeting"
@@ -349,98 +351,6 @@ def test_who_waits_for_others_ends_by_a_signal(
     assert "ended by a signal before" in log and "Traceback" not in log
 
 
-LEADER = """
-import os, signal, sys, threading
-from wire.process.settings import parse
-from worker.start import load
-from worker.config import Config
-from worker.processes import meet
-from wire.transfer import Rectangle
-import psutil
-
-lost = []
-config = parse(Config, sys.argv[1:])
-ranks = meet(config, lost.append)
-executor = load(config, ranks)
-cache = executor.allocate(8, 16)
-cache.pack([0], Rectangle(0, range(1), range(1, 2), range(3)))  # of the other, so it follows
-(follower,) = psutil.Process().children()
-for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # as systemd and terminals do to all
-    follower.send_signal(told)
-print("settled", [it for it in follower.environ() if it.endswith("_SOCKET_IFNAME")])
-print("left", len([it for it in os.listdir(os.environ["TMPDIR"]) if it.startswith("baton-")]))
-executor.shutdown()
-[it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
-print("lost", lost, executor.capabilities.num_shards, executor.capabilities.num_threads)
-"""
-
-
-def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
-    """It is a worker, which settles by itself, loads its part, minds no signal, and ends with 0."""
-    path = make_model(tmp_path / "model")
-    (tmp_path / "tmp").mkdir()
-    flags = ["--model", str(path), "--tensor-parallel", "2", "--device", "cpu", "--threads", "1"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    done = subprocess.run(
-        [sys.executable, "-c", LEADER, *flags],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = ["settled []", "left 0", "lost [] 2 1"]
-    assert done.stdout.split("\n")[-4:-1] == said, done.stdout + done.stderr
-
-
-SEPARATE = """
-import os, sys, threading
-from wire.process.settings import parse
-from worker.start import load
-from worker.config import Config
-from worker.processes import follow, meet
-
-lost = []
-config = parse(Config, sys.argv[2:])
-ranks = meet(config, lost.append)
-if sys.argv[1] == "die":
-    print("met", flush=True)
-    ranks.is_leader or threading.Event().wait()
-if sys.argv[1] == "end":
-    executor = load(config, ranks)
-    executor.shutdown() if ranks.is_leader else follow(executor)
-[it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
-print("lost", lost)
-"""
-
-
-@pytest.mark.parametrize(("end", "count", "lost"), [("die", 3, [1, 1]), ("end", 2, [])])
-def test_a_leader_learns_that_others_are_lost_whom_somebody_else_has_started(
-    end: str, count: int, lost: list[int], tmp_path: Path
-) -> None:
-    path = make_model(tmp_path / "model", num_hidden_layers=3)
-    flags = ["--model", str(path), f"--pipeline-parallel={count}", "--device=cpu", "--threads=1"]
-    flags += ["--rendezvous", f"file://{tmp_path}/meet"]
-    leader, *others = (
-        subprocess.Popen(
-            [sys.executable, "-c", SEPARATE, end, *flags, "--process", str(number)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    )
-    if end == "die":
-        assert leader.stdout is not None
-        leader.stdout.readline()
-        for other in others:
-            other.kill()
-    for other in others:
-        other.communicate()
-    said, _ = leader.communicate()
-    assert said.split("\n")[-2] == f"lost {lost}"
-    status = -signal.SIGKILL if end == "die" else 0
-    assert [it.returncode for it in (leader, *others)] == [0, *[status] * len(others)]
-
-
 @pytest.mark.parametrize(
     ("error", "status", "event"),
     [
@@ -454,9 +364,14 @@ def test_a_follower_whose_gpu_fails_does_not_blame_its_leader(
     def fail(_: object) -> None:
         raise RuntimeError(error)
 
-    monkeypatch.setattr("worker.processes.ending_signals", list)
+    monkeypatch.setattr("worker.processes.ending_signals", lambda: [signal.SIGUSR1])
     monkeypatch.setattr(ShardedExecutor, "follow", fail)
-    with capture_logs() as logs:
-        assert follow(ShardedExecutor.__new__(ShardedExecutor)) == status
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with capture_logs() as logs:
+            assert follow(ShardedExecutor.__new__(ShardedExecutor)) == status
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN, "signals are for the leader"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     [line] = logs
     assert event in line["event"] and line["reason"] == error.partition("\n")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,59 +13,22 @@ import pytest
 
 from scripts.examples import own_model
 from wire.errors import WireError
-from wire.process.model import DEMO
+from wire.process.cores import best_threads
+from wire.process.model import DEMO, ModelError
 from wire.process.settings import EX_CONFIG
 from worker.config import Config
 from worker.start import load, load_draft
 
-COUNT = """
-from worker.start import load
-from worker.config import Config
-load(Config(executor="hash", threads={threads}))
-import torch
-print(torch.get_num_threads())
-"""
-
 
 @pytest.fixture(autouse=True)
 def _keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):  # put back, whatever `load` does
+    for name in (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+    ):
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
-
-
-def count_threads(threads: int, **environ: str) -> int:
-    """How many threads torch has in a worker that is started so."""
-    plain = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
-    command = [sys.executable, "-c", COUNT.format(threads=threads)]
-    done = subprocess.run(command, env=plain | environ, capture_output=True, check=True)
-    return int(done.stdout)
-
-
-def test_a_flag_wins_over_the_environment() -> None:
-    assert count_threads(1, OMP_NUM_THREADS="2") == 1
-    if (os.cpu_count() or 1) > 1:
-        assert count_threads(2, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") == 2
-
-
-DEEP = """
-from wire.options import Structure
-from worker.start import load
-from worker.config import Config
-rules = "".join(f"\\nr{n}: r{n + 1}" for n in range(990))
-executor = load(Config(executor="torch", device="cpu"))
-structured = executor.structured(Structure("lark", "start: r0" + rules + '\\nr990: "a"'), 0)
-structured.wait(60)
-assert structured.is_ready and structured.problem is None, structured.problem
-"""
-
-
-def test_no_grammar_is_too_deep_where_stacks_have_no_limit() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    if most != resource.RLIM_INFINITY:
-        pytest.skip("the stack has a limit here")
-    command = ["sh", "-c", 'ulimit -s unlimited && exec "$0" -c "$1"', sys.executable, DEEP]
-    assert subprocess.run(command, check=False).returncode == 0
 
 
 LEADER = """
@@ -77,7 +39,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_where_another_process_of_a_model_cannot_be_configured_the_worker_is_not_started_again(
+def test_a_follower_with_wrong_settings_ends_the_worker_with_its_status(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "python"
@@ -89,18 +51,21 @@ def test_where_another_process_of_a_model_cannot_be_configured_the_worker_is_not
     assert "a process of the model is lost" in done.stderr
 
 
-def test_without_a_flag_the_environment_is_left_alone() -> None:
-    assert count_threads(0, OMP_NUM_THREADS="1") == 1
-
-
-@pytest.mark.parametrize(("said", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_the_threads_of_torch_do_not_spin_unless_told_to(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, policy: str
+@pytest.mark.parametrize(
+    ("threads", "environ", "expected"),
+    [
+        (0, {}, (str(best_threads()), "PASSIVE")),
+        (0, {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}, ("7", "ACTIVE")),
+        (3, {"OMP_NUM_THREADS": "7"}, ("3", "PASSIVE")),
+    ],
+)
+def test_threads_of_torch_are_set_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, threads: int, environ: dict[str, str], expected: object
 ) -> None:
-    if said is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", said)
-    load(Config(executor="hash"))
-    assert os.environ["OMP_WAIT_POLICY"] == policy
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    load(Config(executor="hash", threads=threads))
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == expected
 
 
 PLACED = """
@@ -154,30 +119,15 @@ def test_an_executor_with_more_tokens_than_config_json_is_refused(
     load(config)
 
 
-MISSING = """
-import sys
-from wire.process.model import ModelError
-from worker.config import Config
-from worker.start import load
-try:
-    load(Config(executor={executor!r}, model=sys.argv[1]))
-except ModelError as error:
-    print(error, "torch" in sys.modules)
-"""
-
-
-def test_missing_weights_are_named_before_torch_is_imported(tmp_path: Path) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(DEMO / name, tmp_path)
-    said = {}
-    for executor in ("torch", "hash"):  # the latter needs none
-        command = [sys.executable, "-c", MISSING.format(executor=executor), str(tmp_path)]
-        said[executor] = subprocess.run(command, capture_output=True, check=True).stdout.decode()
-    assert "safetensors" in said["torch"] and said["torch"].endswith(" False\n")
-    assert said["hash"] == ""
+    with pytest.raises(ModelError, match="safetensors"):
+        load(Config(executor="torch", model=str(tmp_path)))
+    load(Config(executor="hash", model=str(tmp_path)))
 
 
-def test_an_executor_is_not_left_to_ignore_what_it_does_not_have() -> None:
+def test_settings_that_an_executor_lacks_are_refused() -> None:
     load(Config(executor="hash"))
     with pytest.raises(ValueError, match=r"'hash' does not take these settings.*'kv_dtype'"):
         load(Config(executor="hash", kv_dtype="bfloat16"))
@@ -220,7 +170,7 @@ process.start(["--executor", "hash"])
 """
 
 
-def test_what_is_imported_and_loaded_is_left_alone_by_the_collector() -> None:
+def test_loaded_objects_are_frozen() -> None:
     command = [sys.executable, "-c", FROZEN]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
     num_frozen, num_watched = map(int, done.stdout.splitlines()[-1].split())
@@ -271,7 +221,7 @@ def create(**settings):
 """
 
 
-def test_who_is_told_to_stop_while_it_computes_does_not_leave_its_end_to_python(
+def test_a_stop_in_a_step_ends_the_process_at_once(
     tmp_path: Path,
 ) -> None:
     """Which would take the thread away in the middle of native code."""

@@ -1,7 +1,7 @@
 """Settings of a role: one frozen declaration is its flags, environment, validation and help.
 
     class Config(Settings):
-        max_kv_transfer_bytes: int = Field(default=1 << 30, ge=1, description="Refuse more KV.")
+        max_kv_transfer_bytes: int = setting(1 << 30, "Refuse more KV.", ge=1)
 
     config = parse(Config, sys.argv[1:])   # --max-kv-transfer-bytes, BATON_MAX_KV_TRANSFER_BYTES
 
@@ -38,14 +38,22 @@ EX_TEMPFAIL: Final = 75
 MAX_BYTES: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_PORT: Final = 65_535
+MAKE_KEYS: Final = "make keys with scripts/keys and say --keys DIR"
 # What every variable begins with.
 PREFIX: Final = "BATON_"
 
 _S = TypeVar("_S", bound=BaseSettings)
+_T = TypeVar("_T")
 
 
 class ConfigError(Exception):
     """The configuration cannot work; the message says which setting to change, and how."""
+
+
+def setting(default: _T, help_text: str, **bounds: Any) -> _T:
+    """Declare a field of `Settings`; `bounds` are pydantic's: ge, gt, le, lt."""
+    field: _T = Field(default=default, description=help_text, **bounds)
+    return field
 
 
 class Settings(BaseSettings):
@@ -71,43 +79,33 @@ class Settings(BaseSettings):
         return [item.strip() for item in value.split(",") if item.strip()]
 
 
+def open_port(port: str, advice: str, may: str = "connect") -> ValueError:
+    """Make the error for a port that other machines can reach and that no key guards."""
+    return ValueError(
+        f"{port} can be reached from other machines, and there is no key to tell who may {may}: "
+        f"{advice}, or add --insecure if you trust everybody on the network"
+    )
+
+
 class SharedSettings(Settings):
     """Settings that a router and its workers share; a router passes them to its local workers."""
 
-    model: str = Field(
-        default="demo", description="a model directory, 'demo', or a name on the Hugging Face hub"
+    model: str = setting("demo", "a model directory, 'demo', or a name on the Hugging Face hub")
+    executor: str = setting("torch", "what a worker computes with: torch, hash or module:factory")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where a worker computes")
+    memory_share: float = setting(
+        0.9, "share of a GPU's memory for a worker, or for all local workers together", gt=0, le=1
     )
-    executor: str = Field(
-        default="torch", description="what a worker computes with: torch, hash or module:factory"
+    max_kv_transfer_bytes: int = setting(
+        4 << 30, "largest KV cache of one request that may be transferred", ge=1, le=MAX_BYTES
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where a worker computes"
+    keys: Path | None = setting(
+        None,
+        "directory with router.key or <role>-<rank>.key, and authorized_keys, as scripts/keys "
+        "writes them; none: these systemd credentials, if there are any",
     )
-    memory_share: float = Field(
-        default=0.9,
-        gt=0,
-        le=1,
-        description="share of a GPU's memory that a worker takes, its model included; a router "
-        "divides it among its local workers",
-    )
-    max_kv_transfer_bytes: int = Field(
-        default=4 << 30,
-        ge=1,
-        le=MAX_BYTES,
-        description="largest KV cache of one request that may be transferred",
-    )
-    # A path, like all that is secret: never in a command line or a variable itself.
-    keys: Path | None = Field(
-        default=None,
-        description="directory with router.key or <role>-<rank>.key, and authorized_keys, as "
-        "scripts/keys writes them; none: these systemd credentials, if there are any",
-    )
-    drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="time to finish open requests after SIGTERM"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level that is logged"
-    )
+    drain_s: float = setting(30.0, "time to finish open requests after SIGTERM", ge=0, le=3600)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least log level")
 
     @field_validator("model", "executor")
     @classmethod

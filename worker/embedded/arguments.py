@@ -1,7 +1,6 @@
 """Checks a program's arguments as strictly as frames of a peer.
 
-Neither msgspec nor the engine checks an object that Python code constructs.  With a wrong value in
-it a step could raise, which ends all requests, or change the text of another request.
+With a wrong value a step could raise, which ends all requests, or change another request's text.
 """
 
 from __future__ import annotations
@@ -16,18 +15,12 @@ import msgspec
 
 from wire.options import Options
 
-# Where msgspec found the fault: "... - at `$.logit_bias[0][0]`".
+# In a message of msgspec: "... - at `$.logit_bias[0][0]`".
 _FIELD: Final = re.compile(r"`\$\.(\w+)")
 
 
 def checked_ids(token_ids: Iterable[int]) -> list[int]:
-    """Return the ids as plain integers; those of NumPy and torch are integers too.
-
-    Whether the model has such tokens is not asked here.
-
-    Raises:
-        TypeError: One is not an integer, or they are no sequence; the message says which.
-    """
+    """Return the ids, perhaps of NumPy or torch, as plain integers.  Raises TypeError."""
     ids: list[int] = []
     for token_id in token_ids:
         try:
@@ -39,11 +32,11 @@ def checked_ids(token_ids: Iterable[int]) -> list[int]:
 
 
 def checked_options(options: Options | None) -> Options:
-    """Return the options as they would come over the wire; None means every default.
+    """Return the options as if decoded from a frame; None is the defaults.
 
     Raises:
         TypeError: They are no `Options`.
-        ValueError: A field is not of its type or not in its range; the message has all three.
+        ValueError: A field has a wrong type or is out of range; the message names all three.
     """
     if options is None:
         return Options()
@@ -59,7 +52,7 @@ def checked_options(options: Options | None) -> Options:
 
 
 def _plain(value: Any) -> object:
-    """Return a NumPy number as one of Python; of anything else its repr, for the error message."""
+    """Convert a number of NumPy; return the repr of anything else, for the error message."""
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else repr(value)

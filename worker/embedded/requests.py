@@ -1,7 +1,7 @@
-"""The requests of a serving engine: the waiting callers, and the results.
+"""The open requests of a serving engine, and their results.
 
-A request is open from `open` until it ends, once.  Whatever ends it takes it out of the table
-first.  So a callback hears of one end and of nothing after it, whichever threads end a request.
+Whichever thread ends a request removes it from the table first, so a callback gets one final output
+and nothing after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from worker.engine.outputs import Token
 log = structlog.get_logger("worker")
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-# Results that are kept; beyond that the oldest are forgotten.
 MAX_RESULTS: Final = 4096
 
 
@@ -29,9 +28,9 @@ MAX_RESULTS: Final = 4096
 class TokenOutput:
     """One token of the text, its end, or both.
 
-    `token_id` is None where a request ends without one more: a stop token is no part of the text.
-    `prompt_logprobs` come with the first, if asked for, packed as in `wire.logprobs`.  `error` says
-    why when `finish_reason` is "cancelled" or "error".
+    `token_id` is None if the request ends without another token; a stop token is not text.
+    `prompt_logprobs` come with the first token, packed as in `wire.logprobs`.  `error` is the
+    reason of "cancelled" and "error".
     """
 
     request_id: int
@@ -48,8 +47,6 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a request."""
-
     request_id: int
     prompt_tokens: int
     token_ids: tuple[int, ...]
@@ -69,7 +66,7 @@ class Request:
     callback: Callback | None
     token_ids: list[int] = field(default_factory=list)
 
-    def tell(self, output: TokenOutput) -> TokenOutput:
+    def deliver(self, output: TokenOutput) -> TokenOutput:
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
         if self.callback is not None:
@@ -81,12 +78,7 @@ class Request:
 
 
 class Ledger:
-    """Open requests and the latest results.
-
-    Attributes:
-        ends: How many requests ended for each reason.
-        closed: Once set, nothing is opened any more.
-    """
+    """Open requests and the latest results; `ends` counts requests by finish reason."""
 
     def __init__(self, max_results: int = MAX_RESULTS) -> None:
         self._max_results = max_results
@@ -104,11 +96,7 @@ class Ledger:
         return len(self._open)
 
     def open(self, prompt_tokens: int, callback: Callback | None) -> int:
-        """Enter a request and return its id.
-
-        Raises:
-            WireError: As given to `close`.
-        """
+        """Add a request and return its id.  Raises the WireError that was given to `close`."""
         with self._lock:
             if self.closed is not None:
                 raise WireError(self.closed.code, self.closed.message) from self.closed
@@ -121,9 +109,9 @@ class Ledger:
         return self._results.get(request_id)
 
     def on_token(self, token: Token) -> TokenOutput | None:
-        """Pass a token on; the one that ends the text ends the request."""
+        """Deliver a token; one with a finish reason ends the request."""
         token_id = None if token.finish_reason == "stop" else token.token_id
-        return self._tell(
+        return self._deliver(
             TokenOutput(
                 request_id=token.request_id,
                 token_id=token_id,
@@ -136,18 +124,18 @@ class Ledger:
     def end(
         self, request_id: int, finish_reason: FinishReason, error: WireError
     ) -> TokenOutput | None:
-        """End a request without success; one that has ended is left alone."""
-        return self._tell(TokenOutput(request_id, finish_reason=finish_reason, error=error))
+        """End an open request with an error."""
+        return self._deliver(TokenOutput(request_id, finish_reason=finish_reason, error=error))
 
     def close(self, finish_reason: FinishReason, error: WireError) -> None:
-        """End every request, and open no more."""
+        """End every request; `open` fails from now on."""
         with self._lock:
             self.closed = self.closed or error
             request_ids = list(self._open)
         for request_id in request_ids:
             self.end(request_id, finish_reason, error)
 
-    def _tell(self, output: TokenOutput) -> TokenOutput | None:
+    def _deliver(self, output: TokenOutput) -> TokenOutput | None:
         with self._lock:
             request = self._open.get(output.request_id)
             if request is None:
@@ -155,11 +143,11 @@ class Ledger:
             self.num_tokens += output.token_id is not None
             if output.is_final:
                 del self._open[output.request_id]
-                self._settle(request, output)
-        return request.tell(output)
+                self._store(request, output)
+        return request.deliver(output)
 
-    def _settle(self, request: Request, output: TokenOutput) -> None:
-        """Store the result before the callbacks of the end."""
+    def _store(self, request: Request, output: TokenOutput) -> None:
+        """Store the result, before the final callback."""
         assert output.finish_reason is not None
         self.ends[output.finish_reason] += 1
         last = () if output.token_id is None else (output.token_id,)

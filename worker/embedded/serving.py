@@ -1,16 +1,8 @@
-"""The engine inside a program, without any network: `ServingEngine` (seed 004).
+"""The engine inside a program, without any network: `ServingEngine`.
 
-    with ServingEngine(executor) as serving:                    # a thread steps the engine
-        result = await serving.submit_async([1, 2, 3], Options(max_tokens=9))
-        async for output in serving.stream([1, 2, 3]): ...
-
-    serving = ServingEngine(executor)                           # or the caller does
-    request_id = serving.submit([1, 2, 3], callback=print)
-    while not serving.is_complete(request_id):
-        serving.run_iteration()
-
-Every request ends exactly once: its last output has a `finish_reason`, and nothing follows.  Ids of
-tokens in and out; text, stop strings and HTTP are the router's.
+A thread steps the engine, or the caller does; `scripts/examples/program.py` shows both.  Every
+request ends exactly once: its last output has a `finish_reason`, and nothing follows.  Prompts and
+outputs are token ids; text, stop strings and HTTP are the router's.
 """
 
 from __future__ import annotations
@@ -19,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Self
 
 from wire.errors import ErrorCode, LocalProtocolError, WireError
@@ -41,7 +32,7 @@ DEFAULT_MEMORY_BYTES: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ServingMetrics:
-    """Totals since the start, and how things are now."""
+    """Totals since the start, and the current load."""
 
     submitted: int
     completed: int
@@ -57,11 +48,10 @@ class ServingMetrics:
 
 
 class ServingEngine:
-    """Requests in, tokens out.
+    """An engine, its requests and their results.
 
-    `submit` and `cancel` may be called from any thread while the engine's thread runs (from
-    `start` to `close`), and from one thread only while the caller steps with `run_iteration`.
-    Callbacks run where the engine steps.
+    `submit` and `cancel` may be called from any thread between `start` and `close`, but from one
+    thread only while the caller steps with `run_iteration`.  Callbacks run where the engine steps.
     """
 
     def __init__(
@@ -97,7 +87,7 @@ class ServingEngine:
     # Stepping: by a thread, or by the caller.
 
     def start(self) -> None:
-        """Let a thread step the engine from now on."""
+        """Start a thread that steps the engine."""
         if self._thread is not None or self._ledger.closed is not None:
             raise LocalProtocolError("a serving engine starts once")
         self._thread = EngineThread(self._engine, self._deliver, self._crash)
@@ -111,10 +101,10 @@ class ServingEngine:
             raise self._ledger.closed
         with self._crashing():
             outputs = self._engine.step() if self._engine.has_work() else []
-            return self._tell(outputs)
+            return self._deliver(outputs)
 
     def close(self) -> None:
-        """Cancel all open requests, and free the executor's resources."""
+        """Cancel all open requests and free the executor's resources."""
         if self._thread is not None:
             self._thread.stop()
         error = WireError(ErrorCode.DRAINING, "the serving engine is closed")
@@ -125,12 +115,7 @@ class ServingEngine:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Requests.
@@ -141,14 +126,13 @@ class ServingEngine:
         options: Options | None = None,
         callback: Callback | None = None,
     ) -> int:
-        """Queue a prompt and return its id; `callback` hears every output, the last included.
+        """Queue a prompt and return its id; `callback` gets every output.
 
-        A prompt the model cannot take ends with an error like any other request.
+        A prompt that the model cannot take ends with an error, as an output.
 
         Raises:
-            TypeError: The ids are not integers, the options no `Options`.
-            ValueError: An option is out of its range.  In both cases nothing was queued.
-            WireError: The engine is closed, or broke.
+            TypeError, ValueError: The ids or options are invalid; nothing was queued.
+            WireError: The engine is closed or has failed.
         """
         sequence = EngineSequence(0, checked_ids(token_ids), checked_options(options))
         sequence.request_id = self._ledger.open(sequence.prompt_len, callback)
@@ -156,24 +140,29 @@ class ServingEngine:
         return sequence.request_id
 
     def cancel(self, request_id: int) -> None:
-        """End a request, wherever it is; one that has ended is left alone."""
-        self._post(lambda engine: self._cancel(engine, request_id))
+        """End a request, unless it has ended."""
+
+        def cancel(engine: Engine) -> None:
+            engine.cancel(request_id)
+            error = WireError(ErrorCode.CANCELLED, f"request {request_id} was cancelled")
+            self._ledger.end(request_id, "cancelled", error)
+
+        self._post(cancel)
 
     def is_complete(self, request_id: int) -> bool:
-        """Whether there is a result (of the latest `MAX_RESULTS`)."""
+        """Whether there is a result; the latest `MAX_RESULTS` are kept."""
         return self._ledger.result(request_id) is not None
 
     def get_result(self, request_id: int) -> Result | None:
-        """Return what became of a request; None while it runs and when it is long forgotten."""
+        """Return the result of a request; None while it runs."""
         return self._ledger.result(request_id)
 
     async def submit_async(
         self, token_ids: Sequence[int], options: Options | None = None
     ) -> Result:
-        """Submit and wait for the end; a task that is cancelled meanwhile cancels the request.
+        """Submit and wait for the end; cancelling the task cancels the request.
 
-        Raises:
-            WireError: The request failed, or somebody else cancelled it.
+        Raises WireError if the request fails or is cancelled elsewhere.
         """
         outputs = [output async for output in self.stream(token_ids, options)]
         last = outputs[-1]
@@ -184,11 +173,11 @@ class ServingEngine:
     async def stream(
         self, token_ids: Sequence[int], options: Options | None = None
     ) -> AsyncIterator[TokenOutput]:
-        """Submit and yield outputs, the final one included; leaving early cancels the request.
+        """Submit and yield all outputs; leaving early cancels the request.
 
         Raises:
             LocalProtocolError: No thread steps the engine.
-            WireError: The request failed, or somebody else cancelled it.
+            WireError: The request failed or was cancelled elsewhere.
         """
         if self._thread is None:
             raise LocalProtocolError("start the engine's thread first: nothing would ever come")
@@ -228,7 +217,7 @@ class ServingEngine:
         )
 
     def slots(self) -> Slots:
-        """Return which requests run at this moment, how far each is, and how fast."""
+        """Return the running requests with their progress and speed."""
         return self._engine.slots()
 
     def _post(self, call: Callable[[Engine], object]) -> None:
@@ -240,28 +229,20 @@ class ServingEngine:
 
     # Where the engine steps.
 
-    def _cancel(self, engine: Engine, request_id: int) -> None:
-        engine.cancel(request_id)
-        error = WireError(ErrorCode.CANCELLED, f"request {request_id} was cancelled")
-        self._ledger.end(request_id, "cancelled", error)
-
-    def _deliver(self, outputs: list[Output]) -> None:
-        self._tell(outputs)
-
-    def _tell(self, outputs: list[Output]) -> list[TokenOutput]:
-        told: list[TokenOutput | None] = []
+    def _deliver(self, outputs: list[Output]) -> list[TokenOutput]:
+        delivered: list[TokenOutput | None] = []
         for output in outputs:
             match output:
                 case Token():
-                    told.append(self._ledger.on_token(output))
+                    delivered.append(self._ledger.on_token(output))
                 case Failed(request_id, code, message):
                     error = WireError(code, message)
-                    told.append(self._ledger.end(request_id, "error", error))
-        return [output for output in told if output is not None]
+                    delivered.append(self._ledger.end(request_id, "error", error))
+        return [output for output in delivered if output is not None]
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """End every request if the engine raises in the caller's thread, as in its own."""
+        """End every request if the engine raises in the caller's thread."""
         try:
             yield
         except BaseException as error:

@@ -98,7 +98,7 @@ class Engine:
         enough = executor.capabilities.enough_tokens
         self.scheduler = Scheduler(self.pool, self.config, self.swap, enough)
         self.counters = Counters()
-        self.announce: Callable[[list[Output]], None] | None = None
+        self.announce: Callable[[list[Output]], object] | None = None
         self._executor = executor
         self._speculation = Speculation(self.config.speculate, self.info)
         self._clock = clock

@@ -32,8 +32,8 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        deliver: Callable[[list[Output]], None],
-        on_crash: Callable[[BaseException], None],
+        deliver: Callable[[list[Output]], object],
+        on_crash: Callable[[BaseException], object],
     ) -> None:
         self.engine = engine
         engine.announce = deliver
@@ -128,7 +128,7 @@ class Warmup:
         self,
         warm_ups: Sequence[Callable[[], None]],
         clock: Callable[[], float],
-        on_end: Callable[[], None],
+        on_end: Callable[[], object],
     ) -> None:
         self.is_over = self.is_done = False
         self._warm_ups, self._clock, self._on_end = warm_ups, clock, on_end

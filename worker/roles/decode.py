@@ -85,7 +85,7 @@ class DecodeRole:
     def __init__(self, context: WorkerContext) -> None:
         self._config = context.config
         self._engine = context.engine
-        self._clock = context.clock
+        self._clock = context.outside.clock
         self.transfers = TransferCounts()
         self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         self._generations: dict[int, Generation] = {}
@@ -217,8 +217,9 @@ class DecodeRole:
 
     def _begin_if_ready(self, request_id: int) -> None:
         generation = self._generations.get(request_id)
-        if generation is not None and self.incoming.is_complete(request_id):
-            generation.receiver = receiver = self.incoming.take(request_id)
+        receiver = self.incoming.get(request_id)
+        if generation is not None and receiver is not None and receiver.is_complete:
+            generation.receiver = self.incoming.take(request_id)
             sizes = receiver.kv_bytes, receiver.skipped_bytes
             self.transfers.end("done", *sizes, receiver.kv_seconds)
             self._engine.post(generation.begin)

@@ -31,7 +31,7 @@ from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
 from worker.transfer.peers import DecodePeers
-from worker.transfer.same_host_peers import Lender
+from worker.transfer.same_host_peers import lend
 from worker.transfer.sender import OutgoingTransfer
 
 log = structlog.get_logger("worker")
@@ -72,15 +72,15 @@ class PrefillRole:
         self._layout = context.cache.layout
         self._engine = context.engine
         self._copies = context.copies
-        self._clock = context.clock
+        self._clock = context.outside.clock
         self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         is_on = context.config.kv_shared_memory == "auto"
-        name, make_port = context.identity.name, context.make_port
-        self._lender = Lender(context.cache, name, make_port, is_on=is_on)
+        name, make_port = context.identity.name, context.outside.make_port
+        self._memory = lend(context.cache, name, make_port, is_on=is_on)
         self.peers = DecodePeers(
             context.identity.name,
             context.plane,
-            context.clock,
+            context.outside.clock,
             has_segments=context.config.kv_segment_port != "off",
         )
         self._is_encrypted = context.plane.is_encrypted
@@ -234,7 +234,8 @@ class PrefillRole:
     async def close(self) -> None:
         for prefill in list(self._prefills.values()):
             self._end(prefill)
-        self._lender.close()
+        if self._memory is not None:
+            self._memory.close()
         await self.peers.close()
         await asyncio.gather(*self._sending.values(), return_exceptions=True)
 
@@ -265,7 +266,7 @@ class PrefillRole:
                 block_size=self._cache.block_size,
                 num_shards=self._cache.num_shards,
                 stages=self._cache.stages,
-                memory=self._lender.offered,
+                memory=None if self._memory is None else self._memory.name,
                 key=new_key() if peer.segments and self._is_encrypted else None,
                 token=peer.segments.token if peer.segments else None,
                 peer=peer.name,

@@ -1,10 +1,9 @@
-"""Divides the bytes that may be in flight to this worker among offers, in turn.
+"""Divides the bytes that may be in flight to this worker among offers.  Pure.
 
-Each takes a share of --max-kv-inflight-bytes when its turn comes, as much as it may have on its way
-at once, and gives it back after its last byte.  The oldest comes first, so that small ones do not
-pass a large one for ever.  But those that a router has asked for come before the others, and the
-others together hold a part of the bytes at most: a peer that offers KV and does not send it stops
-nobody else.  Pure.
+An offer takes a share of --max-kv-inflight-bytes, its most bytes in flight, and returns it after
+its last byte.  The oldest is first, so that small ones do not pass a large one for ever.  Offers
+that a router has claimed come before the others, which hold only a part of the bytes together: a
+peer that offers KV and never sends it blocks nobody else.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from worker.transfer.incoming import IncomingTransfer
 
 
 class TransferBudget:
-    """Shares `free_bytes` among transfers; calls `start(transfer)` in its turn."""
+    """Divides `free_bytes` among transfers; calls `start(transfer)` when it has its share."""
 
     def __init__(self, budget_bytes: int, start: Callable[[IncomingTransfer], None]) -> None:
         self.free_bytes = budget_bytes
@@ -26,25 +25,21 @@ class TransferBudget:
         self._waiting: deque[IncomingTransfer] = deque()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of transfers that wait."""
         return len(self._waiting)
 
-    def __contains__(self, transfer: IncomingTransfer) -> bool:
-        """Whether it waits."""
-        return transfer in self._waiting
-
     def wait(self, transfer: IncomingTransfer) -> None:
-        """Start it when it is the oldest that may start and its share is free, perhaps now."""
+        """Start it, perhaps now, when it is the oldest that may start and its share is free."""
         self._waiting.append(transfer)
         self._start_next()
 
     def claim(self, transfer: IncomingTransfer) -> None:
-        """A router has asked for it."""
+        """Note that a router has claimed it."""
         self._unclaimed.release(transfer.receiver.request_id)
         self._start_next()
 
     def end(self, transfer: IncomingTransfer) -> None:
-        """Nothing more of it will come: give its share back, or its place; idempotent."""
+        """Return its share, or remove it from those that wait; idempotent."""
         if transfer in self._waiting:
             self._waiting.remove(transfer)
         self.free_bytes += transfer.share_bytes

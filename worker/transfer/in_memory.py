@@ -1,8 +1,8 @@
-"""Segments in memory that both workers map: their addresses, and the one copy of them.  SPEC 6.8.
+"""Segments in memory that both workers map.  SPEC 6.8.
 
-A block is kept as it is sent.  So of whole blocks nothing is packed: the sender only reads them,
-for their digest, and the receiver copies them out of the sender's memory straight into blocks of
-its own.  The receiver's digest is of that copy, and is taken in the same pass where possible.
+A block has the layout of the wire, so whole blocks need no packing: the sender only computes their
+digest, and the receiver copies them from the sender's memory into its own blocks.  The receiver's
+digest is of that copy, taken in the same pass where possible.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from worker.engine.windows import table_of, unpack
 def find(
     cache: KVCache, block_table: Sequence[int], rectangle: Rectangle, request_id: int
 ) -> tuple[tuple[int, ...], int] | None:
-    """Return where in the cache's memory the blocks of a rectangle lie, and their digest.
-
-    None where it has to be sent.
-    """
+    """Return the offsets of a rectangle's blocks in memory, and their digest; None: send it."""
     places = _places(cache, block_table, rectangle)
     if cache.memory is None or not places:
         return None
@@ -40,15 +37,15 @@ def fetch(
     """Copy a segment out of the sender's memory into blocks.
 
     Raises:
-        TransferFailed: What was copied is not what was sent.
-        RemoteProtocolError: There can be no piece of that size at one of the places.
+        TransferFailed: The digest of the copy is wrong.
+        RemoteProtocolError: A block does not lie within the memory.
     """
     rectangle, places = segment.rectangle, segment.places
     size, request_id = segment.descriptor.num_bytes // len(places), receiver.request_id
     target: Any = cache.memory
     targets: Sequence[int] = _places(cache, block_table, rectangle)
     is_packed = target is None or target.kind != memory.kind or len(targets) != len(places)
-    if is_packed:  # our blocks are cut otherwise, or lie elsewhere
+    if is_packed:  # our blocks have another size, or lie elsewhere
         targets = range(0, size * len(places), size)
         target = memory.room(size * len(places))
     try:
@@ -63,7 +60,7 @@ def fetch(
 
 
 def _places(cache: KVCache, block_table: Sequence[int], rectangle: Rectangle) -> tuple[int, ...]:
-    """Return where in the cache's memory the blocks of a rectangle lie, if it is whole blocks."""
+    """Return the offsets of a rectangle's blocks in the cache's memory, if it is whole blocks."""
     number, rest = divmod(len(rectangle.tokens), cache.block_size)
     if rest or not number or cache.memory is None:
         return ()

@@ -13,10 +13,9 @@ from worker.transfer.in_memory import fetch
 
 
 class Arrival:
-    """A segment that was admitted before its bytes had come.
+    """A segment that was admitted before its bytes arrived.
 
-    Its blocks must not be freed while it is stored, nor stored to when they are freed: who settles
-    it first, the thread that stores it or the loop that gives it up, does so.
+    Either a thread stores it or the loop drops it and frees its blocks: the first to `settle` it.
     """
 
     __slots__ = ("_settled", "segment", "transfer")
@@ -26,12 +25,12 @@ class Arrival:
         self._settled = threading.Lock()
 
     def settle(self) -> bool:
-        """True once, for who asks first, on any thread."""
+        """Return True to the first caller, on any thread."""
         return self._settled.acquire(blocking=False)
 
 
 class IncomingTransfer:
-    """One KV cache that arrives from `peer`, until it is claimed or has failed.
+    """One KV cache that arrives from `peer`, until it is taken or has failed.
 
     While it `is_waited_for`, equal prompts may wait for its KV.
     """
@@ -63,7 +62,7 @@ class IncomingTransfer:
 
     @property
     def wanted_bytes(self) -> int:
-        """How much of it is in flight at once, at most."""
+        """Its bytes in flight at once, at most."""
         return max(1, min(self.receiver.credit_bytes, self.receiver.total_bytes))
 
     @property
@@ -74,7 +73,7 @@ class IncomingTransfer:
 
 
 def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Exception | None:
-    """Verify a segment and put it into its blocks; return what went wrong.  On any thread."""
+    """Verify a segment and store it in its blocks, on any thread; return the error, if any."""
     receiver, block_table = transfer.receiver, transfer.block_table
     try:
         if receiver.is_over:

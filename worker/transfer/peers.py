@@ -1,9 +1,8 @@
-"""The decode workers that a prefill worker sends KV to, by the names that routers use.
+"""The decode workers that a prefill worker sends KV to, as routers name them in PEERS frames.
 
-Routers name them in PEERS frames.  An endpoint has one link, whichever routers name it: a decode
-worker hears nothing over a second connection of the same identity.  So a link that no router names
-any more is kept for a while, in case one names it again; and a link over which nothing is heard is
-closed before another is made.  SPEC 5.4.
+An endpoint has one link, whichever routers name it: a decode worker does not read a second
+connection of one identity.  So a link that no router names is kept for a while, and a silent link
+is closed before another is made.  SPEC 5.4.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from worker.transfer.segment_link import SegmentLink
 
 log = structlog.get_logger("worker")
 
-# How long a link is kept that no router names and nothing needs.
+# Time that an unused link is kept which no router names.
 KEEP_S: Final = 60.0
-# How many such links are kept, however often decode workers come and go: each is two sockets,
-# and a socket, a thread and five other descriptors for segments.
+# Such links at most: each has two sockets, and for segments a socket, a thread and five other
+# descriptors.
 MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
-    """The receiver of the replies to one transfer (`worker.transfer.sender`)."""
+    """Gets the replies to one transfer (`worker.transfer.sender`)."""
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None: ...
     def on_error(self, code: int, message: str) -> None: ...
@@ -44,7 +43,7 @@ class Receiver(Protocol):
 
 
 class DecodePeer:
-    """A decode worker: its KV link, and if wanted a second one for `segments`."""
+    """A decode worker: its KV link, and perhaps a connection for `segments`."""
 
     def __init__(
         self,
@@ -57,8 +56,8 @@ class DecodePeer:
     ) -> None:
         self.detail = detail
         self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
-        self.num_heard = 0
-        self.is_mute = False  # a whole lease passed and it said nothing at all
+        self.num_messages = 0
+        self.is_mute = False  # it sent nothing at all for a whole lease
         self.needed_at = now
         self.expected = self.name
         self._link = plane.link(
@@ -92,7 +91,7 @@ class DecodePeer:
             log.warning("frame dropped", peer=self.name, tag=frame.tag.name, reason=error.message)
 
     def fail_all(self) -> None:
-        """Fail every transfer under way: none of them will be answered."""
+        """Fail every transfer under way."""
         for receiver in list(self.receivers.values()):
             receiver.fail(PeerLost(self.name))
 
@@ -102,7 +101,7 @@ class DecodePeer:
         await self._link.close(0.5)
 
     def _on_message(self, parts: list[Buffer]) -> None:
-        self.num_heard += 1
+        self.num_messages += 1
         self.is_mute = False
         try:
             self._dispatch(decode(parts))
@@ -136,11 +135,7 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All decode workers known here.
-
-    With `has_segments`, segments take a connection of their own where that can be, and
-    `segment_traffic` counts those.
-    """
+    """All known decode workers, with segment connections if `has_segments`, on Linux."""
 
     def __init__(
         self,
@@ -151,7 +146,6 @@ class DecodePeers:
         has_segments: bool = False,
     ) -> None:
         self.segment_traffic = Traffic()
-        # Elsewhere there is no epoll to watch them by: the KV socket takes all.
         self._has_segments = has_segments and sys.platform == "linux"
         self._identity = identity
         self.plane = plane
@@ -171,7 +165,7 @@ class DecodePeers:
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that an answer may still come for."""
+        """Transfers that may still get a reply."""
         return sum(len(peer.receivers) for peer in self._peers.values())
 
     def update(self, router: str, details: list[PeerDetail]) -> None:
@@ -189,14 +183,14 @@ class DecodePeers:
             self._close(self._peers.pop(endpoint))
 
     def find(self, router: str, rank: int) -> DecodePeer | None:
-        """The decode worker of this rank, or for `ANY_RANK` any, that this router named."""
+        """Return the decode worker of this rank, or of `ANY_RANK`, that this router named."""
         for detail in self._named.get(router, ()):
             if rank in (detail.rank, ANY_RANK):
                 return self._connect(detail)
         return None
 
     def tick(self, now: float) -> None:
-        """Close unused links, and links that are dead without having closed."""
+        """Close unused and mute links."""
         named = self._named_endpoints()
         for endpoint, peer in list(self._peers.items()):
             if endpoint in named or peer.receivers:
@@ -224,8 +218,7 @@ class DecodePeers:
             peer.detail = detail  # a restarted worker may listen where the old one did
             return peer
         if peer is not None:
-            # The link expects a worker of another rank and is not up: with keys it never will be,
-            # if the worker that listens there is the one named now.
+            # The link expects another rank, and with keys never connects to the one named now.
             peer.fail_all()
             self._close(self._peers.pop(detail.kv_endpoint))
         try:

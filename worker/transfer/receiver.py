@@ -1,15 +1,14 @@
 """Incoming KV of a decode worker: `KVReceiver` with a socket, the engine and a cache.
 
-An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or, if KV of
-the same prompt is arriving already, for that (`worker.engine.reservations`).  Only then is credit
-granted.  KV that comes with its offer is kept if the share is there at once, and stored in those
-blocks; else it is dropped, and sent again on credit.  Segments are verified and unpacked on the
-transfer threads.  Blocks of a transfer that ended early are given back when no copy writes to them
-any more.  A transfer that is complete waits, for a lease at most, until the decode role takes it.
+An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or for KV of
+the same prompt that is arriving (`worker.engine.reservations`); then it gets credit.  KV in an
+offer is kept if the share is free at once, else dropped, and sent again on credit.  Segments are
+verified and unpacked on the transfer threads.  Blocks of a transfer that ended early are freed when
+no copy writes to them.  A complete transfer waits for the decode role, for a lease at most.
 
-Only prefill workers may offer.  Until a router asks for what was offered (`claim`), no other
-sequence shares it, requests of the same prompt wait for it only a short time, and all such offers
-together hold only a part of the memory, each for a limited time.  SPEC 6.
+Only prefill workers may offer.  Until a router claims an offer, its KV is not shared, equal prompts
+wait for it only for a short time, and all unclaimed offers together hold a part of the memory, each
+for a limited time.  SPEC 6.
 """
 
 from __future__ import annotations
@@ -35,36 +34,34 @@ from worker.engine.outputs import Reserved
 from worker.environment import WorkerContext
 from worker.transfer.budget import TransferBudget
 from worker.transfer.incoming import Arrival, IncomingTransfer, store, store_all
-from worker.transfer.same_host_peers import Neighbours
+from worker.transfer.same_host_peers import SameHostPeers
 from worker.transfer.segment_hub import SegmentHub
 
 log = structlog.get_logger("worker")
 
-# What a transfer thread takes at a time, and what one ACK acknowledges: half of the credit, so that
+# Stored at a time by a transfer thread, and acknowledged by one ACK: half of the credit, so that
 # the sender does not run out of it.
 BATCH_BYTES: Final = 8 << 20
-# By kind of memory, the most credit of a transfer whose KV is read there: so many bytes, and one of
-# so many parts of all that may be in flight.  One segment is read while the next one comes.
+# Credit at most of a transfer in shared memory, by its kind: bytes, and the divisor of all bytes in
+# flight.  One segment is read while the next one comes.
 READ_CREDIT_BYTES: Final = {"host": (32 << 20, 8), "cuda": (2 * MAX_READ_BYTES, 4)}
-# Ids of ended transfers that are remembered: more than can end while an offer is on its way.  Each
-# takes 100 bytes.
+# Remembered ids of ended transfers: more than can end while an offer is on its way.
 MAX_ENDED: Final = 4096
-# Offers of one peer at a time, waiting ones included: enough for four routers, each of which places
-# 256 requests on a prefill worker by default.
+# Offers of one peer at a time: of four routers with 256 requests per worker, the default.
 MAX_OFFERS: Final = 1024
-# How long equal prompts wait for KV that is complete, but that no router has asked for.  A router
-# asks as soon as a prompt is read, unless its client makes it wait: others must not wait for that.
+# For equal prompts to wait for complete, unclaimed KV: a router claims it at once, unless its
+# client is slow, for which others must not wait.
 SHARED_S: Final = 0.5
-# Tokens in the offers of one peer that no router has asked for: at 40 bytes each, 80 MB.
+# Tokens in the unclaimed offers of one peer: at 40 bytes each, 80 MB.
 MAX_OFFERED_TOKENS: Final = 1 << 21
+NO_TRANSFER: Final = "there is no such transfer here"
 
 
 class IncomingTransfers:
-    """Every KV cache that is arriving here, and the socket they arrive on.
+    """All KV caches that are arriving, and the sockets they arrive on.
 
-    `is_asked_for(receiver)` tells whether a router has asked for what is offered, or raises
-    WireError to refuse it.  `segment_traffic` counts the frames of the connections for segments
-    alone.
+    `is_asked_for(receiver)` says whether a router has claimed an offer, or raises WireError to
+    refuse it.  `segment_traffic` counts the frames of segment connections.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class IncomingTransfers:
         self._cache = context.cache
         self._engine = context.engine
         self._copies = context.copies
-        self._clock = context.clock
+        self._clock = context.outside.clock
         self._is_asked_for = is_asked_for
         self._on_complete = on_complete
         self._on_failed = on_failed
@@ -89,9 +86,9 @@ class IncomingTransfers:
         self._arrived: deque[tuple[IncomingTransfer, Segment]] = deque()
         self._stores: set[asyncio.Task[None]] = set()
         is_on = config.kv_shared_memory == "auto"
-        self._neighbours = Neighbours(context.cache, context.fetch, is_on=is_on)
+        self._same_host = SameHostPeers(context.cache, context.outside.fetch, is_on=is_on)
         self._mappings: set[asyncio.Task[None]] = set()
-        # A router's CANCEL may come before the offer it is about, which takes another socket.
+        # A router's CANCEL may overtake the offer, which takes another socket.
         self._ended: dict[int, None] = {}
         self.lost_epochs: dict[str, int] = {}  # by endpoint: routers whose KV is refused
         self._hub = context.plane.hub(self._on_message, self._on_lost)
@@ -114,23 +111,19 @@ class IncomingTransfers:
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._transfers))  # a copy: they may end meanwhile
 
-    def is_complete(self, request_id: int) -> bool:
-        transfer = self._transfers.get(request_id)
-        return transfer is not None and transfer.receiver.is_complete
-
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._transfers
 
     def claim(self, request_id: int) -> None:
-        """Note that a router asks for this transfer, however far it is."""
+        """Note that a router asks for this transfer."""
         transfer = self._transfers[request_id]
         transfer.receiver.claim(self._clock())
         self.budget.claim(transfer)
         self._engine.post(lambda engine: engine.claim(request_id))
 
     def take(self, request_id: int) -> KVReceiver:
-        """Take a complete transfer out; its blocks belong to the engine's sequence from now on."""
-        self._note_end(request_id)  # its offer may have been said twice
+        """Remove a complete transfer; its blocks now belong to the engine's sequence."""
+        self._note_end(request_id)  # its offer may have been sent twice
         return self._transfers.pop(request_id).receiver
 
     def get(self, request_id: int) -> KVReceiver | None:
@@ -138,7 +131,7 @@ class IncomingTransfers:
         return None if transfer is None else transfer.receiver
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """The engine has blocks for a transfer: grant it credit."""
+        """Grant credit to a transfer for which the engine has blocks."""
         transfer = self._transfers.get(reserved.request_id)
         if transfer is None:
             return  # ended meanwhile, and the engine has been told
@@ -150,20 +143,20 @@ class IncomingTransfers:
         memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
         port = self._segment_port(receiver)
         ack = receiver.accept(reserved.cached_tokens, self._clock(), memory_bytes, port)
-        self._answer(transfer, ack)
+        self._acknowledge(transfer, ack)
 
     def fail(self, request_id: int, error: WireError) -> None:
-        """End a transfer because of `error` and tell both sides."""
+        """End a transfer with an error for both sides."""
         if transfer := self._transfers.get(request_id):
             self._refuse(transfer.peer, request_id, error)
             self._end(transfer, error)
 
     def has_ended(self, request_id: int) -> bool:
-        """Whether a transfer of this id was taken or ended lately: none can follow."""
+        """Whether a transfer of this id was taken or ended lately, so that none can follow."""
         return request_id in self._ended
 
     def cancel(self, request_id: int) -> None:
-        """End a transfer because nobody wants it; if it is offered only later, refuse it then."""
+        """End a transfer, and refuse a later offer of it."""
         self._note_end(request_id)
         if transfer := self._transfers.get(request_id):
             transfer.receiver.cancel()
@@ -183,22 +176,20 @@ class IncomingTransfers:
                 self._engine.post(partial(Engine.let_others_pass, request_id=request_id))
 
     def check(self) -> None:
-        """Assert that every byte that may be in flight is free, or the share of a transfer."""
-        transfers = self._transfers.values()
+        """Assert that every byte of the budget is free or in the share of a transfer."""
+        transfers, limit = self._transfers.values(), self._config.max_kv_inflight_bytes
         shares = sum(transfer.share_bytes for transfer in transfers)
-        limit = self._config.max_kv_inflight_bytes
-        free_bytes, inflight_bytes = self.budget.free_bytes, self.inflight_bytes
-        assert free_bytes + shares == limit, f"{free_bytes} + {shares} bytes != {limit}"
-        assert inflight_bytes <= limit, f"{inflight_bytes} bytes in flight, over {limit}"
+        assert self.budget.free_bytes + shares == limit, (self.budget.free_bytes, shares, limit)
+        assert self.inflight_bytes <= limit, (self.inflight_bytes, limit)
         for each in transfers:
-            num_bytes = sum(memoryview(kv).nbytes for _, kv in each.unasked)
-            assert num_bytes <= each.share_bytes, f"{num_bytes} bytes are kept and not counted"
+            kept_bytes = sum(memoryview(kv).nbytes for _, kv in each.unasked)
+            assert kept_bytes <= each.share_bytes, (kept_bytes, each.share_bytes)
 
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
         for request_id in self:
             self.fail(request_id, leaving)
-        self._neighbours.close()
+        self._same_host.close()
         await asyncio.gather(*self._mappings, return_exceptions=True)
         while self._stores:  # one that ends may start the next
             await asyncio.gather(*self._stores, return_exceptions=True)
@@ -234,17 +225,10 @@ class IncomingTransfers:
         if transfer is None and frame.segment == 0 and message.payload:
             self._on_offer(peer, frame.request_id, message, unasked)
         elif transfer is None or transfer.peer != peer:
-            raise unknown()
+            raise WireError(ErrorCode.UNKNOWN_REQUEST, NO_TRANSFER)
         elif frame.segment == 0:
-            self._answer(transfer, transfer.receiver.on_keepalive(self._clock()))
-        else:
-            self._on_segment(transfer, frame, message.payload)
-
-    def _on_segment(
-        self, transfer: IncomingTransfer, frame: KvCache, payload: tuple[Buffer, ...]
-    ) -> None:
-        segment = self._admit(transfer, frame, payload)
-        if segment is not None:
+            self._acknowledge(transfer, transfer.receiver.on_keepalive(self._clock()))
+        elif (segment := self._admit(transfer, frame, message.payload)) is not None:
             self._arrived.append((transfer, segment))
             self._store_next()
 
@@ -268,7 +252,6 @@ class IncomingTransfers:
         self.segment_traffic.received[frame.tag] += 1
         transfer = self._transfers.get(frame.request_id)
         if transfer is None or transfer.peer != peer:
-            # It may be late: its end crossed the other connection.
             log.debug("segment of no transfer", request=frame.request_id)
             return None
         segment = self._admit(transfer, frame, (descriptor, kv), is_beside=True)
@@ -286,20 +269,20 @@ class IncomingTransfers:
     def stored(self, arrival: Arrival, problem: Exception | None, *, is_last: bool) -> None:
         transfer, segment = arrival.transfer, arrival.segment
         if arrival not in transfer.arrivals:
-            return  # given up
+            return  # dropped
         transfer.arrivals.discard(arrival)
         if problem is not None:
-            self._break(transfer, segment, problem)
+            self._reject(transfer, segment, problem)
         else:
             receiver = transfer.receiver
             ack = receiver.stored(segment, self._clock())
-            # While more comes, the sender has credit left: it waits for no ACK before one is due.
+            # While more segments come, the sender has credit left.
             if ack is not None and (is_last or receiver.is_complete or transfer.is_ack_due):
-                self._answer(transfer, ack)
-        self._give_back(transfer)
+                self._acknowledge(transfer, ack)
+        self._free_blocks(transfer)
 
     def _segment_port(self, receiver: KVReceiver) -> int:
-        """The segment port for this transfer; 0 for none."""
+        """Return the segment port for this transfer; 0 for none."""
         if self._segments is None or receiver.token is None:
             return 0
         return self._segments.port if receiver.offers_sealing == self._is_encrypted else 0
@@ -308,7 +291,7 @@ class IncomingTransfers:
         self, peer: bytes, request_id: int, message: Message, unasked: list[tuple[Buffer, Buffer]]
     ) -> None:
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
-            raise unknown()
+            raise WireError(ErrorCode.UNKNOWN_REQUEST, NO_TRANSFER)
         offer = decode_map(Offer, message.payload[0] if unasked else message.body())
         self._check_room(peer, offer.num_tokens)
         receiver = KVReceiver(
@@ -328,7 +311,7 @@ class IncomingTransfers:
         self._transfers[request_id] = transfer
         if self._segments is not None and offer.token is not None:
             self._segments.expect(peer, offer.token)
-        if unasked or self._neighbours.is_settled(peer, offer.memory):
+        if unasked or self._same_host.is_settled(peer, offer.memory):
             self._wait(transfer)
             if transfer.share_bytes:  # else what came with it is not kept, and sent again
                 transfer.unasked = unasked
@@ -339,24 +322,24 @@ class IncomingTransfers:
             mapping.add_done_callback(self._mappings.discard)
 
     async def _settle_memory(self, transfer: IncomingTransfer, memory: str) -> None:
-        """See whether its KV can be read where it lies, before anything waits for it."""
-        if not transfer.is_dropped:  # a peer that is lost already is not lost again
-            await self._neighbours.settle(transfer.peer, memory)
+        """Map the peer's memory if possible, before the transfer waits for its share."""
+        if not transfer.is_dropped:  # the peer may be lost
+            await self._same_host.settle(transfer.peer, memory)
         if not transfer.is_dropped:
             self._wait(transfer)
 
     def _wait(self, transfer: IncomingTransfer) -> None:
-        """Have it wait for its share of the bytes in flight, a larger one if it is in memory."""
+        """Queue a transfer for its share of the bytes in flight, larger in shared memory."""
         receiver, limit = transfer.receiver, self._config.max_kv_inflight_bytes
         if receiver.offers_memory:
-            transfer.memory = self._neighbours.memory_of(transfer.peer)
+            transfer.memory = self._same_host.memory_of(transfer.peer)
         if transfer.memory is not None:  # a few of these shares must leave some for others
             most_bytes, share = READ_CREDIT_BYTES[transfer.memory.kind]
             receiver.credit_bytes = max(receiver.credit_bytes, min(most_bytes, limit // share))
         self.budget.wait(transfer)
 
     def _check_room(self, peer: bytes, num_tokens: int) -> None:
-        """Refuse more offers than a peer may have; one alone may be of any length."""
+        """Limit the offers of a peer and their tokens; a single one may have any length."""
         offers = [each.receiver for each in self._transfers.values() if each.peer == peer]
         if len(offers) >= MAX_OFFERS:
             raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
@@ -374,14 +357,14 @@ class IncomingTransfers:
         for request_id, transfer in list(self._transfers.items()):
             if transfer.peer == peer and not transfer.receiver.is_complete:
                 self.fail(request_id, PeerLost(transfer.receiver.peer))
-        self._neighbours.forget(peer)
+        self._same_host.forget(peer)
         if self._segments is not None:
             self._segments.forget(peer)
 
     # From an offer to its last byte.
 
     def _reserve(self, transfer: IncomingTransfer) -> None:
-        """Ask the engine for blocks: the transfer has its share of the bytes in flight."""
+        """Ask the engine for blocks."""
         receiver, peer = transfer.receiver, transfer.peer.decode()
         self._engine.post(
             lambda engine: engine.reserve(
@@ -401,8 +384,8 @@ class IncomingTransfers:
         self._store_next()
 
     def _store_next(self) -> None:
-        """Give the transfer threads what has arrived: while they are busy, several at a time."""
-        # One more than run at once, so that none of them has to wait for the loop.
+        """Give segments to the transfer threads, several at a time while these are busy."""
+        # One more than threads, so that none of them waits for the loop.
         while self._arrived and len(self._stores) <= self._copies.num_at_once:
             batch: list[tuple[IncomingTransfer, Segment]] = []
             num_bytes = 0
@@ -411,27 +394,24 @@ class IncomingTransfers:
                 num_bytes += batch[-1][1].descriptor.num_bytes
             task = asyncio.create_task(self._store(batch))
             self._stores.add(task)
-            task.add_done_callback(self._on_stored)
-
-    def _on_stored(self, task: asyncio.Task[None]) -> None:
-        self._stores.discard(task)
-        self._store_next()
+            task.add_done_callback(self._stores.discard)
+            task.add_done_callback(lambda _: self._store_next())
 
     async def _store(self, batch: list[tuple[IncomingTransfer, Segment]]) -> None:
         num_bytes = sum(segment.descriptor.num_bytes for _, segment in batch)
         problems = await self._copies.run(store_all, self._cache, batch, num_bytes=num_bytes)
-        acks: dict[IncomingTransfer, Ack | None] = {}  # the last one says it all
+        acks: dict[IncomingTransfer, Ack | None] = {}  # the last of each
         for (transfer, segment), problem in zip(batch, problems, strict=True):
             if problem is not None:
-                self._break(transfer, segment, problem)
+                self._reject(transfer, segment, problem)
             else:
                 acks[transfer] = transfer.receiver.stored(segment, self._clock())
         for transfer, ack in acks.items():
-            self._answer(transfer, ack)
+            self._acknowledge(transfer, ack)
         for transfer in dict.fromkeys(transfer for transfer, _ in batch):
-            self._give_back(transfer)
+            self._free_blocks(transfer)
 
-    def _break(self, transfer: IncomingTransfer, segment: Segment, problem: Exception) -> None:
+    def _reject(self, transfer: IncomingTransfer, segment: Segment, problem: Exception) -> None:
         request_id, error = transfer.receiver.request_id, problem
         if not isinstance(error, WireError):
             log.error("a segment could not be unpacked", request=request_id, exc_info=problem)
@@ -440,14 +420,14 @@ class IncomingTransfers:
         transfer.receiver.broken(segment, error)
         self.fail(request_id, error)
 
-    def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
+    def _acknowledge(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
         if ack is None:
             return
         frame, credit = ack
         transfer.acked_bytes = frame.kv_bytes
         self._send(transfer.peer, frame, credit.pack())
         if credit.ready and transfer.share_bytes:
-            transfer.memory = None  # nothing is read there any more
+            transfer.memory = None
             self.budget.end(transfer)
             self._on_complete(frame.request_id)
 
@@ -457,27 +437,26 @@ class IncomingTransfers:
         self._on_failed(transfer.receiver.request_id, error)
 
     def _drop(self, transfer: IncomingTransfer) -> None:
-        """Forget a transfer that is over; its blocks are given back when no copy writes to them.
+        """Forget a transfer; its blocks are freed when no copy writes to them.
 
-        Its id cannot be offered again: the engine's answer with its blocks may still be on its way
-        here, and would be taken for that to the new offer.
+        Its id cannot be offered again: a late reservation would be taken for the new offer's.
         """
         self._note_end(transfer.receiver.request_id)
         del self._transfers[transfer.receiver.request_id]
         transfer.is_dropped = True
         for arrival in list(transfer.arrivals):
-            if arrival.settle():  # nothing of it is written, and nothing will be
+            if arrival.settle():  # it will never be written
                 transfer.arrivals.discard(arrival)
                 transfer.receiver.broken(arrival.segment, PeerLost(transfer.receiver.peer))
         self.budget.end(transfer)
-        self._give_back(transfer)
+        self._free_blocks(transfer)
 
     def _note_end(self, request_id: int) -> None:
         self._ended[request_id] = None
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def _give_back(self, transfer: IncomingTransfer) -> None:
+    def _free_blocks(self, transfer: IncomingTransfer) -> None:
         receiver = transfer.receiver
         if transfer.is_dropped and receiver.num_unpacking == 0:
             self._engine.post(lambda engine: engine.cancel(receiver.request_id))
@@ -491,7 +470,3 @@ class IncomingTransfers:
             self._hub.send(peer, encode(frame, payload))
         except WireError as error:
             log.debug("frame dropped", tag=frame.tag.name, reason=error.message)
-
-
-def unknown() -> WireError:
-    return WireError(ErrorCode.UNKNOWN_REQUEST, "there is no such transfer here")

@@ -1,10 +1,9 @@
-"""Workers on the same machine: whose memory is mapped, and why others' is not.  SPEC 6.8.
+"""KV in memory that workers on the same machine share.  SPEC 6.8.
 
-A prefill worker lends the memory its KV lies in, the host's or a GPU's, to processes of its own
-user.  A decode worker maps it when that peer first offers KV, once for all transfers, until the
-peer is lost.  Where that cannot be, KV is sent as bytes, and the log says once why.  A peer that
-does not answer in time is asked again at its next offer: it stood still, but not for long if it
-offers.
+A prefill worker lends the memory of its KV, the host's or a GPU's, to processes of its own user.  A
+decode worker maps it when that peer first offers KV, until the peer is lost.  Where that fails, KV
+is sent as bytes, and the log says why, once.  A peer that does not answer in time is asked again at
+its next offer.
 """
 
 from __future__ import annotations
@@ -20,40 +19,26 @@ from worker.environment import Fetch, MakePort, Port
 
 log = structlog.get_logger("worker")
 
-# Peers whose memory may be mapped at a time: more prefill workers than a machine has room for.
+# Mapped peers at a time: more prefill workers than a machine has room for.
 MAX_MAPPED: Final = 256
 
 
-class Lender:
-    """Lends the memory of a cache under this worker's name, if there is any and the setting is on.
-
-    `offered` is the socket where; None for nowhere.
-    """
-
-    def __init__(
-        self, cache: KVCache, identity: bytes, make_port: MakePort, *, is_on: bool
-    ) -> None:
-        self._port: Port | None = None
-        self.offered: str | None = None
-        try:
-            if not is_on:
-                raise OSError("--kv-shared-memory is off")
-            if cache.memory is None:
-                raise OSError("it lies where no other process can read")
-            about = b" " + cache.memory.about if cache.memory.about else b""
-            self._port = make_port(cache.memory.descriptor, identity + about)
-        except OSError as error:
-            log.info("KV is sent as bytes", reason=str(error))
-        else:
-            self.offered = self._port.name
-
-    def close(self) -> None:
-        if self._port is not None:
-            self._port.close()
+def lend(cache: KVCache, identity: bytes, make_port: MakePort, *, is_on: bool) -> Port | None:
+    """Lend the memory of a cache at a port; log why if it cannot or shall not be lent."""
+    try:
+        if not is_on:
+            raise OSError("--kv-shared-memory is off")
+        if cache.memory is None:
+            raise OSError("it lies where no other process can read")
+        about = b" " + cache.memory.about if cache.memory.about else b""
+        return make_port(cache.memory.descriptor, identity + about)
+    except OSError as error:
+        log.info("KV is sent as bytes", reason=str(error))
+        return None
 
 
-class Neighbours:
-    """The peers whose memory is mapped here, as `cache` can map it, or cannot be."""
+class SameHostPeers:
+    """The peers on this machine, and their memory if `cache` can map it."""
 
     def __init__(self, cache: KVCache, fetch: Fetch, *, is_on: bool) -> None:
         self._cache, self._fetch, self._is_on = cache, fetch, is_on
@@ -63,25 +48,25 @@ class Neighbours:
             log.info("KV comes as bytes", reason="--kv-shared-memory is off")
 
     def is_settled(self, peer: bytes, offered: str | None) -> bool:
-        """Whether it is known if the memory that this peer offers can be mapped."""
+        """Whether mapping the memory that this peer offers has succeeded or failed."""
         mapping = self._mappings.get(peer)
         return offered is None or not self._is_on or (mapping is not None and mapping.done())
 
     async def settle(self, peer: bytes, offered: str) -> None:
-        """Map the memory that a peer offers, if it can be mapped."""
+        """Try to map the memory that a peer offers."""
         if peer not in self._mappings:
             self._mappings[peer] = asyncio.create_task(self._try(peer, offered))
         await asyncio.wait([self._mappings[peer]])
 
     def memory_of(self, peer: bytes) -> Memory | None:
-        """The memory of a peer, to read; None if its KV comes as bytes."""
+        """Return the mapped memory of a peer; None if its KV comes as bytes."""
         mapping = self._mappings.get(peer)
         if mapping is None or not mapping.done() or mapping.cancelled():
             return None
         return mapping.result()
 
     def forget(self, peer: bytes) -> None:
-        """Unmap the memory of a peer that is gone, once no copy reads it."""
+        """Unmap the memory of a lost peer, once no copy reads it."""
         mapping = self._mappings.pop(peer, None)
         if mapping is not None:
             mapping.cancel()
@@ -108,7 +93,7 @@ class Neighbours:
         return memory
 
     async def _map(self, peer: bytes, offered: str) -> Memory:
-        # Those that are not decided yet count too; this one is among them.
+        # Unfinished attempts count, too; this one is among them.
         mapped = [it for it in self._mappings.values() if not it.done() or it.result() is not None]
         if len(mapped) > MAX_MAPPED:
             raise OSError(f"memory of {MAX_MAPPED} peers is mapped already")

@@ -1,11 +1,11 @@
 """A decode worker's end of the segment connections: `SegmentHub`.  SPEC 6.9.
 
-Each has a thread that sleeps on its socket.  It reads a head and has the loop admit the segment
-while the KV comes, into memory that the connection keeps; verifies it, puts it into its blocks, and
-tells the loop.  So a segment is touched by one thread, and waits for nobody.
+Each has a thread that blocks on its socket.  It reads a head and has the loop admit the segment
+while the KV arrives in the connection's own memory; then it verifies it and stores it in its
+blocks.  So one thread handles a segment and waits for no other.
 
-Who shows a token that a prefill worker sent in an offer is that worker; everybody else is hung up
-on before a thread is started or memory taken.
+A connection with a token from an offer belongs to that prefill worker; all others are closed before
+a thread is started or memory taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from worker.transfer.thread import LoopCalls
 
 log = structlog.get_logger("worker")
 
-# Who connects shows a token within this time, and so many at once may be about to.
+# For a new connection to send its token, and such connections at a time.
 GREETING_S: Final = 5.0
 MAX_GREETINGS: Final = 64
 A = TypeVar("A")
@@ -58,7 +58,7 @@ class SegmentHub(Generic[A]):
         self._taker = taker
         self._calls = LoopCalls()
         self._tokens: dict[bytes, bytes] = {}  # by peer: the last that it sent
-        self._used: set[bytes] = set()  # peers whose token has let somebody in
+        self._used: set[bytes] = set()  # peers whose token has been used
         self._readers: dict[bytes, _Reader[A]] = {}  # by party: one, whatever the epoch
         self._ending: set[_Reader[A]] = set()
         listening = bind(host.strip("[]"), port)
@@ -66,13 +66,13 @@ class SegmentHub(Generic[A]):
         self._acceptor = Acceptor(listening, self._greet, MAX_GREETINGS)
 
     def expect(self, peer: bytes, token: bytes) -> None:
-        """Admit `peer` once with this token, and cut its connection of an earlier token."""
+        """Admit `peer` once with this token, and close its connection of an earlier token."""
         if not compare_digest(self._tokens.get(peer, b""), token):
             self.forget(peer)
             self._tokens[peer] = token
 
     def forget(self, peer: bytes) -> None:
-        """Let `peer` in no more, and cut its connection."""
+        """Admit `peer` no more, and close its connection."""
         self._tokens.pop(peer, None)
         self._used.discard(peer)
         reader = self._readers.get(_party(peer))
@@ -99,7 +99,7 @@ class SegmentHub(Generic[A]):
                         break
                     greeting += data
         except (OSError, TimeoutError):
-            pass  # it gets no further than who says something else
+            pass  # an incomplete greeting is refused below
         peer = self._admit(greeting)
         if not peer:
             client.close()
@@ -107,7 +107,7 @@ class SegmentHub(Generic[A]):
         client.setblocking(True)
         try:
             reader = _Reader(peer, client, self._taker, self._calls)
-        except RuntimeError as error:  # no thread is to be had
+        except RuntimeError as error:  # there is no thread
             log.error("cannot read segments", peer=peer.decode(), reason=str(error))
             client.close()
             return
@@ -126,7 +126,7 @@ class SegmentHub(Generic[A]):
             if compare_digest(expected, token) and peer not in self._used:
                 self._used.add(peer)
                 return peer
-        log.debug("connection for segments refused: unknown token")  # strangers fill no log
+        log.debug("connection for segments refused: unknown token")
         return b""
 
     def _on_ended(self, reader: _Reader[A]) -> None:
@@ -136,7 +136,7 @@ class SegmentHub(Generic[A]):
 
 
 def _party(peer: bytes) -> bytes:
-    """Return whose identity this is: `prefill-0` of `prefill-0-<epoch>`."""
+    """Return the party of an identity: `prefill-0` of `prefill-0-<epoch>`."""
     return peer.rpartition(b"-")[0]
 
 
@@ -149,7 +149,7 @@ class _Reader(Generic[A]):
         self.peer = peer
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._socket, self._taker, self._calls = client, taker, calls
-        self._answers: SimpleQueue[A | None] = SimpleQueue()  # one for each segment
+        self._admissions: SimpleQueue[A | None] = SimpleQueue()  # one for each segment
         self._poll = select.poll()
         self._poll.register(client, select.POLLIN)
         thread = threading.Thread(target=self._main, name="kv-segments", daemon=True)
@@ -168,9 +168,9 @@ class _Reader(Generic[A]):
             while self._read(head):
                 frame, descriptor, num_bytes = read_head(bytes(head))
                 kv = room[:num_bytes]
-                self._calls.post(partial(self._ask, frame, descriptor, kv))
+                self._calls.post(partial(self._admit_segment, frame, descriptor, kv))
                 has_come = self._read(kv)
-                arrival = self._answers.get()
+                arrival = self._admissions.get()
                 if arrival is None:
                     continue
                 problem = self._taker.store(arrival) if has_come else PeerLost(self.peer.decode())
@@ -192,12 +192,12 @@ class _Reader(Generic[A]):
                 buffer = buffer[num_bytes:]
         return False
 
-    def _ask(self, frame: KvCache, descriptor: bytes, kv: memoryview) -> None:
+    def _admit_segment(self, frame: KvCache, descriptor: bytes, kv: memoryview) -> None:
         answer = None
         try:
             answer = self._taker.admit(self.peer, frame, descriptor, kv)
         finally:
-            self._answers.put(answer)
+            self._admissions.put(answer)
 
     def _end(self) -> None:
         self._socket.close()

@@ -1,8 +1,8 @@
 """A prefill worker's end of a segment connection: `SegmentLink`.  SPEC 6.9.
 
-Plain TCP, and a thread that reads KV from where it lies and hands it to the system: no queue, no
-other thread, and no copy between.  With keys it seals what it sends.  Offers, credit and ends stay
-on the KV socket, and so do segments until this connection is up, or where it never is.
+Plain TCP, and a thread that sends KV from its blocks, without a queue, another thread or a copy
+between.  With keys it is sealed.  Offers, credit and ends stay on the KV socket, and segments, too,
+while this connection is not up.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ log = structlog.get_logger("worker")
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
-# How long it may take to connect.
+# To connect.
 PATIENCE_S: Final = 10.0
-# After so long without a sign that anything arrives, the system takes the connection for ended.
+# Without an acknowledgement, until the system ends the connection.
 SILENCE_S: Final = 30.0
 
 
 class SegmentLink:
     """The connection to one decode worker, whose KV socket is at `kv_endpoint`.
 
-    `token` is what the next offer carries; a connection that ended needs another one.  `connecting`
-    is there while one is being made.  `on_down` is called when one that was up has ended.
+    The next offer carries `token`; each connection needs a new one.  `connecting` is the attempt
+    under way.  `on_down` is called when a connection that was up has ended.
     """
 
     def __init__(self, kv_endpoint: str, traffic: Traffic, on_down: Callable[[], None]) -> None:
@@ -54,21 +54,14 @@ class SegmentLink:
         return self._connection is not None
 
     def open(self, port: int, token: bytes | None) -> None:
-        """Connect to the port that the decode worker said in answer to an offer with `token`.
-
-        Nothing happens if that has been done already, or another token is due.
-        """
+        """Connect to the port in the reply to an offer, unless its `token` is outdated."""
         if self.connecting is None and not self.is_up and token == self.token:
             self.connecting = self._loop.create_task(self._connect(port))
 
     async def run(
         self, send: Callable[[socket.socket, *Args], R], *args: *Args, num_bytes: int
     ) -> R:
-        """Run `send`, of so many bytes, with the socket, on the thread of this connection.
-
-        Raises:
-            PeerLost: The connection has ended.
-        """
+        """Run `send` with the socket, on its thread.  Raises PeerLost if the connection ends."""
         connection = self._connection
         if connection is None:
             raise PeerLost(self._host)
@@ -84,7 +77,7 @@ class SegmentLink:
             raise PeerLost(self._host) from None  # it ended before this began
 
     def reset(self) -> None:
-        """End the connection, and wait for nothing; the next one needs the next token."""
+        """End the connection without waiting, and change the token."""
         if self.connecting is not None:
             self.connecting.cancel()
             self.connecting = None
@@ -126,10 +119,9 @@ class SegmentLink:
 
 
 class Connection:
-    """An open connection: its `socket`, and the `thread` that sends.
+    """An open connection and its sending `thread`; `on_end` is called when the peer ends it.
 
-    `on_end` is called when the other side ends it.  Raises OSError or RuntimeError where there is
-    no descriptor or thread.
+    Raises OSError or RuntimeError if there is no descriptor or thread.
     """
 
     def __init__(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
@@ -137,9 +129,8 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         with ExitStack() as undo:
             undo.callback(connected.close)
-            # Nothing is said here any more, so it is readable when it has ended.  It is watched by
-            # way of another descriptor: a loop makes nonblocking what it watches, and the thread
-            # sleeps on this one.
+            # The peer sends nothing more, so the socket is readable when it has ended.  The loop
+            # watches it through epoll, as it would make the socket itself nonblocking.
             self._end = undo.enter_context(select.epoll())
             self._end.register(connected, select.EPOLLIN)
             self.thread = Copies()
@@ -147,7 +138,6 @@ class Connection:
             undo.pop_all()
 
     def shut(self) -> None:
-        """End it."""
         self._loop.remove_reader(self._end)
         self._end.close()
         with suppress(OSError):  # it has ended by itself
@@ -155,7 +145,7 @@ class Connection:
         self.thread.stop()
 
     async def close(self) -> None:
-        """After `shut`, wait for what is read from blocks at this moment, off the loop."""
+        """After `shut`, wait for the current read from blocks, off the loop."""
         await asyncio.to_thread(self.thread.join)
         self.thread.close()
         self.socket.close()
@@ -175,7 +165,7 @@ def send_all(connected: socket.socket, parts: Sequence[Buffer]) -> None:
 async def _greeted(
     loop: asyncio.AbstractEventLoop, host: str, port: int, token: bytes
 ) -> socket.socket:
-    """Return a blocking socket behind which this token was admitted.  Raises OSError."""
+    """Connect, and return a blocking socket once the token is admitted.  Raises OSError."""
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
     connected = socket.socket(family, kind, protocol)

@@ -1,10 +1,8 @@
 """Outgoing KV of one request: `KVSender` with a cache and a socket.
 
-`run` sends segments as long as there is one that is computed and within the credit: from where
-their bytes lie, if that is one piece of host memory, else from memory into which they are packed,
-by the transfer threads, or by the thread of a connection for segments alone where there is one.  So
-the blocks have to be held until `run` has ended, which waits until the sockets have let go of all.
-SPEC 6.
+`run` sends every computed segment within the credit: from its blocks if they are contiguous host
+memory, else packed, by the transfer threads or by the thread of a segment connection.  So the
+blocks have to be kept until `run` has ended and the sockets have released all buffers.  SPEC 6.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ from worker.transfer.segment_link import send_all
 
 log = structlog.get_logger("worker")
 
-# What a transfer thread reads at a time of what is sent.
+# Read at a time by a transfer thread.
 BATCH_BYTES: Final = 8 << 20
-# How much in memory is read before there is credit for it: only its digest is kept until then.
+# Shared memory that is read before there is credit for it: only its digest is kept until then.
 AHEAD_BYTES: Final = 16 << 20
 
 
@@ -52,10 +50,10 @@ Leaving = tuple[Rectangle, KvCache, SegmentDescriptor]
 
 
 class OutgoingTransfer:
-    """The sending end of one transfer.  `on_end` is called once, when it is over: done or failed.
+    """The sending end of one transfer; `on_end` is called once, when it is done or has failed.
 
-    `make_sender(now)` makes its `KVSender`: once at first, and again for the offer, for the lease
-    runs only from the offer on, not while the request waits for blocks.
+    `make_sender(now)` makes its `KVSender`, and again for the offer: the lease starts with the
+    offer, not while the request waits for blocks.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class OutgoingTransfer:
         self._block_table: tuple[int, ...] = ()
         self.is_offered = False
         self.problem: Exception | None = None
-        self._num_heard = 0  # of the peer, before the offer
+        self._num_messages = 0  # of the peer, before the offer
         self._sendings: list[Sending] = []
         self._wake = asyncio.Event()
 
@@ -91,21 +89,21 @@ class OutgoingTransfer:
 
     @property
     def is_taken_unasked(self) -> bool:
-        """Whether the peer takes all the KV with the offer."""
+        """Whether the peer accepts all the KV with the offer."""
         return self.sender.total_bytes <= self.peer.detail.kv_unasked_bytes
 
     def offer(self, block_table: tuple[int, ...], num_tokens: int, now: float) -> None:
-        """Have `run`, which is to be called now, offer the KV: `num_tokens` are in the blocks."""
+        """Prepare `run`, to be called next, to offer the KV; `num_tokens` are in the blocks."""
         self.sender = self._make_sender(now)
         self._block_table = block_table
-        self._num_heard = self.peer.num_heard
+        self._num_messages = self.peer.num_messages
         self.is_offered = True
         self.peer.receivers[self.request_id] = self
         if num_tokens:
             self.sender.advance(num_tokens, now)
 
     async def run(self) -> None:
-        """Send until the transfer is over, then until the socket has let go of every buffer."""
+        """Send until the transfer is over, then wait until every buffer is released."""
         try:
             await self._send_offer()
             await self._send_all()
@@ -113,7 +111,6 @@ class OutgoingTransfer:
             self.fail(error)
         except Exception as problem:
             self.problem = problem
-            # What was being packed when it ended may be gone.
             if not self.sender.is_over:
                 log.exception("transfer broke", request=self.request_id)
                 self.fail(WireError(ErrorCode.INTERNAL, "the transfer of the KV broke"))
@@ -126,12 +123,12 @@ class OutgoingTransfer:
         self.sender.advance(num_tokens, now)
         self._wake.set()
 
-    # Answers of the decode worker, and other ends.
+    # Replies of the decode worker, and other ends.
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
         try:
             self.sender.on_ack(ack, credit, self._clock())
-        except RemoteProtocolError as error:  # the sender has failed by it
+        except RemoteProtocolError as error:  # which has failed the sender
             log.warning("bad ACK", request=self.request_id, reason=error.message)
             self.peer.tell(Cancel(self.request_id, error.code))
         port = 0 if self.sender.is_in_memory else self.sender.segment_port
@@ -140,18 +137,16 @@ class OutgoingTransfer:
         self._wake.set()
 
     def on_error(self, code: int, message: str) -> None:
-        """The decode worker has ended the transfer, and freed what it held."""
+        """Note that the decode worker has ended the transfer and freed its blocks."""
         self.sender.on_error(code, message)
         self._wake.set()
 
     def fail(self, error: WireError) -> None:
-        """End it because it cannot go on: the peer is lost or silent, or sending raised."""
         if not self.sender.is_over:
             self.sender.fail(error)
             self._take_back(error.code)
 
     def cancel(self) -> None:
-        """End it because nobody wants it any more."""
         if not self.sender.is_over:
             self.sender.cancel()
             self._take_back(ErrorCode.CANCELLED)
@@ -160,13 +155,13 @@ class OutgoingTransfer:
         if not self.is_offered or self.sender.is_over:
             return
         if self.sender.expired(now):
-            self.peer.is_mute = self.peer.num_heard == self._num_heard
+            self.peer.is_mute = self.peer.num_messages == self._num_messages
             self.fail(TransferFailed(self.peer.name, "no answer within the lease"))
         elif (keepalive := self.sender.keepalive(now)) is not None:
             self.peer.tell(keepalive)
 
     def _take_back(self, code: int) -> None:
-        """Tell the decode worker to free what it reserved."""
+        """Have the decode worker free its blocks."""
         if self.is_offered:
             self.peer.tell(Cancel(self.request_id, code))
         self._wake.set()
@@ -174,7 +169,7 @@ class OutgoingTransfer:
     # Segments.
 
     async def _send_offer(self) -> None:
-        """Send the offer, with all the KV if it is there and the peer takes so much unasked."""
+        """Send the offer, with all the KV if it is computed and the peer accepts as much."""
         unasked = self.sender.unasked(self.peer.detail.kv_unasked_bytes)
         read = await self._run_read(unasked) if unasked else []
         if self.sender.is_over:
@@ -192,11 +187,11 @@ class OutgoingTransfer:
         return self._copies.run(self._read, batch, num_bytes=num_bytes)
 
     async def _send_all(self) -> None:
-        """Keep the transfer threads reading, and send what they have read, in its order."""
+        """Keep the transfer threads reading, and send segments in order."""
         reading: deque[asyncio.Future[list[Read]]] = deque()
         try:
             while not self.sender.is_over:
-                # One more than run at once, so that none of them has to wait for the loop.
+                # One more than threads, so that none of them waits for the loop.
                 while len(reading) <= self._copies.num_at_once and (batch := self._next_batch()):
                     reading.append(asyncio.ensure_future(self._start(batch)))
                 if reading:
@@ -210,12 +205,12 @@ class OutgoingTransfer:
             await asyncio.gather(*reading, return_exceptions=True)
 
     async def _woken(self) -> None:
-        """Wait for an answer, or for more KV."""
+        """Wait for a reply, or for more KV."""
         self._wake.clear()
         await self._wake.wait()
 
     def _start(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
-        """Have a batch read, and sent too where it has a connection of its own."""
+        """Have a batch read, and also sent if there is a segment connection."""
         link = None if self.sender.is_in_memory else self.peer.segments
         if not self.sender.segment_port or link is None or not link.is_up:
             return self._run_read(batch)
@@ -234,10 +229,10 @@ class OutgoingTransfer:
             descriptor, kv = protected
             head = segment_head(frame, descriptor, memoryview(kv).nbytes)
             send_all(connected, [head, kv])
-        return []  # nothing is left to be sent
+        return []  # all is sent
 
     def _next_batch(self) -> list[Rectangle]:
-        """Claim the next segments for a transfer thread: several if this transfer is alone."""
+        """Take the next segments for a transfer thread: several if there is only one thread."""
         batch: list[Rectangle] = []
         num_bytes, most = 0, BATCH_BYTES if self._copies.num_at_once == 1 else 1
         ahead = AHEAD_BYTES if self.sender.is_in_memory else 0
@@ -274,7 +269,7 @@ class OutgoingTransfer:
         return Read(rectangle, kv, segment_digest(self.request_id, kv))
 
     def _kv(self, rectangle: Rectangle) -> Buffer:
-        """Return the bytes of a rectangle: a view if they are contiguous, else packed."""
+        """Return the bytes of a rectangle, a view if they are contiguous, else packed."""
         table = table_of(self._cache, rectangle.group, self._block_table)
         kv = self._cache.view(table, rectangle)
         return self._cache.pack(table, rectangle) if kv is None else kv

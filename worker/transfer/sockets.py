@@ -1,7 +1,7 @@
 """The sockets for KV: a ZeroMQ context apart from the bus, with limits for segments.
 
-Segments are large and few.  A long queue in libzmq would hold gigabytes that nobody counts.  So its
-queues are short, and what waits beyond them is counted in `wire.aio.zmq`; the credit bounds it.
+Segments are large and few: a long queue in libzmq would hold uncounted gigabytes.  So its queues
+are short, and `wire.aio.zmq` counts the rest; the credit bounds it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ class _Bounds(TypedDict):
 
 
 class KVPlane:
-    """Makes KV sockets.  Close them first, then this.
-
-    Attributes:
-        is_encrypted: Whether there are keys.
-        traffic: The frames of all of them.
-    """
+    """Makes KV sockets, and counts their frames in `traffic`.  Close them first, then this."""
 
     def __init__(self, max_model_len: int, keys: Keys | None = None) -> None:
         # The largest part is a segment, or the offer of the longest prompt.
@@ -63,10 +58,7 @@ class KVPlane:
         on_message: Callable[[bytes, list[Buffer]], None],
         on_lost: Callable[[bytes], None],
     ) -> Hub:
-        """Return the socket of a decode worker, not bound yet.
-
-        It sends ACKs and errors only, so not much may wait for a peer that reads none of them.
-        """
+        """Return the unbound socket of a decode worker: few ACKs and errors may wait for a peer."""
         bounds: _Bounds = {**self._bounds, "max_queue_bytes": 2 * self._bounds["max_message_bytes"]}
         return Hub(on_message, on_lost=on_lost, **bounds)
 
@@ -78,11 +70,11 @@ class KVPlane:
         on_down: Callable[[], None],
         server: str = "",
     ) -> Link:
-        """Connect a prefill worker to a decode worker, with keys to the party `server` only.
+        """Connect a prefill worker to a decode worker; with keys, only to the party `server`.
 
         Raises:
-            OSError: The endpoint, which it names, makes no sense.
-            ConfigError: No key of that party is known.
+            OSError: The endpoint is malformed.
+            ConfigError: The key of that party is not known.
         """
         return Link(identity, endpoint, on_message, on_down=on_down, server=server, **self._bounds)
 

@@ -1,12 +1,11 @@
-"""Threads that pack, digest, verify and unpack KV.
+"""Threads that pack, digest, verify and unpack KV, so that neither a step nor the loop waits.
 
-Neither a step nor the event loop waits for a copy that takes long.  There is one such thread where
-the host copies, and a few where a device copies and they only wait for it; and one for each
-connection for segments alone.  They read only blocks that are computed and write only blocks that
-are reserved.  No step writes to either, so all threads share the cache without a lock.
+There is one where the host copies, a few where they only wait for a device, and one for each
+segment connection.  They read computed blocks and write reserved ones.  No step writes to either,
+so all threads share the cache without a lock.
 
 Loop and threads wake each other by a byte in a pipe.  A queue, or `call_soon_threadsafe`, would
-hold the GIL meanwhile: where cores are short, who is woken takes the core, then waits for the GIL.
+hold the GIL meanwhile: on few cores the woken thread takes the core and then waits for the GIL.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = structlog.get_logger("worker")
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
-# So much is packed, or hashed and written, in some 50 us.
+# Packed, or hashed and written, in some 50 us.
 SMALL_BYTES: Final = 256 << 10
 Job = tuple["asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
@@ -56,9 +55,9 @@ class LoopCalls:
             call = self._calls.popleft()
             try:
                 call()
-            except Exception:  # what others have asked for is not lost
+            except Exception:  # the other calls are still made
                 log.exception("a call from another thread failed")
-            del call  # what it was given is not kept until the next
+            del call  # keep its arguments no longer
 
     def close(self) -> None:
         """Run the queued calls and accept no more, after the threads have ended."""
@@ -69,20 +68,13 @@ class LoopCalls:
 
 
 class Copies:
-    """Runs copies in the order in which they are asked for, off the event loop.
-
-    Args:
-        small_bytes: How much may be copied on the loop.
-
-    Attributes:
-        num_at_once: how many run at a time.
-    """
+    """Runs copies in order on `num_at_once` threads, those up to `small_bytes` on the loop."""
 
     def __init__(self, num_at_once: int = 1, small_bytes: int = 0) -> None:
         self.num_at_once = num_at_once
         self._small_bytes = small_bytes
         self._is_closing = False
-        self._num_asked = 0
+        self._num_pending = 0
         self._jobs: deque[Job | None] = deque()  # as many as there are bytes in their pipe
         self._loop = asyncio.get_running_loop()
         self._calls = LoopCalls()
@@ -99,23 +91,22 @@ class Copies:
             thread.start()
 
     async def run(self, copy: Callable[[*Args], R], *args: *Args, num_bytes: int) -> R:
-        """Run `copy`, of so many bytes, and return what it returns.
+        """Run `copy` of `num_bytes` and return its result.
 
-        A small copy that need not wait for others runs here: it takes less time than waking a
-        thread, and being woken by it.
+        A small one runs here if no other waits: waking a thread takes longer.
         """
-        if num_bytes <= self._small_bytes and not self._num_asked:
+        if num_bytes <= self._small_bytes and not self._num_pending:
             return copy(*args)
         future: asyncio.Future[R] = self._loop.create_future()
-        self._num_asked += 1
+        self._num_pending += 1
         try:
             self._put((future, copy, args))
             return await future
         finally:
-            self._num_asked -= 1
+            self._num_pending -= 1
 
     def stop(self) -> None:
-        """Stop after the copies that are running; those that wait are dropped."""
+        """Stop after the running copies; drop those that wait."""
         self._is_closing = True
         for _ in self._threads:
             self._put(None)
@@ -126,7 +117,7 @@ class Copies:
             thread.join()
 
     def close(self) -> None:
-        """Stop, wait for that, and free what it takes."""
+        """Stop, wait for the threads, and close the pipes."""
         if not self._is_closing:
             self.stop()
         self.join()
@@ -153,12 +144,12 @@ class Copies:
             except BaseException as problem:
                 error = problem
             self._calls.post(partial(_settle, future, result, error))
-            del job, future, copy, args, result, error  # what was copied is not kept until the next
+            del job, future, copy, args, result, error  # keep no buffer until the next copy
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
-        return  # nobody waits any more
+        return
     if error is None:
         future.set_result(result)
     elif isinstance(error, asyncio.CancelledError):

@@ -16,20 +16,12 @@ from worker.embedded.arguments import checked_ids, checked_options
     ("field", "value", "message"),
     [
         ("seed", -1, "seed is -1: Expected `int` >= 0"),
-        ("seed", 2**70, "seed is 1180591620717411303424: Expected `int` <= 9223372036854775807"),
         ("temperature", 2.5, "temperature is 2.5: Expected `float` <= 2.0"),
         ("temperature", math.nan, "temperature is nan: Expected `float` >= 0.0"),
-        ("top_p", math.inf, "top_p is inf"),
         ("logit_bias", ((-1, 100.0),), r"logit_bias is \(\(-1, 100.0\),\): Expected `int` >= 0"),
-        ("logit_bias", {5: 1.0}, r"logit_bias is \{5: 1.0\}: Expected `array`"),
         ("max_tokens", 3.5, "max_tokens is 3.5: Expected `int | null`, got `float`"),
-        ("max_tokens", 0, "max_tokens is 0: Expected `int` >= 1"),
-        ("prompt_logprobs", -1, "prompt_logprobs is -1: Expected `int` >= 0"),
         ("stop_token_ids", None, "stop_token_ids is None: Expected `array`, got `null`"),
-        ("stop_token_ids", ("x",), "stop_token_ids is .*Expected `int`, got `str`"),
         ("stop_token_ids", (object(),), "stop_token_ids is .*Expected `int`, got `str`"),
-        ("priority", "high", "priority is 'high': Expected `int`"),
-        ("ignore_eos", "yes", "ignore_eos is 'yes': Expected `bool`"),
     ],
 )
 def test_the_field_its_value_and_its_range_are_named(field: str, value: Any, message: str) -> None:
@@ -67,7 +59,6 @@ def test_options_of_another_kind_are_refused(options: Any) -> None:
     [
         ("hello", r"token_ids\[0\] is 'h', not an integer"),
         ([1, 2.0], r"token_ids\[1\] is 2.0, not an integer"),
-        ([1, None], r"token_ids\[1\] is None"),
         (np.zeros((2, 2), np.int32), r"token_ids\[0\] is array\(\[0, 0\]"),
         (5, "not iterable"),
     ],

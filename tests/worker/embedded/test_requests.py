@@ -21,19 +21,6 @@ def opened() -> tuple[Ledger, int, list[TokenOutput]]:
     return book, book.open(3, heard.append), heard
 
 
-def test_a_text_that_reaches_its_limit() -> None:
-    book, request_id, heard = opened()
-    assert book.on_token(token(request_id, 5)) == TokenOutput(request_id, 5)
-    assert book.result(request_id) is None and book.num_open == 1
-    book.on_token(token(request_id, 6, "length"))
-    assert [output.token_id for output in heard] == [5, 6]
-    assert [output.is_final for output in heard] == [False, True]
-    result = book.result(request_id)
-    assert result is not None and (result.prompt_tokens, result.token_ids) == (3, (5, 6))
-    assert (book.num_open, book.num_prompt_tokens, book.num_tokens) == (0, 3, 2)
-    assert book.ends == {"stop": 0, "length": 1, "cancelled": 0, "error": 0}
-
-
 def test_a_stop_token_is_no_part_of_the_text() -> None:
     book, request_id, heard = opened()
     book.on_token(token(request_id, 2, "stop"))

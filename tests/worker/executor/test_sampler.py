@@ -90,23 +90,6 @@ def test_the_generator_is_the_documented_one(words: list[tuple[int, int, int]]) 
     assert ((got >= 0) & (got < 1)).all()
 
 
-@pytest.mark.parametrize("axis", ["seed", "choice", "position"])
-def test_the_generator_is_uniform_along_each_counter(axis: str) -> None:
-    count = 20_000
-    moving, fixed = list(range(count)), [5] * count
-    columns = {"seed": fixed, "choice": fixed, "position": fixed, axis: moving}
-    drawn = uniforms(columns["seed"], columns["choice"], columns["position"])
-    observed, _ = np.histogram(drawn, bins=64, range=(0, 1))
-    # 63 degrees of freedom: 114 is passed by chance once in 10,000 times.
-    assert chi_square(observed, np.full(64, count / 64)) < 114
-    pairs, _, _ = np.histogram2d(drawn[:-1], drawn[1:], bins=8, range=((0, 1), (0, 1)))
-    assert chi_square(pairs.ravel(), np.full(64, (count - 1) / 64)) < 114
-
-
-def chi_square(observed: Any, expected: Any) -> float:
-    return float((((observed - expected) ** 2) / expected).sum())
-
-
 def test_greedy_takes_the_largest() -> None:
     logits = logits_of(5)
     assert ids(logits, [asked()] * 5) == logits.argmax(-1).tolist()

@@ -45,25 +45,9 @@ def test_each_waits_for_its_share_and_none_overtakes() -> None:
     for each in (one, large, small):
         budget.wait(each)
     assert started == [one] and budget.free_bytes == 40
-    assert large in budget and small in budget  # the small one would fit
+    assert len(budget) == 2  # the small one would fit
     budget.end(one)
     assert started == [one, large, small] and budget.free_bytes == 46
-
-
-def test_more_than_the_credit_is_never_in_flight() -> None:
-    budget = TransferBudget(BUDGET, lambda each: None)
-    budget.wait(long := transfer(90))
-    assert long.share_bytes == CREDIT
-
-
-def test_one_that_leaves_the_line_lets_those_behind_it_go() -> None:
-    started: list[IncomingTransfer] = []
-    budget = TransferBudget(BUDGET, started.append)
-    one, large, small = transfer(60), transfer(50), transfer(4)
-    for each in (one, large, small):
-        budget.wait(each)
-    budget.end(large)
-    assert started == [one, small] and len(budget) == 0
 
 
 def test_a_peer_that_sends_nothing_stops_no_other() -> None:
@@ -90,19 +74,9 @@ def test_what_a_router_has_asked_for_goes_first_and_has_half_of_the_bytes() -> N
     assert started == [*silent[:2], asked]
     silent[3].receiver.claim(0.0)
     budget.claim(silent[3])
-    assert silent[3] in budget, "there are 8 bytes"
+    assert silent[3] not in started, "there are 8 bytes"
     budget.end(asked)
     assert started == [*silent[:2], asked, silent[3]]
-
-
-def test_of_a_long_one_that_nobody_asked_for_only_its_share_counts() -> None:
-    started: list[IncomingTransfer] = []
-    budget = TransferBudget(BUDGET, started.append)
-    long, other = transfer(90, is_claimed=False), transfer(14, is_claimed=False)
-    long.receiver.credit_bytes = 10
-    for each in (long, other):
-        budget.wait(each)
-    assert started == [long, other]
 
 
 def test_what_was_asked_for_meanwhile_makes_room_for_another() -> None:

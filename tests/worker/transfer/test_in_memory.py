@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from kernels.cuda import staging
 from tests.kernels.shim.driver import driver as driver
 from tests.kernels.shim.lane import CpuLane
-from tests.kv import part, whole
+from tests.kv import whole
 from wire.errors import RemoteProtocolError, TransferFailed
 from wire.frames import KvCache
 from wire.layout import KVLayout
@@ -26,7 +25,6 @@ from wire.transfer import (
     SegmentDescriptor,
     pack_places,
     running_digest,
-    segment_digest,
 )
 from worker.compute.contract import Memory
 from worker.compute.kv_cache import TorchKVCache
@@ -112,19 +110,6 @@ def test_one_copy_brings_kv_from_cache_to_cache(
     assert bytes(theirs.pack(other, tokens)) == kv
 
 
-def test_some_layers_of_a_block_lie_in_one_run_too() -> None:
-    ours, theirs = torch_cache(LAYOUT, 4), torch_cache(LAYOUT, 4)
-    assert ours.memory is not None
-    layers = part(LAYOUT, 1, 2, 4, 8)
-    ours.pool.copy_(torch.arange(ours.pool.numel()).view(ours.pool.shape) % 999)
-    found = find(ours, table_of(4, 1), layers, ID)
-    assert found is not None
-    one = receiver(LAYOUT, ours.memory)
-    segment = admitted(one, layers, *found)
-    fetch(theirs, table_of(4, 2), one, segment, lent(ours, theirs))
-    assert theirs.pack(table_of(4, 2), layers) == ours.pack(table_of(4, 1), layers)
-
-
 def test_what_fills_no_block_has_to_be_packed() -> None:
     cache = host_cache(MIXED, 4)
     table = table_of(4, 1)
@@ -134,57 +119,6 @@ def test_what_fills_no_block_has_to_be_packed() -> None:
     assert find(cache, table, some_heads, ID) is None
     state = whole(MIXED, 4, 0, group=len(MIXED.groups) - 1)
     assert find(cache, table, state, ID) is None
-
-
-@pytest.mark.parametrize("make", [torch_cache, host_cache])
-def test_memory_that_changes_under_way_is_not_what_was_sent(
-    make: Callable[[KVLayout, int], Any],
-) -> None:
-    ours, theirs = make(WIDE, 4), make(WIDE, 4)
-    assert ours.memory is not None
-    tokens, table = whole(WIDE, 0, 8), table_of(4, 1)
-    found = find(ours, table, tokens, ID)
-    assert found is not None
-    ours.memory.bytes[found[0][1]] ^= 1
-    one = receiver(WIDE, ours.memory)
-    segment = admitted(one, tokens, *found)
-    with pytest.raises(TransferFailed, match="digest"):
-        fetch(theirs, table, one, segment, lent(ours, theirs))
-
-
-@pytest.mark.parametrize("make", [torch_cache, host_cache])
-def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory(
-    make: Callable[[KVLayout, int], Any],
-) -> None:
-    """Of a byte that never rests, what was copied is either what was sent or refused."""
-    ours, theirs = make(WIDE, 4), make(WIDE, 4)
-    assert ours.memory is not None
-    tokens, table = whole(WIDE, 0, 16), table_of(4, 1)
-    found = find(ours, table, tokens, ID)
-    assert found is not None and isinstance(ours.memory, SharedMemory)
-    kv, last, is_over = bytes(ours.pack(table, tokens)), found[0][-1] + 5, threading.Event()
-    bytes_of = ours.memory.bytes
-
-    def write() -> None:
-        while not is_over.is_set():
-            bytes_of[last] ^= 1
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    memory, num_tried, num_refused = lent(ours, theirs), 0, 0
-    try:
-        while num_tried < 300 or not num_refused:
-            num_tried += 1
-            one = receiver(WIDE, ours.memory)
-            try:
-                fetch(theirs, table, one, admitted(one, tokens, *found), memory)
-            except TransferFailed:
-                num_refused += 1
-            else:
-                assert bytes(theirs.pack(table, tokens)) == kv
-    finally:
-        is_over.set()
-        writer.join()
 
 
 def test_memory_that_changes_behind_the_copy_is_not_looked_at_again(
@@ -212,20 +146,6 @@ def test_memory_that_changes_behind_the_copy_is_not_looked_at_again(
     segment = admitted(one, tokens, *found)
     fetch(theirs, table, one, segment, lent(ours, theirs))
     assert bytes(theirs.pack(table, tokens)) == kv != bytes(ours.pack(table, tokens))
-
-
-def test_the_digest_is_that_of_the_pieces_one_after_the_other() -> None:
-    cache = host_cache(LAYOUT, 4)
-    assert isinstance(cache.memory, SharedMemory)
-    cache.memory.bytes[:] = np.arange(len(cache.memory.bytes)) % 251
-    tokens = whole(LAYOUT, 0, 8)
-    found = find(cache, [9, 3], tokens, ID)
-    assert found is not None
-    places, digest = found
-    size = tokens.num_bytes(LAYOUT) // 2
-    assert places == (9 * size, 3 * size)
-    kv = b"".join(cache.memory.bytes[place : place + size].tobytes() for place in places)
-    assert digest == segment_digest(ID, kv)
 
 
 @pytest.fixture
@@ -268,16 +188,3 @@ def test_a_device_reads_memory_of_the_host_and_no_place_between_its_units() -> N
     segment = admitted(two, tokens, (8, 0), 1)
     with pytest.raises(RemoteProtocolError, match="is 8, not a multiple of 16 bytes"):
         fetch(device_cache(WIDE, 8), table, two, segment, lent(theirs, theirs))
-
-
-class Halved(HostKVCache):
-    """A cache of which only the first block is seen where it lies."""
-
-    def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
-        return None if rectangle.tokens.start else super().view(block_table, rectangle)
-
-
-def test_what_is_seen_in_part_is_sent() -> None:
-    cache = Halved(LAYOUT, 40, 4)
-    assert find(cache, (5, 6), whole(LAYOUT, 0, 4), ID) is not None
-    assert find(cache, (5, 6), whole(LAYOUT, 0, 8), ID) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 from tests.kv import whole
@@ -21,7 +20,7 @@ from wire.transfer import (
 )
 from worker.compute.contract import Memory
 from worker.executor.hash import LAYOUT, HashKVCache
-from worker.transfer.incoming import Arrival, IncomingTransfer, store
+from worker.transfer.incoming import IncomingTransfer, store
 
 NUM_TOKENS = 16
 TOTAL = NUM_TOKENS * LAYOUT.token_bytes
@@ -54,13 +53,6 @@ def segment_of(transfer: IncomingTransfer, kv: Buffer) -> Segment:
     segment = transfer.receiver.on_segment(KvCache(1, 1, 1), (descriptor.pack(), kv), 0.0)
     assert segment is not None
     return segment
-
-
-def test_what_came_is_in_its_blocks() -> None:
-    cache, transfer, kv = HashKVCache(4, 16), accepted(), bytes(range(256)) * (TOTAL // 256)
-    segment = segment_of(transfer, kv)
-    assert store(cache, transfer, segment) is None
-    assert bytes(cache.pack((2,), segment.rectangle)) == kv
 
 
 def test_what_is_wrong_with_it_is_returned_and_nothing_is_written() -> None:
@@ -100,24 +92,6 @@ def test_of_a_transfer_that_is_over_nothing_is_written() -> None:
     transfer.receiver.cancel()
     assert store(cache, transfer, segment) is None
     assert bytes(cache.pack((2,), segment.rectangle)) == before
-
-
-def test_one_of_two_settles_what_becomes_of_an_arrival() -> None:
-    transfer = accepted()
-    segment = segment_of(transfer, bytes(TOTAL))
-    for _ in range(200):
-        arrival, together = Arrival(transfer, segment), threading.Barrier(2)
-        settled: list[bool] = []
-
-        def settle(arrival: Arrival = arrival, together: threading.Barrier = together) -> None:
-            together.wait(10)
-            settled.append(arrival.settle())  # noqa: B023
-
-        other = threading.Thread(target=settle)
-        other.start()
-        settle()
-        other.join()
-        assert sorted(settled) == [False, True]
 
 
 def test_an_ack_is_due_before_the_sender_lacks_credit() -> None:

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 from tests.kv import whole
-from tests.oracle import oracle
 from tests.worker.scripted import (
     PATIENCE_S,
     ScriptedPrefill,
     ScriptedRouter,
-    pair,
     running,
     running_prefill,
     scripted_router,
@@ -103,9 +101,7 @@ async def lending(**settings: Any) -> AsyncIterator[tuple[ScriptedRouter, Lendin
         ({"kv_shared_memory": "off"}, 4 << 20),
     ],
 )
-async def test_more_may_be_under_way_of_what_is_read_in_memory(
-    settings: dict[str, Any], credit: int
-) -> None:
+async def test_kv_in_memory_has_a_larger_credit(settings: dict[str, Any], credit: int) -> None:
     limits = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 48 << 20, "num_blocks": 8000}
     executor = create(max_model_len=200_000)
     async with lending(executor=executor, **limits | settings) as (router, prefill):
@@ -115,15 +111,7 @@ async def test_more_may_be_under_way_of_what_is_read_in_memory(
         await router.until_free(Role.DECODE)
 
 
-async def test_memory_is_read_for_later_offers_too() -> None:
-    async with lending() as (router, prefill):
-        for request_id in (1, 2):
-            assert await prefill.offer_memory(request_id) == 1
-            prefill.cancel(request_id)
-        await router.until_free(Role.DECODE)
-
-
-async def test_memory_of_a_lost_peer_is_unmapped_while_its_kv_waits_for_a_router() -> None:
+async def test_memory_of_a_lost_peer_is_unmapped() -> None:
     async with lending() as (router, prefill):
         num_mapped = num_mappings()
         assert await prefill.offer_memory() == 1
@@ -140,7 +128,7 @@ async def test_memory_of_a_lost_peer_is_unmapped_while_its_kv_waits_for_a_router
 
 
 @pytest.mark.parametrize("block_size", [16, 8, 12])
-async def test_what_lies_in_memory_is_copied_and_acknowledged(block_size: int) -> None:
+async def test_kv_in_memory_is_copied_and_acknowledged(block_size: int) -> None:
     async with lending(block_size=block_size) as (router, prefill):
         assert await prefill.offer_memory() == 1
         prefill.place([3 * BLOCK, BLOCK], 1, 3, range(32))
@@ -163,10 +151,7 @@ async def test_what_lies_in_memory_is_copied_and_acknowledged(block_size: int) -
         ([3 * BLOCK], range(64)),  # begins within, and ends outside
         ([5 * BLOCK + 1], range(16)),
         ([2**64 - 1], range(16)),
-        ([2**63, 0], range(32)),
-        ([0, 0, 0], range(64)),  # which are not thirds of anything
-        ([0] * 65, range(64)),
-        ([], range(16)),
+        ([0, 0, 0], range(64)),  # 64 tokens are not three equal pieces
     ],
 )
 async def test_places_outside_the_memory_end_the_transfer(places: list[int], tokens: range) -> None:
@@ -177,16 +162,7 @@ async def test_places_outside_the_memory_end_the_transfer(places: list[int], tok
         await router.until_free(Role.DECODE)
 
 
-async def test_pieces_may_lie_upon_each_other() -> None:
-    async with lending() as (router, prefill):
-        assert await prefill.offer_memory() == 1
-        prefill.place([0, 1, 2, 1])
-        assert (await prefill.ack())[1].ready
-        prefill.cancel(1)
-        await router.until_free(Role.DECODE)
-
-
-async def test_memory_that_changes_under_way_fails_closed() -> None:
+async def test_changed_memory_fails_closed() -> None:
     async with lending() as (router, prefill):
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)
         assert await prefill.offer_memory() == 1
@@ -200,7 +176,7 @@ async def test_memory_that_changes_under_way_fails_closed() -> None:
         await router.until_free(Role.DECODE)
 
 
-async def test_places_are_refused_where_no_memory_was_agreed_on() -> None:
+async def test_places_without_agreed_memory_are_refused() -> None:
     async with lending(kv_shared_memory="off") as (router, prefill):
         assert await prefill.offer_memory() == 0
         prefill.place([0], 1, 4, range(16))
@@ -208,14 +184,14 @@ async def test_places_are_refused_where_no_memory_was_agreed_on() -> None:
         await router.until_free(Role.DECODE)
 
 
-async def test_the_memory_of_another_worker_is_not_taken_for_the_peers() -> None:
+async def test_memory_of_another_worker_is_not_mapped() -> None:
     async with lending(greeting=b"prefill-1-1") as (router, prefill):
         assert await prefill.offer_memory() == 0
         prefill.cancel(1)
         await router.until_free(Role.DECODE)
 
 
-async def test_memory_that_could_be_taken_away_is_not_read() -> None:
+async def test_unsealed_memory_is_not_mapped() -> None:
     async with lending() as (router, prefill):
         prefill.port.close()
         unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
@@ -228,7 +204,7 @@ async def test_memory_that_could_be_taken_away_is_not_read() -> None:
         os.close(unsealed)
 
 
-async def test_an_offer_that_is_withdrawn_while_memory_is_asked_for_leaves_nothing() -> None:
+async def test_an_offer_cancelled_while_memory_is_mapped_leaves_nothing() -> None:
     async with lending() as (router, prefill):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + (name := f"baton-{secrets.token_hex(16)}"))
@@ -252,7 +228,7 @@ async def test_an_offer_that_is_withdrawn_while_memory_is_asked_for_leaves_nothi
 # The other way round: a real prefill worker.
 
 
-async def test_whole_blocks_stay_where_they_are_and_the_rest_is_sent() -> None:
+async def test_whole_blocks_stay_in_memory_and_the_rest_is_sent() -> None:
     prompt = [*PROMPT, 1, 2, 3]
     total = len(prompt) * LAYOUT.token_bytes
     async with running_prefill() as (router, decode):
@@ -281,7 +257,7 @@ async def test_whole_blocks_stay_where_they_are_and_the_rest_is_sent() -> None:
 
 
 @pytest.mark.parametrize("setting", ["off", "auto"])
-async def test_a_receiver_reads_only_what_was_offered_and_sticks_to_it(setting: str) -> None:
+async def test_a_receiver_cannot_change_how_kv_is_read(setting: str) -> None:
     async with running_prefill(kv_shared_memory=setting) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         offer = await decode.offered(1)
@@ -294,18 +270,3 @@ async def test_a_receiver_reads_only_what_was_offered_and_sticks_to_it(setting: 
             pass
         assert message.frame == Cancel(1, ErrorCode.PROTOCOL)
         await router.until_free(Role.PREFILL)
-
-
-@pytest.mark.parametrize("setting", ["off", "auto"])
-async def test_the_text_is_the_same_by_memory_and_by_bytes(setting: str) -> None:
-    async with pair(decode={"kv_shared_memory": setting, "block_size": 8}) as router:
-        for request_id, length in enumerate((64, 67, 15), 1):
-            prompt = PROMPT[:1] * length
-            router.prefill(request_id, prompt, OPTIONS)
-            done = await router.receive(Tag.PREFILL_DONE)
-            (first,) = oracle(prompt, 1, OPTIONS)
-            assert int.from_bytes(done.body()[:8], "little") == first
-            router.decode(request_id, [*prompt, first], 4, OPTIONS)
-            assert [first, *await router.tokens(4)] == oracle(prompt, 5, OPTIONS)
-            await router.receive(Tag.DECODE_DONE)
-        await asyncio.wait_for(router.until_free(Role.PREFILL, Role.DECODE), 30)

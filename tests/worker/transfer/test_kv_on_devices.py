@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import sys
 import threading
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+import torch
 from msgspec import structs
 
 from kernels.cuda import staging
 from kernels.cuda.device_memory import DeviceMemory
 from tests.gpu.system import cpu_texts
 from tests.kernels.shim.driver import driver as driver
-from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, running, scripted_router
-from tests.worker.transfer.on_device import COPYING, STUCK, make_cache
+from tests.kernels.shim.lane import CpuLane
+from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair
 from wire.errors import ErrorCode, TransferFailed
 from wire.frames import Cancel, PrefillDone, Role, Tag
 from wire.options import Options
 from wire.process.model import locate
 from wire.transfer import KVReceiver, Segment
+from worker.compute.kv_cache import TorchKVCache
 from worker.executor.torch import TorchExecutor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
@@ -45,29 +45,10 @@ SETTINGS: dict[str, Any] = {"num_blocks": 32, "kv_unasked_bytes": 0}
 def load(driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[[], TorchExecutor]:
     """How an executor of this process is loaded whose KV lies on the device."""
     monkeypatch.setattr(staging, "SIZES", (512, 2048))
+    lane = CpuLane(dtype=torch.float32)
+    make_cache = partial(TorchKVCache, make_lane=lambda _: lane)
     monkeypatch.setattr("worker.executor.torch.TorchKVCache", make_cache)
     return lambda: TorchExecutor.load(locate("demo"), name="demo", device="cpu", dtype="float32")
-
-
-@asynccontextmanager
-async def process(
-    router: ScriptedRouter, role: str, *flags: str, **environment: str
-) -> AsyncIterator[Process]:
-    """A worker on the device as a process of its own, registered; killed at the end."""
-    flags = (f"--role={role}", f"--router={router.endpoint}", *flags)
-    flags += ("--executor=tests.worker.transfer.on_device:create", "--num-blocks=32")
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "worker", *flags, "--threads=1", "--kv-unasked-bytes=0"),
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdout=PIPE,
-    )
-    try:
-        await router.until_joined(Role[role.upper()])
-        yield started
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.wait()
 
 
 async def served(router: ScriptedRouter, request_id: int, prompt: list[int]) -> list[int]:
@@ -109,11 +90,8 @@ async def test_kv_is_copied_on_the_device_and_the_text_is_the_same(
     copies, wanted = Copies(monkeypatch), cpu_texts(PROMPTS, NUM_TOKENS)
     settings = SETTINGS | {"block_size": block_size, "kv_shared_memory": "auto" if is_on else "off"}
     with structlog.testing.capture_logs() as logs:
-        async with (
-            scripted_router() as router,
-            running(router, "decode", executor=load(), **settings),
-            process(router, "prefill"),
-        ):
+        prefill, decode = SETTINGS | {"executor": load()}, settings | {"executor": load()}
+        async with pair(prefill=prefill, decode=decode) as router:
             for request_id, prompt in enumerate(PROMPTS, 1):
                 assert await served(router, request_id, prompt) == wanted[request_id - 1]
             await router.until_free(Role.DECODE, Role.PREFILL)
@@ -151,55 +129,3 @@ async def test_a_copy_that_outlives_its_transfer_is_of_other_bytes_and_refused(
         copies.may_go_on.set()
         await router.until_free(Role.DECODE)
     assert len(refused) == 1 and "wrong digest" in refused[0]
-
-
-async def test_a_worker_that_is_killed_in_mid_copy_takes_nothing_away(
-    load: Callable[[], TorchExecutor], monkeypatch: pytest.MonkeyPatch, driver: ctypes.CDLL
-) -> None:
-    copies, wanted = Copies(monkeypatch), cpu_texts(PROMPTS, NUM_TOKENS)
-    async with (
-        scripted_router() as router,
-        running(router, "decode", executor=load(), **SETTINGS),
-    ):
-        live = driver.shim_live()
-        copies.may_go_on.clear()
-        async with process(router, "prefill") as prefill:
-            router.prefill(1, PROMPTS[0], OPTIONS)
-            await asyncio.wait_for(copies.has_begun.wait(), PATIENCE_S)
-            assert driver.shim_live() > live
-            prefill.kill()
-            await prefill.wait()
-        copies.may_go_on.set()  # of memory whose owner has ended
-        await router.until_free(Role.DECODE)
-        async with asyncio.timeout(PATIENCE_S):
-            while driver.shim_live() != live:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert copies.num_bytes, "it was copied to its end, and then dropped"
-        router.peers.pop(Role.PREFILL)
-        await router.receive(Tag.PREFILL_DONE)
-        async with process(router, "prefill"):
-            assert await served(router, 2, PROMPTS[1]) == wanted[1]
-
-
-async def test_a_reader_that_is_killed_in_mid_copy_leaves_nothing_held(
-    load: Callable[[], TorchExecutor], driver: ctypes.CDLL
-) -> None:
-    wanted = cpu_texts(PROMPTS, NUM_TOKENS)
-    async with (
-        scripted_router() as router,
-        running(router, "prefill", executor=load(), **SETTINGS),
-    ):
-        async with process(router, "decode", **{STUCK: "1"}) as decode:
-            router.prefill(1, PROMPTS[0], OPTIONS)
-            assert decode.stdout is not None
-            async with asyncio.timeout(PATIENCE_S):
-                while COPYING not in (await decode.stdout.readline()).decode():
-                    pass
-            decode.kill()
-            await decode.wait()
-        await router.receive(Tag.PREFILL_DONE)
-        await router.receive(Tag.ERROR)
-        await router.until_free(Role.PREFILL)
-        router.peers.pop(Role.DECODE)
-        async with process(router, "decode"):
-            assert await served(router, 2, PROMPTS[1]) == wanted[1]

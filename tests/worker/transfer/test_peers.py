@@ -15,7 +15,7 @@ from tests.wire.process.key_files import write
 from tests.worker.scripted import ScriptedDecode, running, scripted_router
 from tests.worker.transfer.segments import WAIT_S, greet
 from wire.errors import ErrorCode, PeerLost, WireError
-from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role, Tag
+from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role
 from wire.options import Options
 from wire.payloads import Credit, PeerDetail, encode_map
 from wire.process.keys import Keys
@@ -67,6 +67,14 @@ async def open_transfer(peer: DecodePeer, decode: ScriptedDecode) -> Recorder:
     return recorder
 
 
+async def connected(peers: DecodePeers, decode: ScriptedDecode) -> tuple[DecodePeer, Recorder]:
+    """Announce the decode worker as rank 0 of router "a", and open a transfer to it."""
+    peers.update("a", [detail(decode.endpoint)])
+    peer = peers.find("a", 0)
+    assert peer is not None
+    return peer, await open_transfer(peer, decode)
+
+
 async def test_a_rank_is_found_by_the_router_that_named_it() -> None:
     async with decode_peers() as peers, ScriptedDecode() as one, ScriptedDecode() as two:
         peers.update("a", [detail(one.endpoint, 3), detail(two.endpoint, 5)])
@@ -81,10 +89,7 @@ async def test_a_rank_is_found_by_the_router_that_named_it() -> None:
 
 async def test_a_link_is_kept_a_while_and_as_long_as_it_is_needed() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
-        peers.update("a", [detail(decode.endpoint)])
-        peer = peers.find("a", 0)
-        assert peer is not None
-        recorder = await open_transfer(peer, decode)
+        peer, recorder = await connected(peers, decode)
         start = peer.needed_at
         peers.update("a", [])
         assert peers.find("a", 0) is None
@@ -100,7 +105,7 @@ async def test_a_link_is_kept_a_while_and_as_long_as_it_is_needed() -> None:
         assert recorder.heard.empty()
 
 
-async def test_a_decode_worker_that_moves_on_and_on_leaves_few_links_behind() -> None:
+async def test_unnamed_links_are_limited() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
         peers.update("b", [detail(decode.endpoint, 7)])
         needed = peers.find("b", 7)
@@ -115,7 +120,7 @@ async def test_a_decode_worker_that_moves_on_and_on_leaves_few_links_behind() ->
         assert peers.find("b", 7) is needed
 
 
-async def test_a_worker_that_names_the_endpoint_of_another_does_not_keep_it(
+async def test_a_wrong_rank_does_not_keep_an_endpoint(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, "prefill-0", "decode-0", "decode-1")
@@ -134,13 +139,10 @@ async def test_a_worker_that_names_the_endpoint_of_another_does_not_keep_it(
         await plane.close()
 
 
-async def test_a_peer_that_vanishes_fails_its_transfers() -> None:
+async def test_a_lost_peer_fails_its_transfers() -> None:
     async with decode_peers() as peers:
         decode = ScriptedDecode()
-        peers.update("a", [detail(decode.endpoint)])
-        peer = peers.find("a", 0)
-        assert peer is not None
-        recorder = await open_transfer(peer, decode)
+        peer, recorder = await connected(peers, decode)
         await decode.close()
         assert isinstance(await recorder.hear(), PeerLost)
         async with ScriptedDecode(decode.endpoint) as restarted:
@@ -151,10 +153,8 @@ async def test_a_peer_that_vanishes_fails_its_transfers() -> None:
 @pytest.mark.parametrize("end", ["the peer is lost", "nobody needs it"])
 async def test_the_connection_for_segments_ends_with_the_other(end: str) -> None:
     async with decode_peers(has_segments=True) as peers, ScriptedDecode() as decode:
-        peers.update("a", [detail(decode.endpoint)])
-        peer = peers.find("a", 0)
-        assert peer is not None and peer.segments is not None
-        await open_transfer(peer, decode)
+        peer, _ = await connected(peers, decode)
+        assert peer.segments is not None
         peer.receivers.clear()
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setblocking(False)
@@ -173,7 +173,7 @@ async def test_the_connection_for_segments_ends_with_the_other(end: str) -> None
 
 
 @pytest.mark.parametrize(("has_segments", "platform"), [(False, "linux"), (True, "darwin")])
-async def test_where_there_is_no_connection_for_segments(
+async def test_no_segment_connection_if_off_or_not_on_linux(
     has_segments: bool, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.transfer.peers.sys", SimpleNamespace(platform=platform))
@@ -185,10 +185,7 @@ async def test_where_there_is_no_connection_for_segments(
 
 async def test_frames_are_counted_and_connections_that_are_up() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
-        peers.update("a", [detail(decode.endpoint)])
-        peer = peers.find("a", 0)
-        assert peer is not None
-        recorder = await open_transfer(peer, decode)
+        peer, recorder = await connected(peers, decode)
         decode.ack(1, 0, 5)
         await recorder.hear()
         assert peers.num_up == 1
@@ -204,10 +201,7 @@ async def test_frames_are_counted_and_connections_that_are_up() -> None:
 
 async def test_answers_reach_their_transfer_and_no_other() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
-        peers.update("a", [detail(decode.endpoint)])
-        peer = peers.find("a", 0)
-        assert peer is not None
-        recorder = await open_transfer(peer, decode)
+        _, recorder = await connected(peers, decode)
         decode.ack(2, 0, 5)
         decode.send(Error(3, ErrorCode.INTERNAL))
         decode.ack(1, 0, 7)
@@ -216,12 +210,9 @@ async def test_answers_reach_their_transfer_and_no_other() -> None:
         assert await recorder.hear() == (ErrorCode.OUT_OF_BLOCKS, "")
 
 
-async def test_frames_that_are_none_are_answered_and_survived() -> None:
+async def test_bad_frames_are_answered_and_survived() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
-        peers.update("a", [detail(decode.endpoint)])
-        peer = peers.find("a", 0)
-        assert peer is not None
-        recorder = await open_transfer(peer, decode)
+        _, recorder = await connected(peers, decode)
         decode.send(Heartbeat(0, 0, 0))
         assert (await decode.receive()).frame == Error(0, ErrorCode.PROTOCOL)
         decode.send(KvCacheAck(1, 0), b"short")
@@ -231,7 +222,7 @@ async def test_frames_that_are_none_are_answered_and_survived() -> None:
         assert isinstance(await recorder.hear(), WireError | tuple)
 
 
-async def test_nothing_is_opened_once_it_is_closed() -> None:
+async def test_closed_peers_open_nothing() -> None:
     """A decode worker that leaves with us makes its router send PEERS while we close."""
     async with decode_peers() as peers, ScriptedDecode() as decode:
         await peers.close()
@@ -239,23 +230,11 @@ async def test_nothing_is_opened_once_it_is_closed() -> None:
         assert peers.find("a", 0) is None
 
 
-async def test_an_endpoint_that_is_none_is_no_peer() -> None:
+async def test_a_bad_endpoint_is_skipped() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
         peers.update("a", [detail("nowhere", 1), detail(decode.endpoint, 2)])
         assert peers.find("a", 1) is None
         assert peers.find("a", 2) is not None
-
-
-async def test_the_router_hears_at_once_of_a_decode_worker_that_vanished() -> None:
-    async with scripted_router() as router, running(router, "prefill"):
-        decode = ScriptedDecode()
-        router.announce(decode.endpoint)
-        router.prefill(1, PROMPT, OPTIONS)
-        await decode.offered(1)
-        await router.receive(Tag.PREFILL_DONE)
-        await decode.close()
-        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.WORKER_LOST)
-        await router.until_free(Role.PREFILL)
 
 
 async def test_a_decode_worker_no_longer_named_is_refused() -> None:

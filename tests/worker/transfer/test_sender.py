@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +16,6 @@ from tests.worker.scripted import (
     PATIENCE_S,
     Clock,
     GatedExecutor,
-    GatedSteps,
     ScriptedDecode,
     ScriptedRouter,
     running,
@@ -136,18 +134,7 @@ async def offered_with_kv(decode: ScriptedDecode, request_id: int) -> int:
     return sum(len(kv) for _, kv in segments)
 
 
-async def test_kv_that_is_there_goes_with_the_offer() -> None:
-    async with connected_stage() as (router, decode):
-        router.prefill(1, PROMPT, OPTIONS)
-        assert await offered_with_kv(decode, 1) == TOTAL
-        decode.ack(1, 0, 0)  # it waits for blocks
-        decode.ack(1, TOTAL, TOTAL, ready=True)
-        await router.receive(Tag.PREFILL_DONE)
-        await router.until_free(Role.PREFILL)
-        assert decode.is_quiet
-
-
-async def test_kv_that_came_with_the_offer_and_was_dropped_is_sent_again() -> None:
+async def test_kv_that_the_receiver_dropped_from_an_offer_is_sent_again() -> None:
     async with connected_stage() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         assert await offered_with_kv(decode, 1) == TOTAL
@@ -156,7 +143,7 @@ async def test_kv_that_came_with_the_offer_and_was_dropped_is_sent_again() -> No
 
 
 @pytest.mark.parametrize("settings", [{"max_ubatch_tokens": 64, "step_delay_s": 0.01}, {}])
-async def test_kv_stays_that_is_too_large_or_not_all_there(
+async def test_kv_that_is_too_large_or_incomplete_is_not_in_the_offer(
     settings: dict[str, Any],
 ) -> None:
     async with running_prefill(**settings) as (router, decode):
@@ -164,41 +151,6 @@ async def test_kv_stays_that_is_too_large_or_not_all_there(
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         await receive_all(decode, 1)
-        await router.until_free(Role.PREFILL)
-
-
-async def test_who_takes_back_an_offer_that_was_not_sent_sends_none() -> None:
-    peer, copies, end = HoldingPeer(), Copies(), asyncio.get_running_loop().create_future()
-    told: list[Any] = []
-    peer.tell = lambda *frames: told.append(frames)  # type: ignore[method-assign]
-
-    def make_sender(now: float) -> KVSender:
-        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
-
-    cache = HashKVCache(20, 16)
-    transfer = OutgoingTransfer(make_sender, peer, cache, copies, end.set_result)  # type: ignore[arg-type]
-    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
-    transfer.cancel()
-    await transfer.run()
-    assert told == [(Cancel(1, ErrorCode.CANCELLED),)]
-    copies.close()
-
-
-async def test_segments_leave_while_the_prompt_is_still_read() -> None:
-    executor = GatedSteps()
-    async with running_prefill(executor=executor, max_ubatch_tokens=64) as (router, decode):
-        executor.pass_one()
-        router.prefill(1, PROMPT, OPTIONS)
-        await decode.offered(1)
-        decode.ack(1, 0, 48 * TOKEN_BYTES)
-        await decode.segment(1)
-        assert router.is_quiet  # no first token yet
-        executor.open()
-        decode.ack(1, 48 * TOKEN_BYTES, TOTAL)
-        for _ in range(5):
-            await decode.segment(1)
-        decode.ack(1, TOTAL, TOTAL, ready=True)
-        await router.receive(Tag.PREFILL_DONE)
         await router.until_free(Role.PREFILL)
 
 
@@ -222,27 +174,6 @@ async def test_a_refusal_ends_the_request(code: ErrorCode, told: ErrorCode) -> N
         assert decode.is_quiet  # who refused needs no CANCEL
 
 
-async def test_a_refusal_without_words_is_a_refusal() -> None:
-    async with running_prefill() as (router, decode):
-        router.prefill(1, PROMPT, OPTIONS)
-        await decode.offered(1)
-        decode.send(Error(1, ErrorCode.OUT_OF_BLOCKS))
-        await failed(router, 1, ErrorCode.OUT_OF_BLOCKS)
-
-
-async def test_silence_for_a_lease_ends_the_request() -> None:
-    clock = Clock()
-    async with running_prefill(lease_s=30.0, clock=clock) as (router, decode):
-        router.prefill(1, PROMPT, OPTIONS)
-        await decode.offered(1)
-        clock.now += 10
-        assert (await decode.receive()).frame == KvCache(1, 0, 0)  # are you there?
-        clock.now += 20
-        await failed(router, 1, ErrorCode.TRANSFER_FAILED)
-        assert (await decode.receive()).frame == Cancel(1, ErrorCode.TRANSFER_FAILED)
-        await router.until_free(Role.PREFILL)
-
-
 async def test_a_peer_that_was_mute_is_connected_to_anew() -> None:
     clock = Clock()
     async with running_prefill(lease_s=30.0, clock=clock) as (router, decode):
@@ -256,20 +187,6 @@ async def test_a_peer_that_was_mute_is_connected_to_anew() -> None:
             pass
         assert message.frame == KvCache(2, 0, 0)
         await receive_all(decode, 2)
-        await router.until_free(Role.PREFILL)
-
-
-async def test_answers_keep_an_offer_alive_beyond_its_lease() -> None:
-    clock = Clock()
-    async with running_prefill(lease_s=30.0, clock=clock) as (router, decode):
-        router.prefill(1, PROMPT, OPTIONS)
-        await decode.offered(1)
-        for _ in range(4):
-            clock.now += 10
-            assert (await decode.receive()).frame == KvCache(1, 0, 0)
-            await kept_waiting(decode, 1)
-        await receive_all(decode, 1)
-        await router.receive(Tag.PREFILL_DONE)
         await router.until_free(Role.PREFILL)
 
 
@@ -306,7 +223,7 @@ async def test_cancel_before_the_offer_tells_the_decode_worker_nothing() -> None
         assert decode.is_quiet
 
 
-@pytest.mark.parametrize("state", ["offered", "sending", "sent"])
+@pytest.mark.parametrize("state", ["offered", "sent"])
 async def test_cancel_frees_both_sides(state: str) -> None:
     async with running_prefill() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
@@ -348,7 +265,7 @@ async def test_a_false_ack_ends_the_transfer(kv_bytes: int, credit: bytes) -> No
         await router.until_free(Role.PREFILL)
 
 
-async def test_blocks_are_no_one_elses_while_they_are_read() -> None:
+async def test_blocks_are_not_reused_while_they_are_read() -> None:
     executor = GatedExecutor()
     settings = {"executor": executor, "num_blocks": 20, "prefix_cache": False}
     async with running_prefill(**settings) as (router, decode):
@@ -372,7 +289,7 @@ async def test_blocks_are_no_one_elses_while_they_are_read() -> None:
         assert decode.is_quiet
 
 
-async def test_a_cache_that_breaks_ends_the_request_on_both_sides() -> None:
+async def test_a_failed_copy_ends_the_request_on_both_sides() -> None:
     executor = GatedExecutor()
     async with running_prefill(executor=executor) as (router, decode):
         executor.cache.problem = RuntimeError("no device")
@@ -385,140 +302,145 @@ async def test_a_cache_that_breaks_ends_the_request_on_both_sides() -> None:
 
 
 class HoldingPeer:
-    """A socket that never lets go of a buffer by itself."""
+    """A peer whose socket releases no buffer by itself; `told` has what may get lost."""
 
     name = "decode-0"
-    num_heard = 0
+    num_messages = 0
     is_mute, is_up = False, True
-    segments = None
 
     def __init__(self, num_expected: int = 3, kv_unasked_bytes: int = 0) -> None:
         self.detail = PeerDetail(
             rank=0, epoch=1, kv_endpoint="tcp://127.0.0.1:1", kv_unasked_bytes=kv_unasked_bytes
         )
+        self.segments: Any = None
         self.receivers: dict[int, object] = {}
         self.sendings: list[Sending] = []
+        self.numbers: list[int] = []
+        self.told: list[Any] = []
         self.has_all = asyncio.Event()
         self._num_expected = num_expected
 
-    def tell(self, *_: object) -> None: ...
+    def tell(self, *message: object) -> None:
+        self.told.append(message)
 
-    def send(self, frame: object, *payload: object, track: bool) -> Sending:
+    def send(self, frame: KvCache, *payload: object, track: bool) -> Sending:
         assert track
+        self.numbers.append(frame.segment)
         self.sendings.append(Sending())
         if len(self.sendings) == self._num_expected:
             self.has_all.set()
         return self.sendings[-1]
 
 
-@pytest.mark.parametrize("num_heard", [0, 1])
-def test_a_peer_that_answers_others_is_not_mute(num_heard: int) -> None:
+class Outgoing:
+    """A transfer of the prompt to a `HoldingPeer`, offered with `num_tokens` computed."""
+
+    def __init__(
+        self,
+        peer: HoldingPeer,
+        num_tokens: int = 0,
+        cache: HashKVCache | None = None,
+        num_at_once: int = 1,
+        clock: Callable[[], float] = lambda: 0.0,
+        **offer: Any,
+    ) -> None:
+        self.copies, self.has_ended = Copies(num_at_once), asyncio.Event()
+
+        def make_sender(now: float) -> KVSender:
+            limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": now}
+            return KVSender(1, LAYOUT, PROMPT, **limits, **offer)
+
+        cache, copies, end = cache or HashKVCache(20, 16), self.copies, self.has_ended.set
+        self.transfer = OutgoingTransfer(
+            *(make_sender, cast(Any, peer), cache, copies, lambda _: end(), clock)
+        )
+        self.transfer.offer(tuple(range(20)), num_tokens, 0.0)
+
+    def ack(self, kv_bytes: int, credit: int, *, is_ready: bool = False, **more: int) -> None:
+        granted = Credit(credit, 0, int(is_ready), **more)
+        self.transfer.on_ack(KvCacheAck(1, kv_bytes), granted)
+
+    def run(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.transfer.run())
+
+    async def ended(self) -> TransferState:
+        await asyncio.wait_for(self.has_ended.wait(), PATIENCE_S)
+        return self.transfer.sender.state
+
+
+async def test_a_cancelled_offer_is_not_sent() -> None:
+    outgoing = Outgoing(peer := HoldingPeer(), len(PROMPT))
+    outgoing.transfer.cancel()
+    await outgoing.run()
+    assert peer.told == [(Cancel(1, ErrorCode.CANCELLED),)]
+    outgoing.copies.close()
+
+
+@pytest.mark.parametrize("num_messages", [0, 1])
+async def test_a_peer_is_mute_if_it_answers_no_transfer_for_a_lease(num_messages: int) -> None:
     """Its link is closed for nothing else: all transfers on it would end."""
-    peer: Any = HoldingPeer()
-
-    def make_sender(now: float) -> KVSender:
-        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
-
-    copies: Any = None  # nothing is packed
-    clock = iter(range(100))
-    transfer = OutgoingTransfer(
-        make_sender, peer, HashKVCache(20, 16), copies, lambda _: None, lambda: next(clock)
-    )
-    peer.num_heard = 7
-    transfer.offer(tuple(range(20)), 0, 0.0)
-    peer.num_heard += num_heard
-    transfer.tick(31.0)
-    assert transfer.sender.state is TransferState.FAILED
-    assert peer.is_mute == (num_heard == 0)
+    peer = HoldingPeer()
+    peer.num_messages = 7
+    outgoing = Outgoing(peer)
+    peer.num_messages += num_messages
+    outgoing.transfer.tick(31.0)
+    assert outgoing.transfer.sender.state is TransferState.FAILED
+    assert peer.is_mute == (num_messages == 0)
+    outgoing.copies.close()
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True])
-def test_what_is_read_where_it_lies_needs_no_connection_for_segments(
-    is_in_memory: bool,
-) -> None:
-    peer: Any = HoldingPeer()
-    opened: list[int] = []
+async def test_kv_in_shared_memory_opens_no_segment_connection(is_in_memory: bool) -> None:
+    peer, opened = HoldingPeer(), list[int]()
     peer.segments = SimpleNamespace(open=lambda port, token: opened.append(port))
-    key, token = new_key(), new_token()
-
-    def make_sender(now: float) -> KVSender:
-        limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": now}
-        return KVSender(1, LAYOUT, PROMPT, **limits, memory="/memory", key=key, token=token)
-
-    copies: Any = None  # nothing is packed
-    transfer = OutgoingTransfer(
-        make_sender, peer, HashKVCache(20, 16), copies, lambda _: None, lambda: 0.0
-    )
-    transfer.offer(tuple(range(20)), 0, 0.0)
-    transfer.sender.offer()
-    credit = Credit(TOTAL, 0, 0, in_memory=int(is_in_memory), segment_port=5601)
-    transfer.on_ack(KvCacheAck(1, 0), credit)
-    assert transfer.sender.is_in_memory == is_in_memory
+    outgoing = Outgoing(peer, memory="/memory", key=new_key(), token=new_token())
+    outgoing.transfer.sender.offer()
+    outgoing.ack(0, TOTAL, in_memory=int(is_in_memory), segment_port=5601)
+    assert outgoing.transfer.sender.is_in_memory == is_in_memory
     assert opened == ([] if is_in_memory else [5601])
+    outgoing.copies.close()
 
 
-async def test_an_offer_has_the_token_that_is_in_force_when_it_is_sent() -> None:
+async def test_an_offer_has_the_token_of_the_moment_when_it_is_sent() -> None:
     """The connection may have ended while the offer waited for blocks."""
-    peer, copies, told = HoldingPeer(), Copies(), list[Any]()
-    now = new_token()
-    peer.segments = SimpleNamespace(token=now, is_up=False)  # type: ignore[assignment]
-    peer.tell = lambda *message: told.append(message)  # type: ignore[method-assign]
-
-    def make_sender(at: float) -> KVSender:
-        limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": at}
-        return KVSender(1, LAYOUT, PROMPT, **limits, token=new_token())
-
-    transfer = OutgoingTransfer(make_sender, peer, HashKVCache(20, 16), copies, lambda _: None)  # type: ignore[arg-type]
-    transfer.offer(tuple(range(20)), 0, time.monotonic())
-    task = asyncio.create_task(transfer.run())
+    peer, now = HoldingPeer(), new_token()
+    peer.segments = SimpleNamespace(token=now, is_up=False)
+    outgoing = Outgoing(peer, token=new_token())
+    task = outgoing.run()
     await asyncio.sleep(0)
-    assert decode_map(Offer, told[0][1]).token == now
-    transfer.cancel()
+    assert decode_map(Offer, peer.told[0][1]).token == now
+    outgoing.transfer.cancel()
     await task
-    copies.close()
+    outgoing.copies.close()
 
 
 @pytest.mark.parametrize("num_at_once", [1, 3])
-async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int) -> None:
-    peer, copies, numbers = HoldingPeer(), Copies(num_at_once), list[int]()
-    together = threading.Barrier(num_at_once)
+async def test_segments_are_packed_in_parallel_and_sent_in_order(num_at_once: int) -> None:
+    peer, together = HoldingPeer(), threading.Barrier(num_at_once)
 
     class Cache(HashKVCache):
         def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
             together.wait(20)  # breaks unless so many are packed at the same moment
             return super().pack(block_table, rectangle)
 
-    def send(frame: KvCache, *rest: Any, **flags: Any) -> Sending:
-        numbers.append(frame.segment)
-        sending = HoldingPeer.send(peer, frame, *rest, **flags)
-        sending.drop()
-        return sending
-
-    def make_sender(now: float) -> KVSender:
-        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
-
-    peer.send = send  # type: ignore[method-assign, assignment]
-    end = asyncio.get_running_loop().create_future()
-    transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
-    transfer.offer(tuple(range(20)), 0, time.monotonic())
-    task = asyncio.create_task(transfer.run())
-    transfer.advance(96, time.monotonic())
-    transfer.advance(192, time.monotonic())
-    transfer.advance(len(PROMPT), time.monotonic())
-    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
-    transfer.on_ack(KvCacheAck(1, 0), Credit(2 * STEP, 0, 0))
-    transfer.on_ack(KvCacheAck(1, 0), Credit(TOTAL, 0, 0))
+    outgoing = Outgoing(peer, cache=Cache(20, 16), num_at_once=num_at_once)
+    task = outgoing.run()
+    for num_tokens in (96, 192, len(PROMPT)):
+        outgoing.transfer.advance(num_tokens, 0.0)
+    for credit in (STEP, 2 * STEP, TOTAL):
+        outgoing.ack(0, credit)
     await peer.has_all.wait()
-    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1))
-    assert await end is transfer and transfer.sender.state is TransferState.DONE
+    outgoing.ack(TOTAL, TOTAL, is_ready=True)
+    assert await outgoing.ended() is TransferState.DONE and peer.numbers == [1, 2, 3]
+    for sending in peer.sendings:
+        assert not task.done(), "its blocks are sent from"
+        sending.drop()
     await task
-    assert numbers == [1, 2, 3]
-    copies.close()
+    outgoing.copies.close()
 
 
-async def test_what_lies_in_memory_is_read_ahead_of_the_credit_and_not_sent() -> None:
-    peer, copies, loop = HoldingPeer(), Copies(), asyncio.get_running_loop()
-    read, end = asyncio.Event(), loop.create_future()
+async def test_kv_in_shared_memory_is_read_ahead_of_the_credit_and_not_sent() -> None:
+    peer, read, loop = HoldingPeer(), asyncio.Event(), asyncio.get_running_loop()
 
     class Cache(HashKVCache):
         def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
@@ -526,29 +448,24 @@ async def test_what_lies_in_memory_is_read_ahead_of_the_credit_and_not_sent() ->
                 loop.call_soon_threadsafe(read.set)
             return super().view(block_table, rectangle)
 
-    def make_sender(now: float) -> KVSender:
-        limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": now, "block_size": 16}
-        return KVSender(1, LAYOUT, PROMPT, **limits, memory="baton-somewhere")
-
-    transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
-    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
-    task = asyncio.create_task(transfer.run())
-    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0, in_memory=1))
+    memory: dict[str, Any] = {"memory": "baton-somewhere", "block_size": 16}
+    outgoing = Outgoing(peer, len(PROMPT), Cache(20, 16), **memory)
+    task = outgoing.run()
+    outgoing.ack(0, STEP, in_memory=1)
     await asyncio.wait_for(read.wait(), 20)
-    assert transfer.sender.kv_bytes <= STEP
-    transfer.on_ack(KvCacheAck(1, 0), Credit(TOTAL, 0, 0, in_memory=1))
+    assert outgoing.transfer.sender.kv_bytes <= STEP
+    outgoing.ack(0, TOTAL, in_memory=1)
     await asyncio.wait_for(peer.has_all.wait(), 20)
-    assert transfer.sender.kv_bytes == TOTAL
-    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1, in_memory=1))
-    assert await end is transfer
+    assert outgoing.transfer.sender.kv_bytes == TOTAL
+    outgoing.ack(TOTAL, TOTAL, is_ready=True, in_memory=1)
+    await outgoing.ended()
     for sending in peer.sendings:
         sending.drop()
     await task
-    copies.close()
+    outgoing.copies.close()
 
 
-async def test_it_is_not_forgotten_while_a_segment_is_read_though_another_one_broke() -> None:
-    peer, copies = HoldingPeer(), Copies(2)
+async def test_blocks_are_kept_while_a_segment_is_read_though_another_failed() -> None:
     gate, is_reached = threading.Event(), threading.Event()
 
     class Cache(HashKVCache):
@@ -560,81 +477,33 @@ async def test_it_is_not_forgotten_while_a_segment_is_read_though_another_one_br
             assert gate.wait(20)
             return super().pack(block_table, rectangle)
 
-    def make_sender(now: float) -> KVSender:
-        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
-
-    end = asyncio.get_running_loop().create_future()
-    transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
-    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
-    task = asyncio.create_task(transfer.run())
-    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
-    transfer.on_ack(KvCacheAck(1, 0), Credit(2 * STEP, 0, 0))
+    outgoing = Outgoing(HoldingPeer(), len(PROMPT), Cache(20, 16), num_at_once=2)
+    task = outgoing.run()
+    for credit in (STEP, 2 * STEP):
+        outgoing.ack(0, credit)
     await asyncio.to_thread(is_reached.wait, 20)
-    await copies.run(int, num_bytes=TOTAL)  # on the thread where the first one broke
+    await outgoing.copies.run(int, num_bytes=TOTAL)  # on the thread where the first one failed
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not end.done(), "its blocks are read"
+    assert not outgoing.has_ended.is_set()
     gate.set()
-    assert await end is transfer and transfer.sender.state is TransferState.FAILED
+    assert await outgoing.ended() is TransferState.FAILED
     await task
-    copies.close()
+    outgoing.copies.close()
 
 
-async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:
-    peer, copies = HoldingPeer(), Copies()
-    end = asyncio.get_running_loop().create_future()
-
-    def make_sender(now: float) -> KVSender:
-        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
-
-    cache = HashKVCache(20, 16)
-    transfer = OutgoingTransfer(make_sender, peer, cache, copies, end.set_result)  # type: ignore[arg-type]
-    transfer.offer(tuple(range(20)), 0, time.monotonic())
-    task = asyncio.create_task(transfer.run())
-    transfer.advance(len(PROMPT), time.monotonic())
-    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
-    transfer.on_ack(KvCacheAck(1, 0), Credit(TOTAL, 0, 0))
+async def test_blocks_are_kept_until_the_kv_in_an_offer_is_released() -> None:
+    outgoing = Outgoing(peer := HoldingPeer(1, TOTAL), len(PROMPT))
+    task = outgoing.run()
     await peer.has_all.wait()
-    assert transfer.sender.state is TransferState.SENT
-    assert transfer.inflight_bytes == TOTAL
-    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1))
-    assert await end is transfer and not peer.receivers
-    for sending in peer.sendings:
-        assert not task.done()
-        sending.drop()
-    await task
-    copies.close()
-
-
-async def test_it_is_not_forgotten_before_what_went_with_the_offer_is_back() -> None:
-    peer, copies = HoldingPeer(1, TOTAL), Copies()
-    end = asyncio.get_running_loop().create_future()
-
-    def make_sender(now: float) -> KVSender:
-        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
-
-    cache = HashKVCache(20, 16)
-    transfer = OutgoingTransfer(make_sender, peer, cache, copies, end.set_result)  # type: ignore[arg-type]
-    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
-    task = asyncio.create_task(transfer.run())
-    await peer.has_all.wait()
-    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1))
-    assert await end is transfer and transfer.sender.state is TransferState.DONE
-    assert not task.done()
+    outgoing.ack(TOTAL, TOTAL, is_ready=True)
+    assert await outgoing.ended() is TransferState.DONE and not task.done()
     peer.sendings[0].drop()
     await task
-    copies.close()
+    outgoing.copies.close()
 
 
-async def test_no_blocks_wait_for_a_connection_that_may_never_be() -> None:
-    async with scripted_router() as router, running(router, "prefill", lease_s=0.3):
-        router.announce("tcp://127.0.0.1:9", TOTAL)  # nobody listens there
-        router.prefill(1, PROMPT, OPTIONS)
-        await failed(router, 1, ErrorCode.TRANSFER_FAILED)
-        await router.until_free(Role.PREFILL)
-
-
-async def test_no_blocks_wait_for_a_connection_when_nobody_wants_them_any_more() -> None:
+async def test_a_cancel_frees_blocks_that_wait_for_a_connection() -> None:
     async with scripted_router() as router, running(router, "prefill"):
         router.announce("tcp://127.0.0.1:9", TOTAL)  # nobody listens there
         router.prefill(1, PROMPT, OPTIONS)

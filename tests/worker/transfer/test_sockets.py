@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 
 import pytest
 import zmq
@@ -48,16 +47,4 @@ async def test_the_longest_offer_crosses() -> None:
     parts.clear()
     await link.close()
     await hub.close()
-    await plane.close()
-
-
-async def test_two_offers_of_any_length_may_wait() -> None:
-    plane = KVPlane(max_model_len=1 << 28)
-    link = plane.link(b"prefill-0-1", "tcp://127.0.0.1:9", lambda _: None, lambda: None)
-    with memoryview(mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) as untouched:
-        for _ in range(2):
-            link.send([untouched], track=True)
-        with pytest.raises(WireError, match=f"bytes wait for {link.endpoint}"):
-            link.send([untouched], track=True)
-        await link.close()
     await plane.close()

@@ -65,16 +65,6 @@ async def test_a_small_copy_runs_at_once_unless_others_are_to_run_first() -> Non
     elsewhere.close()
 
 
-async def test_the_loop_runs_while_a_copy_does() -> None:
-    copies, gate = Copies(), threading.Event()
-    task = asyncio.create_task(copies.run(gate.wait, 10, num_bytes=LARGE))
-    await asyncio.sleep(0)
-    assert not task.done()
-    gate.set()
-    assert await task
-    copies.close()
-
-
 async def test_an_error_comes_back() -> None:
     copies = Copies()
     with pytest.raises(ZeroDivisionError):
