@@ -1,6 +1,12 @@
 """Verify and measure the CUDA kernels on this machine's GPU, unattended, in under 9 minutes.
 
     scripts/gpu_check                               everything; writes kernels/verified.json
+    scripts/gpu_check --wheels DIR --out DIR        the same on a machine that has torch, NumPy and
+                                                    CuPy but no registry for the other packages
+    scripts/gpu_check --gather-wheels DIR --python 3.12 --present FILE
+                                                    download those packages on a machine with a
+                                                    registry and this project's .venv; FILE is
+                                                    `pip list --format=freeze` of the GPU machine
     scripts/gpu_check --seed 17 --only "verify kv"  a stage, on the inputs of an earlier run
     scripts/gpu_check --backend shim --quick        the same kernels compiled by g++, on the CPU:
                                                     tries this script, says nothing about a GPU
@@ -17,8 +23,11 @@ is no GPU or no cupy, so nothing was checked; 4 all right, but a target was miss
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -27,10 +36,10 @@ from pathlib import Path
 
 from kernels import KernelError
 from kernels.cuda import backend as cuda
-from tests.gpu import record
+from tests.gpu import record, wheels
 from tests.gpu.child import run_parts
 from tests.gpu.parent import run_process, run_stage, skip
-from tests.gpu.report import EXIT_NO_DEVICE, exit_status, render
+from tests.gpu.report import EXIT_NO_DEVICE, EXIT_USAGE, exit_status, render
 from tests.gpu.settings import Settings
 from tests.gpu.stages import STAGES, Stage, stage_named
 from tests.gpu.trail import Trail, figures_of
@@ -44,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = record.README.read_text(encoding="utf-8")
         record.README.write_text(record.with_table(text, record.read()), encoding="utf-8")
         return 0
+    if args.gather_wheels:
+        return _gather(args)
     if args.backend == "cuda":
         try:
             cuda.require_device()
@@ -55,7 +66,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stage:
         stage = stage_named(args.stage)
         return run_parts(stage.name, stage.parts_of(settings), trail, args.first)
-    return check(args, settings, trail, run)
+    if args.wheels is None:
+        return check(args, settings, trail, run)
+    target = Path(tempfile.mkdtemp(prefix="gpu_check-"))
+    try:
+        wheels.install(args.wheels, target)
+        _put_on_path(target)
+        return check(args, settings, trail, run)
+    except ValueError as error:
+        print(f"--wheels {error}", file=sys.stderr)
+        return EXIT_USAGE
+    finally:
+        shutil.rmtree(target)
+
+
+def _gather(args: argparse.Namespace) -> int:
+    try:
+        present = wheels.read_present(args.present) if args.present else {}
+    except (ValueError, OSError) as error:
+        print(f"--present {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print(wheels.gather(args.gather_wheels, args.python, present))
+    return 0
+
+
+def _put_on_path(packages: Path) -> None:
+    """Make this process and its children import from this folder first."""
+    sys.path.insert(1, str(packages))
+    earlier = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), earlier)))
 
 
 def check(
@@ -94,7 +133,7 @@ def run(
     try:
         names = list(stage.parts_of(settings))
     except ImportError as error:  # a machine that has torch and cupy need not have the rest
-        skip(stage.name, ["all"], f"{error}: pip install -e '.[dev]'", trail)
+        skip(stage.name, ["all"], f"{error}: see --wheels, or pip install -e '.[dev]'", trail)
         return
     command = [sys.executable, "-m", "tests.gpu", "--stage", stage.name, "--out", str(args.out)]
     command += ["--seed", str(settings.seed), "--backend", settings.backend]
@@ -129,6 +168,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="of all inputs; drawn if not given")
     parser.add_argument("--quick", action="store_true", help="few, small inputs; nothing is kept")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check", metavar="DIR")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="import packages from this folder too"
+    )
+    parser.add_argument(
+        "--gather-wheels", type=Path, metavar="DIR", help="only download packages for --wheels"
+    )
+    parser.add_argument(
+        "--present", type=Path, metavar="FILE", help="pip list --format=freeze of the GPU machine"
+    )
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    parser.add_argument("--python", default=here, help="Python version to gather wheels for")
     parser.add_argument(
         "--readme", action="store_true", help="only write the table of kernels/README.md"
     )

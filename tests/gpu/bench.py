@@ -135,10 +135,10 @@ def pages(
     return Scene(pool, batch_of(lens, tables, BLOCK_SIZE), query, [])
 
 
-def table_of(it: Scene) -> list[int]:
-    """Return the blocks of the first sequence."""
-    count = -(-int(it.batch.context_lens[0]) // BLOCK_SIZE)
-    return it.batch.block_tables[0, :count].tolist()
+def table_of(it: Scene, sequence: int = 0) -> list[int]:
+    """Return the blocks of one sequence."""
+    count = -(-int(it.batch.context_lens[sequence]) // BLOCK_SIZE)
+    return it.batch.block_tables[sequence, :count].tolist()
 
 
 def flops(settings: Settings, length: int) -> float:

@@ -10,6 +10,7 @@ from tests.gpu.trail import Figures, Finding, State, figures_of
 
 EXIT_OK: Final = 0
 EXIT_WRONG: Final = 1  # a kernel or the system is wrong, or broke
+EXIT_USAGE: Final = 2
 EXIT_NO_DEVICE: Final = 3  # nothing could be checked
 EXIT_BELOW: Final = 4  # all is right, but a target was missed or could not be measured
 
@@ -65,7 +66,7 @@ def _targets(findings: list[Finding]) -> Iterator[str]:
 
 def _figures(findings: list[Finding]) -> Iterator[str]:
     yield "figures"
-    shown = [it for it in findings if it.stage.startswith(("machine", "bench", "system"))]
+    shown = [it for it in findings if it.stage.startswith(("machine", "logits", "bench", "system"))]
     figures: Figures = figures_of(shown)
     if not figures:
         yield "    none"

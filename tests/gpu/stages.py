@@ -43,6 +43,7 @@ STAGES: Final = (
     Stage("verify staging", "verify:staging_parts", 20),
     Stage("verify lent", "lent:piece_parts", 20),
     Stage("verify graphs", "graphs:graph_parts", 30),
+    Stage("logits", "logits:logit_parts", 20),
     Stage("bench limits", "bench:limit_parts", 15),
     Stage("bench kernels", "bench:kernel_parts", 20),
     Stage("bench peers", "peers:peer_parts", 20),
@@ -50,6 +51,7 @@ STAGES: Final = (
     Stage("bench launch", "bench:launch_parts", 20),
     Stage("bench engine", "engine:engine_parts", 70),
     Stage("system", "system:system_parts", 40),
+    Stage("system serve", "serve:serve_parts", 90),
     Stage("sanitizer", "sanitizer:sanitizer_parts", 25),
 )
 

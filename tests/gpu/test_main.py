@@ -33,10 +33,15 @@ def test_without_a_gpu_it_says_so_with_a_status_of_its_own(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_that_does_not_exist_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_meant_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as it:
         script.main(["--only", "verify everything"])
     assert it.value.code == 2 and "verify attention" in capsys.readouterr().err
+    arguments = ["--backend", "shim", "--wheels", str(tmp_path), "--out", str(tmp_path)]
+    assert script.main(arguments) == 2
+    assert f"--wheels {tmp_path} has no wheels" in capsys.readouterr().err
 
 
 def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> None:
@@ -94,4 +99,4 @@ def test_a_stage_whose_packages_are_missing_is_recorded(tmp_path: Path) -> None:
     script.run(stage, argparse.Namespace(out=tmp_path), settings, trail, 0.0)
     (finding,) = trail.findings()
     assert finding.state is State.SKIPPED
-    assert "no_such_module" in finding.problem and "pip install" in finding.problem
+    assert "no_such_module" in finding.problem and "--wheels" in finding.problem

@@ -44,7 +44,7 @@ def test_a_bench_that_broke_is_below_and_a_tool_that_is_absent_is_well() -> None
     broke = Finding("bench peers", "cudnn 8k", State.FAILED)
     absent = Finding("sanitizer", "memcheck", State.SKIPPED, "not installed")
     untried = Finding("verify attention", "tiled 64 bfloat16", State.SKIPPED, "no time left")
-    bare = Finding("system", "all", State.SKIPPED, "No module named 'httpx'")
+    bare = Finding("system", "all", State.SKIPPED, "No module named 'httpx': see --wheels")
     assert exit_status(run(GOOD, broke), is_full=True) == EXIT_BELOW
     assert exit_status(run(GOOD, absent), is_full=True) == EXIT_OK
     assert exit_status(run(GOOD, untried), is_full=True) == EXIT_BELOW
