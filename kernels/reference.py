@@ -1,7 +1,7 @@
-"""The operators in plain torch on any device, against which the other backends are tested.
+"""Reference operators in plain torch on any device; the other backends are tested against them.
 
-It is written to be read: attention is computed sequence by sequence, a token is drawn row by row.
-16-bit values are widened: sums are float32.  `kernels` says what each operator computes.
+The code is written to be read: it computes attention sequence by sequence and draws tokens row by
+row.  16-bit values are widened, so sums are float32.  `kernels` documents the operators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.contract import SAMPLING, Activation, PagedBatch
 
 
 def check_pool(pool: torch.Tensor) -> None:
-    """Torch takes pools of any size."""
+    """Accept any pool."""
 
 
 def rotate_and_append(
@@ -69,7 +69,7 @@ def paged_attention(
             first_block = max(0, end - (stop - start) - window + 1) // block_size
         blocks = batch.block_tables[row, first_block : -(-end // block_size)].long()
         keys = torch.arange(first_block * block_size, end, device=device)
-        # [2, Hkv, blocks, B, D]: what lies behind the last token may be NaN.
+        # [2, Hkv, blocks, B, D]; slots after the last token may be NaN.
         gathered = pool[blocks.to(device), layer].float().permute(1, 2, 0, 3, 4)
         key, value = gathered.flatten(2, 3)[:, :, None, : len(keys)]
 
@@ -127,7 +127,7 @@ def expert_mlp(
 ) -> torch.Tensor:
     order = experts.flatten().argsort(stable=True)
     rows = x[order // experts.shape[1]]
-    # How many rows each expert has is waited for: on a GPU this cannot be part of a graph.
+    # `tolist` waits for the number of rows of each expert, so a CUDA graph cannot contain this.
     counts = experts.flatten().bincount(minlength=len(down)).tolist()
     made = torch.empty_like(rows)
     start = 0
@@ -148,7 +148,7 @@ def draw(
     settings: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.draw`; in float64, not in the order of `kernels.contract.SAMPLING`."""
+    """See `kernels.draw`; in float64, not by the operations of `kernels.contract.SAMPLING`."""
     if allowed is not None:
         bits = (allowed[:, :, None] >> torch.arange(32, device=logits.device)) & 1
         missing = max(0, logits.shape[1] - 32 * allowed.shape[1])
@@ -165,7 +165,7 @@ def draw(
 
 
 def _draw_row(logits: torch.Tensor, settings: np.void) -> int:
-    # Relative to the largest, no temperature is small enough to overflow.
+    # Relative to the largest logit, no temperature is small enough to overflow.
     weights = ((logits - logits.max()) / settings["temperature"]).exp()
     if 0 < settings["top_k"] < len(weights):
         weights[weights < weights.topk(int(settings["top_k"])).values[-1]] = 0
@@ -176,7 +176,7 @@ def _draw_row(logits: torch.Tensor, settings: np.void) -> int:
     weights[weights < settings["min_p"]] = 0
     cumulated = weights.cumsum(0)
     first = torch.searchsorted(cumulated, settings["uniform"] * cumulated[-1:], right=True)
-    # Only a row of NaN gets past the end; an id the vocabulary lacks would fail the whole batch.
+    # Only a row of NaN gets past the end; an id outside the vocabulary would fail the whole batch.
     return min(int(first), len(weights) - 1)
 
 
@@ -212,9 +212,9 @@ def unpack_kv(
 
 
 def _sliced(pool: torch.Tensor, segment: torch.Tensor) -> tuple[Any, Any]:
-    """Return both as something to slice: NumPy does it in a tenth of torch's time.
+    """Return both arguments in a form to slice: NumPy slices in a tenth of torch's time.
 
-    It has no bfloat16, but where nothing is converted the bytes will do.
+    NumPy has no bfloat16, but bytes are enough where no dtype is converted.
     """
     if pool.dtype != segment.dtype or pool.device.type != "cpu":
         return pool, segment
@@ -222,9 +222,9 @@ def _sliced(pool: torch.Tensor, segment: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _within(values: Any, dtype: torch.dtype) -> Any:
-    """Return values as they are converted to `dtype`: what fp8 has no room for is its largest.
+    """Clamp values to be converted to float8_e4m3fn to its largest; return others unchanged.
 
-    Torch up to 2.11 makes NaN of it, later releases saturate.
+    Torch up to 2.11 converts larger values to NaN, later releases saturate.
     """
     if dtype is not torch.float8_e4m3fn or not isinstance(values, torch.Tensor):
         return values
@@ -233,7 +233,7 @@ def _within(values: Any, dtype: torch.dtype) -> Any:
 
 
 def _pieces(tokens: range, block_size: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (logical block, its part inside the block, its part of the token range)."""
+    """Yield (logical block, slice within the block, slice within the token range)."""
     for index in range(tokens.start // block_size, -(-tokens.stop // block_size)):
         first = index * block_size
         start, stop = max(tokens.start, first), min(tokens.stop, first + block_size)
