@@ -1,13 +1,14 @@
 """Compiled attention over a paged pool on the CPU; keys and values are read in place.
 
-Threads take a work item (`kernels.cpu.work_items`) and a KV head at a time.  The query heads that
-share the head are the item's rows, so its keys are read once.  An item walks its context in tiles
-of 64 keys with a running maximum: scores, 2^x (the scale holds log2 e), then sums of values.
+A thread takes one work item (`kernels.cpu.work_items`) and one KV head at a time.  The rows of an
+item are its queries in each head that shares the KV head, so its keys are read once.  An item's
+context is processed in tiles of 64 keys with a running maximum: scores, weights 2^x (the scale
+includes log2 e), then sums of weighted values.
 
-Few rows meet keys as they lie; many rows (prompts) are worth turning keys into panels, and scores
-are matrix products as well.  16-bit keys and values are widened in registers: every sum is float32.
-Where outputs are bfloat16 as well as the pool, products are in bfloat16 instead
-(`kernels.cpu.attention_bfloat16`).
+Few rows are multiplied with keys as they are stored; for many rows (prompts) it pays to transpose
+keys into panels, so that scores are matrix products too.  16-bit keys and values are widened in
+registers, so every sum is float32.  If the pool and the output are both bfloat16, products are in
+bfloat16 instead (`kernels.cpu.attention_bfloat16`).
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from kernels.cpu.simd import (
     narrow,
     panel_product,
 )
-from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.tasks import allocate, free, inner
 from kernels.cpu.threads import take
 from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
 
-# Keys of a tile, and floats from a row of scores to the next: up to three beyond a tile
-# are written too.
+# Keys of a tile, and floats between rows of scores: up to three beyond a tile are written too.
 TILE = 64
 SCORES = TILE + 4
-# From so many rows on, turning keys into panels is cheaper than a sum across lanes for each score.
+# From this many rows on, transposing keys into panels is cheaper than a sum across lanes for each
+# score.
 _MANY = 12
-# Rows that meet one panel in registers; rows that meet four keys, or two panels of values.
+# Rows multiplied at a time with one panel; rows multiplied with four keys or two panels of values.
 _GROUP, _FEW, _KEYS = 6, 3, 4
 
 _product = panel_product(_GROUP)
@@ -54,10 +55,10 @@ _dots = key_dots(_FEW)
 
 
 class _Memory(NamedTuple):
-    """Where the memory of a work item lies."""
+    """Addresses of a work item's temporary arrays."""
 
     x: int  # [rows, D] queries
-    y: int  # [rows, D] sums
+    y: int  # [rows, D] sums of weighted values
     panels: int  # the keys of a tile, as float32
     scores: int  # [rows, SCORES]
     state: int  # [rows, 2] maximum and total
@@ -85,14 +86,14 @@ def attend(
     sinks: torch.Tensor | None = None,
     way: Way | None = None,
 ) -> Operation:
-    """Make out = the attention of query over one layer of the pool.
+    """Return the operation out = attention of query over one layer of the pool.
 
     Args:
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
         pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
-        out: [T, Hq, D] float32 or bfloat16; tokens as far apart as they like.
-        cap: See `kernels.paged_attention`; likewise `sinks`, [Hq] float32.
-        way: One of `known_ways`; None for the best.
+        out: [T, Hq, D] float32 or bfloat16, with any stride between tokens.
+        cap: See `kernels.paged_attention`, also for `sinks`, [Hq] float32.
+        way: One of `known_ways`; None for the fastest.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_heads = query.shape[1]
@@ -158,12 +159,12 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
             _gather(a, keys, num_keys, rows, memory)
             first += num_keys
         _finish(a, item.token, rows, head, memory)
-    give_back(x)
+    free(x)
 
 
 @inner
 def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> int:
-    """Copy an item's queries, scaled; begin its sums and its state; return its rows."""
+    """Copy an item's scaled queries, initialize its sums and state; return its number of rows."""
     shared, head_dim = a.shared, a.head_dim
     rows = item.num_queries * shared
     maximum_total = floats_at(memory.state)
@@ -183,7 +184,7 @@ def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> int
 
 @inner
 def _score(a: AttentionArguments, tile: _Keys, num_keys: int, rows: int, memory: _Memory) -> None:
-    """Write the scores of a tile's keys."""
+    """Compute the scores of a tile's keys."""
     element, head_dim = a.element, a.head_dim
     stride, row_bytes = head_dim * 4, head_dim * bytes_of(element)
     key = 0
@@ -197,7 +198,7 @@ def _score(a: AttentionArguments, tile: _Keys, num_keys: int, rows: int, memory:
         else:
             for j in range(key, key + length):
                 column = memory.panels + j // PANEL * PANEL * stride + j % PANEL * 4
-                _turn(element, keys + (j - key) * row_bytes, column, head_dim)
+                _transpose(element, keys + (j - key) * row_bytes, column, head_dim)
         key += length
     if rows >= _MANY:
         _score_many(memory.panels, num_keys, rows, memory.x, stride, memory.scores)
@@ -214,8 +215,8 @@ def _score_few(
     stride: int,
     scores: int,
 ) -> None:
-    """Write the scores of up to four keys that lie in a row."""
-    # Keys beyond the last are the last once more; nobody reads their scores.
+    """Compute the scores of up to four adjacent keys."""
+    # The last key stands in for keys beyond it, whose scores are not used.
     w1 = keys + min(1, num_keys - 1) * row_bytes
     w2 = keys + min(2, num_keys - 1) * row_bytes
     w3 = keys + min(3, num_keys - 1) * row_bytes
@@ -225,7 +226,7 @@ def _score_few(
 
 
 @inner
-def _turn(element: int, key: int, column: int, head_dim: int) -> None:
+def _transpose(element: int, key: int, column: int, head_dim: int) -> None:
     """Write a key into one column of a panel [head_dim, PANEL]."""
     target = floats_at(column)
     if element == FLOAT32:
@@ -242,7 +243,7 @@ def _turn(element: int, key: int, column: int, head_dim: int) -> None:
 
 @inner
 def _score_many(panels: int, num_keys: int, rows: int, x: int, stride: int, scores: int) -> None:
-    """Multiply rows with the panels of a tile's keys."""
+    """Multiply rows by the panels of a tile's keys."""
     for key in range(0, num_keys, PANEL):
         panel = panels + key * stride
         for row in range(0, rows, _GROUP):
@@ -254,7 +255,7 @@ def _score_many(panels: int, num_keys: int, rows: int, x: int, stride: int, scor
 def _weigh(
     a: AttentionArguments, first: int, num_keys: int, rows: int, position: int, memory: _Memory
 ) -> None:
-    """Turn scores into weights relative to each row's new maximum; keys not seen weigh nothing."""
+    """Turn scores into weights relative to each row's new maximum; masked keys get weight 0."""
     shared, head_dim, window = a.shared, a.head_dim, a.window
     maximum_total = floats_at(memory.state)
     for row in range(rows):
@@ -309,7 +310,7 @@ def _add(
     scores: int,
     y: int,
 ) -> None:
-    """Add the values of one run."""
+    """Add the weighted values of `count` adjacent keys to the rows' sums."""
     stride, panel_bytes = head_dim * 4, row_bytes // head_dim * PANEL
     is_few = rows < _MANY and head_dim % (2 * PANEL) == 0
     group, step = (_FEW, 2) if is_few else (_GROUP, 1)
@@ -327,7 +328,7 @@ def _add(
 
 @inner
 def _finish(a: AttentionArguments, token: int, rows: int, head: int, memory: _Memory) -> None:
-    """Write sums over totals to the output, 16-bit ones by way of x, which is free now."""
+    """Divide sums by softmax denominators and write the output; x is scratch for 16-bit outputs."""
     head_dim, shared, element, x = a.head_dim, a.shared, a.out_element, memory.x
     for row in range(rows):
         first = (head * shared + row % shared) * head_dim

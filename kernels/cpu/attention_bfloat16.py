@@ -1,12 +1,11 @@
-"""Attention in bfloat16: inputs and weights are bfloat16, sums are float32.
+"""Attention in bfloat16: queries, keys, values and weights are bfloat16, sums are float32.
 
-Keys and values of a tile are gathered once for all rows of a work item, into panels of pairs (see
-`kernels.cpu.amx`): pairs along a head for the scores, pairs along the keys for the sums.  A few
-rows at a time meet them: scores, weights, sums.
+The keys and values of a tile are gathered once for all rows of a work item, into panels of pairs
+(see `kernels.cpu.amx`): pairs along the head dimension for the scores, pairs of keys for the sums
+of values.  Scores, weights and sums are then computed for a few rows at a time.
 
-Tiles begin at multiples of their length whatever a work item is, and keys that a row does not see,
-or nobody, weigh nothing, so that a row's sums are taken in one order, whether it is computed alone
-or in a prompt.
+Tiles begin at multiples of their length in every work item, and keys that a row does not see get
+weight 0, so that a row's sums are added in the same order, alone or in a prompt.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from kernels.cpu.dot_bfloat16 import dot_product
 from kernels.cpu.intrinsics import exp2, floats_at, instruction, ints_at, shorts_at
 from kernels.cpu.llvm import I16, I32, i64, load, shuffled, store
 from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
-from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
+from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, weigh_rows, write_bfloat16
 from kernels.cpu.simd import PANEL, pair_product
-from kernels.cpu.tasks import CACHE_LINE, allocate, give_back, inner
+from kernels.cpu.tasks import CACHE_LINE, allocate, free, inner
 from kernels.cpu.threads import take
 from kernels.cpu.work_items import ITEM_BYTES, Item, item_at, step_at
 
-# Rows that meet a tile at a time: their scores and weights stay in the first cache.
+# Rows computed at a time: their scores and weights stay in the L1 cache.
 ROWS_TOGETHER = 2 * TILE_ROWS
-# Bytes of their scores, of their weights, of which keys they see; of all that and of what a few
-# rows' sums are multiplied with.
+# Bytes of these rows' scores, weights and bounds (the keys they see), and of all three with the
+# factors by which ROWS sums are rescaled.
 _SCORES, _WEIGHTS = ROWS_TOGETHER * LONG_TILE * 4, ROWS_TOGETHER * LONG_TILE * 2
 _BOUNDS = ROWS_TOGETHER * 8
 _NEAR = _SCORES + _WEIGHTS + _BOUNDS + ROWS * 4
 _PAIR_BYTES = 4
 _ROW_BYTES = PANEL * _PAIR_BYTES
-# Rows that meet one panel as vectors, and that meet two as dots.
+# Rows multiplied at a time with one panel by vectors, and with two panels by dots.
 _FEW, _DOTS = 3, 12
-# The base of a row that has seen no key: no weight may come of -inf - -inf.
+# The base of a row that has seen no key; -inf would give weights of -inf - -inf, which is NaN.
 _NOTHING_SEEN = np.float32(-1e30)
 _PAIRS, _SHORTS = ir.VectorType(I32, PANEL), ir.VectorType(I16, PANEL)
 
@@ -50,7 +49,7 @@ _by_dots, _by_vectors = dot_product(_DOTS, 2), pair_product(_FEW)
 
 
 class _Memory(NamedTuple):
-    """Where the memory of a work item lies."""
+    """Addresses of a work item's temporary arrays."""
 
     near: int  # scores, weights and bounds of a few rows
     panels: int  # keys, then values, of a tile
@@ -60,7 +59,7 @@ class _Memory(NamedTuple):
 
 
 def attend_pairs(a: AttentionArguments, _thread: int) -> None:
-    """Take work items and KV heads until none is left; the task of `kernels.cpu.attention`."""
+    """Compute work items and KV heads until none is left; the task of `kernels.cpu.attention`."""
     step, head_dim = step_at(a.step), a.head_dim
     num_taken = step.num_items * a.num_kv_heads
     # Bytes of a row: its query, its sums, its base and total; then a tile's keys and values.
@@ -84,17 +83,17 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
         _finish(a, item, head, memory)
     if a.way == Way.TILES:
         amx.release()
-    give_back(near)
+    free(near)
 
 
 @inner
 def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> None:
-    """Copy an item's queries, scaled, and begin its state."""
+    """Copy an item's scaled queries, and initialize its state."""
     base_total = floats_at(memory.state)
     for row in range(item.num_queries * a.shared):
         token, shared_head = item.token + row // a.shared, head * a.shared + row % a.shared
         source = a.query + token * a.token_stride + shared_head * a.head_stride
-        shorten(source, a.scale, memory.x + row * a.head_dim * 2, a.head_dim)
+        write_bfloat16(source, a.scale, memory.x + row * a.head_dim * 2, a.head_dim)
         if a.sinks:
             sink = sink_of(a, shared_head)
             base_total[2 * row] = np.ceil(sink)
@@ -106,7 +105,7 @@ def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> Non
 
 @inner
 def _walk(a: AttentionArguments, table: int, head: int, item: Item, memory: _Memory) -> None:
-    """Add up the values of an item's context, tile by tile."""
+    """Add up the weighted values of an item's context, tile by tile."""
     first, end = 0, item.position + item.num_queries
     if a.window:
         first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
@@ -132,15 +131,16 @@ def _gather(
     end: int,
     panels: int,
 ) -> None:
-    """Put a tile's keys and values into panels, those from `first` on."""
+    """Copy a tile's keys and values, those from position `first` on, into panels."""
     head_dim, keys, values = a.head_dim, panels, panels + LONG_TILE * a.head_dim * 2
     key = max(0, first - tile)
-    # Values that nobody has written may be NaN, of which no weight makes nothing.
+    # Values that are not copied must be 0: unwritten memory may be NaN, and so is NaN times weight
+    # 0.
     pair_values(0, key, 0, head_dim, values)
     while key < num_keys:
         at, length = run_of_rows(a, table, head, tile + key, end)
         count = min(length, num_keys - key)
-        turn_keys(at, count, key, head_dim, keys)
+        transpose_keys(at, count, key, head_dim, keys)
         at, length = run_of_rows(a, table, a.num_kv_heads + head, tile + key, end)
         pair_values(at, count, key, head_dim, values)
         key += count
@@ -157,12 +157,12 @@ def _add(
     memory: _Memory,
     is_added: int,
 ) -> None:
-    """Add the weighted values of a tile to the sums of the rows from `row` on, if `is_added`."""
+    """Write a tile's weighted values to the sums of rows from `row` on; add them if `is_added`."""
     head_dim, panels, near = a.head_dim, memory.panels, memory.near
     scores, weights = near, near + _SCORES
     rows = min(ROWS_TOGETHER, item.num_queries * a.shared - row)
     first, last = item.position + row // a.shared, item.position + (row + rows - 1) // a.shared
-    # Whole steps of keys that none of the rows sees are left out.
+    # Skip whole steps of keys that none of the rows sees.
     seen = min(num_keys, last + 1 - tile)
     if seen <= 0:
         return
@@ -181,7 +181,7 @@ def _add(
 
 @inner
 def _bound(a: AttentionArguments, position: int, row: int, rows: int, near: int) -> None:
-    """Write which keys of a tile rows see, of an item that begins at `position` in the tile."""
+    """Write the range of a tile's keys that each row sees; `position` is relative to the tile."""
     start_stop = ints_at(near + _SCORES + _WEIGHTS)
     for index in range(rows):
         stop = position + (row + index) // a.shared + 1
@@ -199,7 +199,7 @@ def _weigh(
     sums: int,
     is_added: int,
 ) -> None:
-    """Turn scores into weights, and rescale the sums to the new maximum."""
+    """Turn scores into weights, and rescale the sums of rows whose base changes."""
     scores, weights = near, near + _SCORES
     bounds, kept = weights + _WEIGHTS, weights + _WEIGHTS + _BOUNDS
     factors = floats_at(kept)
@@ -215,24 +215,27 @@ def _weigh(
 
 @inner
 def _finish(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> None:
-    """Write sums over totals to the output."""
+    """Divide sums by softmax denominators and write the output."""
     for row in range(item.num_queries * a.shared):
         share = np.float32(1) / floats_at(memory.state)[2 * row + 1]
         at = a.out + (item.token + row // a.shared) * a.out_stride
         at += (head * a.shared + row % a.shared) * a.head_dim * 2
-        shorten(memory.y + row * a.head_dim * 4, share, at, a.head_dim)
+        write_bfloat16(memory.y + row * a.head_dim * 4, share, at, a.head_dim)
 
 
 @inner
-def turn_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> None:
-    """Put keys that lie in a row, the `first` and so on, into panels [keys / 16, D / 2, 16, 2]."""
+def transpose_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> None:
+    """Transpose `count` adjacent keys, numbered from `first` on, into panels.
+
+    Panels are [keys / 16, D / 2, 16, 2].
+    """
     pairs, j = head_dim // 2, 0
     while j < count:
         key, source = first + j, keys + j * head_dim * 2
         column = panels + key // PANEL * pairs * _ROW_BYTES + key % PANEL * _PAIR_BYTES
         if key % PANEL == 0 and count - j >= PANEL:
             for pair in range(0, pairs, PANEL):
-                _turn(source + pair * _PAIR_BYTES, head_dim * 2, column + pair * _ROW_BYTES)
+                _transpose(source + pair * _PAIR_BYTES, head_dim * 2, column + pair * _ROW_BYTES)
             j += PANEL
         else:
             pairs_of_key, target = ints_at(source), ints_at(column)
@@ -243,7 +246,7 @@ def turn_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> 
 
 @inner
 def pair_values(values: int, count: int, first: int, head_dim: int, panels: int) -> None:
-    """Put values that lie in a row, the `first` and so on, into panels of a tile; 0 is zeros.
+    """Copy `count` adjacent values, numbered from `first` on, into panels; address 0 is zeros.
 
     Panels are [D / 16, LONG_TILE / 2, 16, 2].
     """
@@ -269,10 +272,10 @@ def pair_values(values: int, count: int, first: int, head_dim: int, panels: int)
 
 
 @instruction(types.void, *[types.int64] * 3)
-def _turn(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
-    """Write PANEL rows of as many pairs, `stride` bytes apart, as columns of the same size."""
+def _transpose(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
+    """Transpose PANEL rows of PANEL pairs each; source rows are `stride` bytes apart."""
     rows = [load(b, b.add(source, b.mul(stride, i64(row))), _PAIRS, 2) for row in range(PANEL)]
-    # Four rounds in each of which two rows become two that hold every other run of both.
+    # In each of four rounds, pairs of rows exchange every other group of `width` lanes.
     width = PANEL // 2
     while width:
         low = [lane if lane & width == 0 else lane - width + PANEL for lane in range(PANEL)]
@@ -288,7 +291,7 @@ def _turn(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
 
 @instruction(types.void, *[types.int64] * 3)
 def _pair(b: ir.IRBuilder, first: Any, second: Any, target: Any) -> None:
-    """Write PANEL numbers of 16 bits from two addresses by turns."""
+    """Interleave PANEL 16-bit numbers from each of two addresses."""
     lanes = [lane // 2 + lane % 2 * PANEL for lane in range(2 * PANEL)]
     left, right = (load(b, at, _SHORTS, 2) for at in (first, second))
     store(b, shuffled(b, left, right, lanes), target)
@@ -307,11 +310,11 @@ def multiply(
     y_size: int,
     is_added: int,
 ) -> None:
-    """Make y [rows, columns] = x [rows, depth] w, plus what y was if `is_added`.
+    """Compute y [rows, columns] = x [rows, depth] w, plus the earlier y if `is_added`.
 
-    x is bfloat16, in rows of `x_size`, which the panels have room for too; y is float32, in rows of
-    `y_size`; depth and columns are multiples of 32.  Rows are computed up to a multiple of
-    ROWS_TOGETHER, whatever lies there.
+    x is bfloat16 in rows of `x_size` elements, and panels of w have space for as many; y is float32
+    in rows of `y_size`; depth and columns are multiples of 32.  Up to a multiple of ROWS_TOGETHER
+    rows are computed, so x and y must have memory for them.
     """
     num_panels, num_steps = columns // PANEL, depth // STEP
     panel_bytes, x_stride, y_stride = x_size // STEP * STEP_BYTES, x_size * 2, y_size * 4

@@ -1,7 +1,8 @@
-"""Copies memory and digests the copy in one pass: XXH3-64 of each register between load and store.
+"""Copy memory and hash the copy in one pass: XXH3-64 of each register between load and store.
 
-What is written is not read again soon, so it goes past the caches: no line is fetched only to be
-overwritten, and reading, writing and digesting overlap.  Two passes take half as long again.
+The copy is not read again soon, so it is written with non-temporal stores: no cache line is fetched
+only to be overwritten, and reading, writing and hashing overlap.  Two passes take half as long
+again.
 
 Source: the specification of XXH3 for inputs of more than 240 bytes (xxHash, doc/xxhash_spec.md).
 """
@@ -23,11 +24,12 @@ from kernels.cpu.threads import native
 
 Bytes = npt.NDArray[np.uint8]
 
-# A stripe is mixed with 64 bytes of the secret, the next one with those 8 bytes further on.  Where
-# the secret ends, so does a block, and the sums are scrambled.
+# A stripe (64 bytes of input) is mixed with 64 bytes of the secret, the next stripe with the 64
+# bytes that begin 8 further on.  At the end of the secret a block ends, and the accumulators are
+# scrambled.
 _STRIPE, _STEP, _SECRET_BYTES = 64, 8, 192
 BLOCK_BYTES: Final = (_SECRET_BYTES - _STRIPE) // _STEP * _STRIPE
-# How far ahead memory is asked for what is read: the processor does not look past a page by itself.
+# Prefetch distance in bytes: the processor's own prefetching stops at the end of a page.
 _AHEAD = 4096
 _BITS = (1 << 64) - 1
 _PRIMES_32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -61,15 +63,15 @@ class _Arguments(NamedTuple):
 
 
 def prepare() -> None:
-    """Compile what `copy` runs, if it is not yet."""
+    """Compile the task of `copy`, unless it is compiled already."""
     native(_copy)
 
 
 def copy(pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
-    """Copy each source to its target, of the same size; return the digest of all that was written.
+    """Copy each source to its target of the same size; return the digest of all the copies.
 
-    The sources may change meanwhile.  None, and nothing is copied, if a target is not whole blocks
-    of `BLOCK_BYTES`, or does not begin at a cache line.
+    The sources may change meanwhile.  If a target is not whole blocks of `BLOCK_BYTES`, or does not
+    begin at a cache line, nothing is copied and None is returned.
     """
     targets = [target for _, target in pairs]
     if not all(len(it) and len(it) % BLOCK_BYTES == 0 == _misplaced(it) for it in targets):
@@ -88,7 +90,7 @@ def copy(pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
 
 
 def _misplaced(target: Bytes) -> int:
-    """Return how far behind a cache line it begins."""
+    """Return how many bytes after the beginning of a cache line the target begins."""
     return target.ctypes.data % CACHE_LINE
 
 
@@ -104,7 +106,7 @@ def _copy(a: _Arguments, _thread: int) -> None:
 
 @instruction(types.void, *[types.int64] * 4)
 def _copy_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
-    """Copy a block, add its stripes to the sums, and scramble these."""
+    """Copy one block while hashing it: accumulate its stripes, then scramble the accumulators."""
     total = load(b, sums, _LANES, 8)
     for number in range(BLOCK_BYTES // _STRIPE):
         total = _add_stripe(b, total, source, target, secret, number, number * _STEP)
@@ -115,7 +117,7 @@ def _copy_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: An
 
 @instruction(types.void, *[types.int64] * 4)
 def _copy_last_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
-    """Copy the block that the input ends with; the last stripe has a key of its own."""
+    """Copy the last block of the input, whose last stripe uses another part of the secret."""
     total = load(b, sums, _LANES, 8)
     last = BLOCK_BYTES // _STRIPE - 1
     for number in range(last):
@@ -127,11 +129,11 @@ def _copy_last_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secre
 def _add_stripe(
     b: ir.IRBuilder, total: Any, source: Any, target: Any, secret: Any, number: int, key_at: int
 ) -> Any:
-    """Write the copy of a stripe, and its sum: each lane's product, and its neighbour."""
-    place = number * _STRIPE
-    write_prefetch(b, b.add(source, i64(place + _AHEAD)))
-    stripe = load(b, b.add(source, i64(place)), _LANES, 8)
-    copied = store(b, stripe, b.add(target, i64(place)), 64)
+    """Copy a stripe and add it to the accumulators: each lane's product, and its neighbour."""
+    offset = number * _STRIPE
+    write_prefetch(b, b.add(source, i64(offset + _AHEAD)))
+    stripe = load(b, b.add(source, i64(offset)), _LANES, 8)
+    copied = store(b, stripe, b.add(target, i64(offset)), 64)
     copied.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(I32, 1)]))
     mixed = b.xor(stripe, load(b, b.add(secret, i64(key_at)), _LANES, 8))
     product = b.mul(
@@ -148,7 +150,7 @@ def _order_writes(b: ir.IRBuilder) -> None:
 
 
 def _secret_of(seed: int) -> npt.NDArray[np.uint64]:
-    """Return the secret with the seed added to every even word, and taken from every odd one."""
+    """Return the secret with the seed added to even words and subtracted from odd ones."""
     words = np.frombuffer(_SECRET, "<u8").astype(np.uint64)
     words[0::2] += np.uint64(seed & _BITS)
     words[1::2] -= np.uint64(seed & _BITS)
@@ -156,7 +158,7 @@ def _secret_of(seed: int) -> npt.NDArray[np.uint64]:
 
 
 def _merged(sums: npt.NDArray[np.uint64], secret: bytes, num_bytes: int) -> int:
-    """Return the digest that the sums come to."""
+    """Return the digest that the accumulators amount to."""
     keys = np.frombuffer(secret, "<u8", 8, offset=11)
     lanes = [int(word) for word in sums ^ keys]
     digest = num_bytes * _PRIMES_64[0]

@@ -1,4 +1,4 @@
-"""LLVM instructions that the vector loops are written with; addresses are int64 values."""
+"""LLVM instructions of the vector loops; addresses are int64 values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store(b: ir.IRBuilder, x: Any, address: Any, align: int = 4) -> Any:
 
 
 def call(b: ir.IRBuilder, name: str, result: ir.Type, *operands: Any) -> Any:
-    """Call an intrinsic of LLVM, named without the prefix `llvm.`"""
+    """Call an LLVM intrinsic, named without the prefix `llvm.`"""
     kind = ir.FunctionType(result, [operand.type for operand in operands])
     return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.{name}"), operands)
 
@@ -39,7 +39,7 @@ def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
 
 
 def in_order(b: ir.IRBuilder, x: Any) -> Any:
-    """Keep optimizations from taking a float32 result apart, as tasks are compiled to allow."""
+    """Stop LLVM from reassociating this float32 value; tasks are compiled with fast-math flags."""
     return call(b, f"arithmetic.fence.v{x.type.count}f32", x.type, x)
 
 
@@ -52,7 +52,7 @@ def larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 
 def shuffled(b: ir.IRBuilder, x: Any, y: Any, lanes: list[int]) -> Any:
-    """Return a vector of lanes of two, which are numbered on."""
+    """Return a vector of some lanes of x and y; the lanes of y are numbered after those of x."""
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
@@ -64,7 +64,7 @@ def splat(b: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
 
 
 class Loop:
-    """A loop of `step`s over [0, count) that runs at least once, with values carried along."""
+    """A loop over [0, count) in steps of `step` that runs at least once, with carried values."""
 
     def __init__(self, b: ir.IRBuilder, count: Any, step: int) -> None:
         self._b, self._count, self._step = b, count, step
@@ -83,7 +83,7 @@ class Loop:
         return value
 
     def end(self, following: list[Any]) -> None:
-        """Close the loop with each carried value's next one; they can be used after it."""
+        """Close the loop with the next value of each carried one; use these after the loop."""
         b = self._b
         index = b.add(self.index, i64(self._step))
         last = b.block

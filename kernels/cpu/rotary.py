@@ -1,6 +1,6 @@
-"""Heads after their projection: norm, rotation, and keys and values into the pool.
+"""Norm and rotate heads after their projection, and write keys and values to the pool.
 
-One pass over a token's query, key and value heads, while the first cache has them.
+One pass over a token's query, key and value heads, while they are in the L1 cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Arguments(NamedTuple):
     norm: int  # 0 for none
     eps: float
     slots: int
-    pool: int  # where the layer begins in the first block
+    pool: int  # address of the layer in the first block
     element: int
     block_bytes: int
     block_size: int
@@ -44,17 +44,19 @@ def rotate_and_append(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> Operation:
-    """Rotate queries where they lie; put keys, rotated, and values into the pool, in its dtype.
+    """Return the operation that rotates queries in place and writes rotated keys and values.
 
-    Pairs are (i, i + D / 2): (x, y) -> (x cos - y sin, y cos + x sin).
+    Keys and values go to the pool, in its dtype.  Pairs of dimensions (i, i + D / 2) are rotated:
+    (x, y) -> (x cos - y sin, y cos + x sin).
 
     Args:
-        heads: [T, Hq + 2 Hkv, D] float32, contiguous: queries, keys, values; keys are changed
-            too.  D is a multiple of 8.
+        heads: [T, Hq + 2 Hkv, D] float32, contiguous: queries, keys, values; keys are changed in
+            place too.  D is a multiple of 8.
         rotation: [T, 2, D / 2] float32, contiguous: cos, sin.
         pool: [N, L, 2, Hkv, B, D].
         slots: [T] int32.
-        norm: [Hq + Hkv, D] float32 weights by which each head is normalized before, or None.
+        norm: [Hq + Hkv, D] float32 weights of an RMS norm of each head before the rotation, or
+            None.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_tokens, num_heads, _ = heads.shape

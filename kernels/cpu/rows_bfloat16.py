@@ -1,6 +1,6 @@
-"""Rows that are computed in registers and written as bfloat16: attention weights, gated pairs.
+"""Compute rows in registers and write them as bfloat16: attention weights, gated pairs.
 
-In vectors of 16 numbers.
+Vectors have 16 numbers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from kernels.cpu.llvm import (
 from kernels.cpu.simd import PANEL, rounded
 from kernels.cpu.tasks import inner
 
-# Keys of a tile: more than in float32, for each costs a pass over the sums.
+# Keys of a tile: more than in float32, because each tile costs a pass over the sums.
 LONG_TILE = 128
-# Rows whose keys are weighed together: what comes of a row is a number, of four a vector.
+# Rows whose weights are computed together: four rows' numbers are one vector.
 ROWS = 4
-# Weights may be as large as 2 to this power: far from what a float32 sum cannot hold.
+# Weights may be as large as 2 to this power: a float32 sum of such weights is far from overflow.
 _SLACK = 32.0
 _LANES = 16
 _PARTS = LONG_TILE // _LANES
 _INTS, _FLOATS = ir.VectorType(I32, _LANES), ir.VectorType(F32, _LANES)
-# The best polynomial of its degree, 1 at 0: off by 1e-4, a twentieth of what a bfloat16 rounds.
+# The best polynomial of its degree for 2^x that is 1 at 0: its error, 1e-4, is a twentieth of
+# bfloat16's.
 _SERIES = [1.0, *(np.float32(c).item() for c in (0.69328294, 0.24221101, 0.05500887))]
 _MASK = ir.IntType(ROWS)
 _SHIFT = 1.5 * 2**23
@@ -52,16 +53,16 @@ _LOG2_E = np.float32(math.log2(math.e)).item()
 
 @inner
 def weigh_rows(scores: int, weights: int, bounds: int, state: int, kept: int) -> Any:
-    """Turn ROWS rows of LONG_TILE scores into bfloat16 weights.
+    """Turn ROWS rows of LONG_TILE scores into bfloat16 weights; return whether a base changed.
 
-    A weight is 2^(score - base), the base being a whole number that no score so far is above by
-    more than _SLACK: it is seldom changed, and that is exact.  `state` [ROWS, 2] is each row's base
-    and total so far; both are brought up to date.  Keys of a row outside its `bounds` [ROWS, 2]
-    int32 weigh nothing; 0 is no bounds.  Returns whether a base was changed; `kept` [ROWS] float32
-    is then what the rows' sums so far are to be multiplied with.
+    A weight is 2^(score - base).  A row's base is an integer that no score so far exceeds by more
+    than _SLACK, so it changes seldom, and rescaling by a power of 2 is exact.  `state` [ROWS, 2] is
+    each row's base and sum of weights so far; both are updated.  Keys outside a row's `bounds`
+    [ROWS, 2] int32 get weight 0; address 0 means no bounds.  If a base changed, `kept` [ROWS]
+    float32 is set to the factors by which the rows' sums so far must be multiplied.
     """
-    # In two passes: a processor that guesses that no base changes, as mostly none does, weighs
-    # before it knows the largest score.
+    # In two passes: a processor that predicts that no base changes, which is mostly right, computes
+    # weights before it has the largest score.
     if bounds == 0:
         is_changed = _raise_all(scores, state, kept)
         _weigh_all(scores, weights, state)
@@ -82,7 +83,7 @@ def _raise_some(b: ir.IRBuilder, scores: Any, bounds: Any, state: Any, kept: Any
 
 
 def _raise(b: ir.IRBuilder, scores: Any, bounds: Any | None, state: Any, kept: Any) -> Any:
-    """Raise the bases that a score is too far above; write what that makes of the totals so far."""
+    """Raise the bases that a score exceeds too far, and write the factors for sums so far."""
 
     highest = []
     for row in range(ROWS):
@@ -114,7 +115,7 @@ def _weigh_some(b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any, state: 
 
 
 def _weigh(b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any | None, state: Any) -> None:
-    """Write the weights; add those of a row to its total."""
+    """Write the weights, and add each row's weights to its total."""
 
     def add(x: Any, y: Any) -> Any:
         return in_order(b, b.fadd(x, y))
@@ -151,16 +152,16 @@ def _store_state(b: ir.IRBuilder, base: Any, total: Any, state: Any) -> None:
 def gate_pair(
     b: ir.IRBuilder, gate: Any, up: Any, out: Any, linear: Any, cubic: Any, limit: Any, shift: Any
 ) -> None:
-    """Write activation(gate) * up of PANEL numbers each as bfloat16; see `gated`."""
+    """Write activation(gate) * up of PANEL numbers as bfloat16; see `gated`."""
     _store_short(b, gated(b, gate, up, linear, cubic, limit, shift), out)
 
 
 def gated(
     b: ir.IRBuilder, gate: Any, up: Any, linear: Any, cubic: Any, limit: Any, shift: Any
 ) -> Any:
-    """Write activation(gate) * up of PANEL numbers each: float32, off by 1e-4 of it.
+    """Emit activation(gate) * up of PANEL float32 numbers, with a relative error of 1e-4.
 
-    The last four are those of `kernels.Activation`.
+    The last four parameters are the fields of `kernels.Activation`.
     """
     assert PANEL == _LANES
     most, least = splat(b, limit, _LANES), splat(b, b.fneg(limit), _LANES)
@@ -178,8 +179,8 @@ def gated(
 
 
 @instruction(types.void, types.int64, types.float32, types.int64, types.int64)
-def shorten(b: ir.IRBuilder, source: Any, factor: Any, target: Any, count: Any) -> None:
-    """Write float32 numbers, times a factor, as bfloat16; their count is a multiple of 16."""
+def write_bfloat16(b: ir.IRBuilder, source: Any, factor: Any, target: Any, count: Any) -> None:
+    """Write float32 numbers, times a factor, as bfloat16; `count` is a multiple of 16."""
     loop = Loop(b, count, _LANES)
     x = load(b, b.add(source, b.mul(loop.index, i64(4))), _FLOATS)
     _store_short(b, b.fmul(x, splat(b, factor, _LANES)), b.add(target, b.mul(loop.index, i64(2))))
@@ -191,7 +192,7 @@ def _score(b: ir.IRBuilder, scores: Any, row: int, part: int) -> Any:
 
 
 def _seen(b: ir.IRBuilder, bounds: Any, row: int) -> list[Any]:
-    """Return for each part of a row which of its keys are within the bounds."""
+    """Return for each part of a row a mask of the keys that are within the bounds."""
     start, stop = (
         splat(b, load(b, b.add(bounds, i64(8 * row + at)), I32), _LANES) for at in (0, 4)
     )
@@ -207,9 +208,9 @@ def _store_short(b: ir.IRBuilder, x: Any, address: Any) -> None:
 
 
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """Write 2^x as exactly as a bfloat16 can tell; 2^-126 where it is less than that."""
+    """Emit 2^x, as exact as bfloat16 can represent; 2^-126 for smaller results."""
     x = larger(b, x, vector_of(x.type, -126.0))
-    # The nearest whole number is what a float of this size has room for, in its last bits.
+    # Adding _SHIFT rounds to the nearest integer, which is then in the last bits.
     shifted = in_order(b, b.fadd(x, vector_of(x.type, _SHIFT)))
     part = b.fsub(x, in_order(b, b.fsub(shifted, vector_of(x.type, _SHIFT))))
     exponent = b.shl(b.bitcast(shifted, _INTS), vector_of(_INTS, 23))
@@ -220,23 +221,23 @@ def _exp2(b: ir.IRBuilder, x: Any) -> Any:
 
 
 def _power_of_two(b: ir.IRBuilder, x: Any) -> Any:
-    """Write 2^x for whole x <= 0; 0 where that is no normal float32."""
+    """Emit 2^x for integers x <= 0; 0 if the result is no normal float32."""
     ints = ir.VectorType(I32, x.type.count)
     exponent = b.fptosi(larger(b, x, vector_of(x.type, -127.0)), ints)
     return b.bitcast(b.shl(b.add(exponent, vector_of(ints, 127)), vector_of(ints, 23)), x.type)
 
 
 def _joined(vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """Sum a power of two of vectors pairwise."""
+    """Reduce a power of two of vectors to one, pairwise by `join`."""
     while len(vectors) > 1:
         vectors = [join(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
 
 
 def _joined_lanes(b: ir.IRBuilder, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """Return a vector with the sum of the lanes of each vector, added half by half.
+    """Return a vector with the lanes of each vector reduced by `join`, half by half.
 
-    A pair of vectors is joined in one, their halves side by side, until all are in one.
+    Two vectors are joined into one, their halves side by side, until one vector is left.
     """
     width = vectors[0].type.count
     while width > 1:

@@ -1,8 +1,8 @@
-"""Rows as int8 products take them: two planes of int8 and a scale, made in one pass.
+"""Quantize rows for int8 products: two planes of int8 and a scale, in one pass.
 
-A number is scale * (128 * high + low), with 14 bits and a sign where the row's largest is all ones:
-next to that what rounding takes away is nothing, and sums of planes are exact.  A row of them is
-the plane of the high parts, that of the low ones, and in its last four bytes the scale.
+A number is scale * (128 * high + low), which is 14 bits and a sign for the row's largest number, so
+the rounding error is negligible and sums of planes are exact.  A quantized row is the plane of the
+high parts, the plane of the low parts, and in its last four bytes the scale.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from kernels.cpu.simd import BFLOAT16, PANEL
 from kernels.cpu.tasks import inner
 from kernels.cpu.threads import for_each_row
 
-# What dtypes of rows are numbered on from `kernels.cpu.simd.ELEMENTS`.
+# The number of int8 rows, which follows those of `kernels.cpu.simd.ELEMENTS`.
 INT8 = len(ELEMENTS)
-# The largest number of a row: in its high plane 127, which w has at most as well.
+# The largest integer of a row: 127 in its high plane, as large as any weight.
 LARGEST = 127 * 128
-# Inputs of a step of the products; a line more keeps rows from lying a power of two apart.
+# Inputs of a step of the products.  A row is one step longer, so that rows are not a power of two
+# apart.
 _STEP = 64
 _LANES = PANEL
 _BYTES, _SHORTS = ir.VectorType(I8, _LANES), ir.VectorType(I16, _LANES)
 _INTS, _FLOATS = ir.VectorType(I32, _LANES), ir.VectorType(F32, _LANES)
-# A float32 from here on is a whole number, and its last bits are that number.
+# Adding this to a float32 rounds it to an integer, which is then in the last bits.
 _WHOLE, _WHOLE_BITS = 1.5 * 2**23, 0x4B400000
 _INFINITY_BITS = 0x7F800000
-# Rows whose largest is less are zero: the inverse of their scale has no float32.
+# Rows whose largest number is smaller are zero: the inverse of their scale is no float32.
 _LEAST = 2.0**-100
 
 
 def room_for_planes(num_rows: int, size: int) -> torch.Tensor:
-    """Return room for so many rows: [num_rows, 2 (size in whole steps + 64)] int8."""
+    """Return a buffer for quantized rows: [num_rows, 2 (size in whole steps + 64)] int8."""
     return torch.empty(num_rows, 2 * (-(-size // _STEP) * _STEP + _STEP), dtype=torch.int8)
 
 
@@ -68,11 +69,11 @@ class _Arguments(NamedTuple):
 
 
 def to_planes(x: torch.Tensor, out: torch.Tensor) -> Operation:
-    """Make out = x, each row as two planes and a scale.
+    """Return the operation that quantizes each row of x to two int8 planes and a scale in out.
 
     Args:
-        x: [T, K] float32 or bfloat16, rows as far apart as they like, K of whole panels.
-        out: [T, ...] of `room_for_planes`, for K or more.
+        x: [T, K] float32 or bfloat16, with any row stride, K a multiple of PANEL.
+        out: [T, ...] created by `room_for_planes` for K or more.
     """
     assert x.dtype in (torch.float32, torch.bfloat16) and x.stride(1) == 1
     assert x.shape[1] % PANEL == 0 and len(x) == len(out)
@@ -100,7 +101,7 @@ def _round_row(a: _Arguments, row: int, _: int) -> None:
 
 @inner
 def round_row(element: int, x: int, size: int, out: int, row: int, out_stride: int) -> None:
-    """Write `size` numbers, a multiple of PANEL, as planes and scale: the row `row` of out."""
+    """Quantize `size` numbers, a multiple of PANEL, to row number `row` of out."""
     to = out + row * out_stride
     if element == BFLOAT16:
         _round_bfloat16(x, size, to, out_stride)
@@ -126,10 +127,10 @@ def _round_bfloat16(b: ir.IRBuilder, x: Any, size: Any, to: Any, stride: Any) ->
 
 
 def _round(b: ir.IRBuilder, bits_at: Any, size: Any, to: Any, stride: Any) -> None:
-    """Write a row of which `bits_at` gives the bits of the float32 from an index on."""
+    """Quantize a row; `bits_at` returns the bits of _LANES float32 numbers from an index on."""
     loop = Loop(b, size, _LANES)
     most = loop.carry(vector_of(_INTS, 0))
-    # Without their signs, bits are ordered as numbers are, and those of a NaN come last.
+    # Without their signs, bits are ordered as numbers are, and NaN is the largest.
     most = _larger(b, most, b.and_(bits_at(loop.index), vector_of(_INTS, 0x7FFFFFFF)))
     loop.end([most])
     bits = call(b, f"vector.reduce.smax.v{_LANES}i32", I32, most)
@@ -138,7 +139,7 @@ def _round(b: ir.IRBuilder, bits_at: Any, size: Any, to: Any, stride: Any) -> No
     zero = ir.Constant(F32, 0.0)
     inverse = splat(b, b.select(is_nothing, zero, b.fdiv(limit, largest)), _LANES)
     scale = b.select(is_nothing, zero, b.fdiv(largest, limit))
-    # Whatever its integers are, a row that is not finite has no result.
+    # A row that is not finite gets the scale NaN, so its results are NaN.
     is_finite = b.icmp_signed("<", bits, ir.Constant(I32, _INFINITY_BITS))
     scale = b.select(is_finite, scale, ir.Constant(F32, float("nan")))
     store(b, scale, b.add(to, b.sub(stride, i64(4))))
@@ -165,13 +166,13 @@ def finish_sums(
     added: Any,
     out: Any,
 ) -> None:
-    """Write PANEL sums of products in float32: (128 high + low) scales + bias + what is added.
+    """Dequantize PANEL int32 sums to float32: (128 high + low) scales + bias + added.
 
-    All are addresses.  The int32 sums of the low plane lie `stride` bytes after those of the high
-    one; `bias` and `added` are 0 for none.
+    All arguments but `stride` are addresses; `bias` and `added` are 0 for none.  The sums of the
+    low plane are `stride` bytes after those of the high plane.
     """
     high, low = (b.sitofp(load(b, at, _INTS, 1), _FLOATS) for at in (sums, b.add(sums, stride)))
-    # 128 times a float32 is exact, so that it is the same whether rounded before it is added.
+    # A product with 128 is exact, so the sum is the same whether or not the compiler fuses both.
     total = in_order(b, b.fadd(b.fmul(high, vector_of(_FLOATS, 128.0)), low))
     row = splat(b, load(b, x_scale, F32), _LANES)
     scales = in_order(b, b.fmul(load(b, w_scales, _FLOATS, 1), row))
@@ -187,7 +188,7 @@ def finish_sums(
 def gate_floats(
     b: ir.IRBuilder, gate: Any, up: Any, out: Any, linear: Any, cubic: Any, limit: Any, shift: Any
 ) -> None:
-    """Write activation(gate) * up of PANEL numbers each as float32; see `gated`."""
+    """Write activation(gate) * up of PANEL numbers as float32; see `gated`."""
     store(b, gated(b, gate, up, linear, cubic, limit, shift), out)
 
 

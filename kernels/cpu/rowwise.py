@@ -1,6 +1,6 @@
-"""The steps between the matrices of a transformer, each in one pass over float32 rows on the CPU.
+"""The operations between a transformer's matrix products, each in one pass over float32 rows.
 
-Torch makes three to six passes, and as many tensors, of each of these.
+Torch needs three to six passes, and as many tensors, for each of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kernels.cpu.program import Operation
 from kernels.cpu.rows_int8 import INT8, round_row
 from kernels.cpu.simd import BFLOAT16, FLOAT32, PANEL, bytes_of, narrow
 from kernels.cpu.simd_int8 import QUAD
-from kernels.cpu.tasks import allocate, comparing, give_back, inner
+from kernels.cpu.tasks import allocate, comparing, free, inner
 from kernels.cpu.threads import for_each_row
 
 _MINUS_LOG2_E = np.float32(-1.4426950408889634)
@@ -55,15 +55,15 @@ def norm(
     *,
     is_added: bool = False,
 ) -> Operation:
-    """Make out = x / sqrt(mean(x^2) + eps) * weight, of the rows named or of all.
+    """Return the operation out = x / sqrt(mean(x^2) + eps) * weight for some rows or all.
 
-    If `is_added`, what out was, float32, is added.
+    If `is_added`, the result is added to the float32 `out`.
 
     Args:
-        x: [T, K] float32, contiguous; `weight` [K] likewise.
-        out: [R, K] float32 or bfloat16, rows as far apart as they like, or what
-            `Int8Weight.inputs` returns for K or more.
-        rows: [R] int32 rows of x; None where R is T.
+        x: [T, K] float32, contiguous; `weight` is [K], also float32.
+        out: [R, K] float32 or bfloat16 with any row stride, or a buffer from `Int8Weight.inputs`
+            for K or more.
+        rows: [R] int32 rows of x; None for all, where R is T.
     """
     arguments = _NormArguments(
         num_rows=len(out),
@@ -84,7 +84,7 @@ def norm(
 def _norm(a: _NormArguments, _thread: int) -> None:
     scratch = allocate(a.size * 4)
     for_each_row(a, _norm_row, scratch)
-    give_back(scratch)
+    free(scratch)
 
 
 @inner
@@ -122,7 +122,7 @@ class _GateArguments(NamedTuple):
 
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Operation:
-    """Make out = activation(gate) * up.
+    """Return the operation out = activation(gate) * up.
 
     Args:
         gate_up: [T, 2 K] float32, contiguous: gate first, then up.
@@ -164,11 +164,11 @@ class _EmbedArguments(NamedTuple):
     token_ids: int
     table: int
     element: int
-    scales: int  # of int8, one a row
+    scales: int  # of an int8 table, one for each row
     panel_bytes: int
-    together: int  # elements of a row that lie side by side
-    row_stride: int  # from a row to the next of its panel
-    stride: int  # from those elements of a row to the next
+    together: int  # adjacent elements of a row
+    row_stride: int  # from a row to the next in its panel
+    stride: int  # from one group of adjacent elements of a row to the next
     factor: float
     out: int
     taken: int = 0
@@ -180,10 +180,10 @@ def embed(
     out: torch.Tensor,
     factor: float = 1.0,
 ) -> Operation:
-    """Make out = the rows of weight times a factor, as float32.
+    """Return the operation that writes rows of weight, times a factor, to out as float32.
 
     Args:
-        token_ids: [T] int32; below zero: a row of zeros.
+        token_ids: [T] int32; a negative id gives a row of zeros.
         weight: [V, K], contiguous, or packed.
         out: [T, K] float32, contiguous.
     """
@@ -245,7 +245,7 @@ def _embed_row(a: _EmbedArguments, row: int, _: int) -> None:
 
 @comparing
 def largest(numbers: Any, start: int, stop: int, least: Any) -> Any:
-    """Return the largest of some numbers, but not less than `least`."""
+    """Return the largest of numbers[start:stop] and `least`."""
     for i in range(start, stop):
         least = numbers[i] if numbers[i] > least else least
     return least

@@ -1,9 +1,9 @@
-"""Inner loops that Numba would not vectorize by itself, written as LLVM instructions.
+"""Inner loops that Numba would not vectorize by itself, written as LLVM IR.
 
-Each builder returns a function for compiled loops over addresses (int64) in bytes.  16-bit elements
-are widened in registers: memory moves half the bytes, every product and sum is float32.  Vectors
-are 8 wide, or as wide as a panel; LLVM splits or joins them for the host.  Addresses need the
-alignment of their element only.
+Each builder returns a function for compiled loops that takes addresses (int64) and strides in
+bytes.  16-bit elements are widened in registers: memory transfers half the bytes, and every product
+and sum is float32.  Vectors are 8 wide, or as wide as a panel; LLVM splits or joins them for the
+processor.  Addresses need only the alignment of their element.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from kernels.cpu.llvm import (
 from kernels.cpu.tasks import inner
 
 WIDTH = 8
-# Columns of a panel: a vector of AVX-512, two of AVX2.
+# Columns of a panel: one vector of AVX-512, two of AVX2.
 PANEL = 16
-# Pairs of inputs that are added up before their sum is (see `pair_product`).
+# Pairs of inputs that are summed before the result is added to the accumulator (see
+# `pair_product`).
 PAIRS = 16
-# What weights, keys and values may be kept in; a loop is told which by its number here.
+# Dtypes of weights, keys and values; a loop takes the number of one as `element`.
 ELEMENTS = ("float32", "bfloat16", "float16")
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,22 +50,22 @@ _STORED = {"float32": F32, "bfloat16": I16, "float16": ir.HalfType()}
 
 @inner
 def bytes_of(element: int) -> int:
-    """Return the bytes of an element, given by its number."""
+    """Return the size in bytes of an element, given by its number."""
     return 4 if element == FLOAT32 else 2
 
 
 def panel_product(
     max_rows: int, num_panels: int = 1, *, prefetch: bool = False
 ) -> Callable[..., Any]:
-    """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
+    """Return a function that computes y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL].
 
     The function takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
-    panel_stride, later, later_stride): strides are bytes from k to k + 1 in w, from row to row in x
-    and y, and from panel to panel in w; x and y are float32, and y's panels lie side by side.  It
-    computes the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the
-    order of k, however many there are: a row alone is the same bits as that row among others.  With
-    `prefetch` it asks meanwhile for what is at `later` and as many panels, `later_stride` bytes on
-    with each k.
+    panel_stride, later, later_stride).  Strides are in bytes: from k to k + 1 in w, between rows of
+    x and of y, and between panels of w.  x and y are float32, and the panels of y are adjacent.
+    The first min(rows, max_rows) rows are computed, plus the earlier y if `is_added`; depth is
+    positive.  Every row is summed in the order of k, so it has the same bits alone and among other
+    rows.  With `prefetch` the function also prefetches as many panels from `later` on,
+    `later_stride` bytes for each k.
     """
 
     @instruction(types.void, *[types.int64] * 13)
@@ -87,7 +88,7 @@ def _write_each(
     lines: list[Any],
     write: Callable[[str, list[Any], list[Any]], None],
 ) -> None:
-    """Write a loop for each kind of element and number of rows, and the way to the right one."""
+    """Emit a loop for each element type and number of rows, and the switch that selects one."""
     end = b.append_basic_block("end")
     kinds = [b.append_basic_block(kind) for kind in ELEMENTS]
     to_kind = b.switch(element, kinds[-1])
@@ -106,10 +107,11 @@ def write_each_size(
     lines: list[Any],
     write: Callable[[list[Any], list[Any]], None],
 ) -> None:
-    """Write a loop for each number of rows, given where they begin, and the way to the right one.
+    """Emit a loop for each number of rows, and the switch that selects one.
 
     Args:
-        lines: x, from row to row of x, y, from row to row of y.
+        lines: Address of x, its row stride, address of y, its row stride.
+        write: Emits a loop, given the addresses of its rows of x and of y.
     """
     x, x_stride, y, y_stride = lines
     end = b.append_basic_block("end")
@@ -136,9 +138,9 @@ def _product(
     x_rows: list[Any],
     y_rows: list[Any],
 ) -> None:
-    """Write the loop of `panel_product` for these rows."""
+    """Emit the loop of `panel_product` for these rows."""
     w, w_stride, panel_stride, depth = operands
-    # A vector at a time: LLVM loads what it splits whole, and takes it apart in each round.
+    # Load a vector at a time: LLVM loads a longer one at once, and splits it in each iteration.
     lanes = PANEL if "+avx512f" in target_features() else WIDTH
     of_panel = PANEL // lanes
     cells = [(r, c) for r in range(len(x_rows)) for c in range(num_panels * of_panel)]
@@ -165,12 +167,13 @@ def _product(
 
 
 def pair_product(max_rows: int) -> Callable[..., Any]:
-    """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], plus what y was, from bfloat16.
+    """Return a function for y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL] from bfloat16.
 
-    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added): a step is
-    PAIRS pairs of k, of which w has `[16, PANEL, 2]` and a row of x `[16, 2]`; y is float32.  It
-    computes the first min(rows, max_rows) rows, in the order of a tile of the processor (see
-    `kernels.cpu.amx`): a step's products of even and of odd k are added up by themselves.
+    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added).  A step has PAIRS
+    pairs of k, for which w has `[16, PANEL, 2]` and a row of x `[16, 2]`; y is float32.  The first
+    min(rows, max_rows) rows are computed, plus the earlier y if `is_added`, in the order of the
+    processor's tiles (see `kernels.cpu.amx`): a step's products of even and of odd k are summed
+    separately.
     """
 
     @instruction(types.void, *[types.int64] * 8)
@@ -185,7 +188,7 @@ def pair_product(max_rows: int) -> Callable[..., Any]:
 def _pair_product(
     b: ir.IRBuilder, w: Any, num_steps: Any, is_added: Any, x_rows: list[Any], y_rows: list[Any]
 ) -> None:
-    """Write the loops of `pair_product` for these rows."""
+    """Emit the loops of `pair_product` for these rows."""
     cells = [(r, c) for r in range(len(x_rows)) for c in range(PANEL // WIDTH)]
     has_sums = b.icmp_signed("!=", is_added, i64(0))
     starts = [b.select(has_sums, _load(b, y_rows[r], c), _zero()) for r, c in cells]
@@ -217,7 +220,10 @@ def _pair_product(
 
 
 def _pair(b: ir.IRBuilder, address: Any, index: int | None) -> tuple[Any, Any]:
-    """Return the first and the second bfloat16 of a vector of pairs; of one pair in every lane."""
+    """Return the first and the second bfloat16 of each pair of a vector, widened to float32.
+
+    Without an index, one pair is repeated in every lane.
+    """
     if index is None:
         bits = splat(b, load(b, address, I32), WIDTH)
     else:
@@ -227,10 +233,11 @@ def _pair(b: ir.IRBuilder, address: Any, index: int | None) -> tuple[Any, Any]:
 
 
 def key_dots(max_rows: int) -> Callable[..., Any]:
-    """Return y[r, j] = sum over d of x[r, d] w[j, d], for four keys j and min(rows, max_rows) rows.
+    """Return a function that computes y[r, j] = sum over d of x[r, d] w[j, d] for four keys j.
 
-    The function takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys
-    lie where they like; depth is a positive multiple of WIDTH.  Sums are taken in one order.
+    The function takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows). Keys may be
+    at any address; depth is a positive multiple of WIDTH.  The first min(rows, max_rows) rows are
+    computed, and sums are added in a fixed order.
     """
 
     @instruction(types.void, *[types.int64] * 11)
@@ -245,7 +252,7 @@ def key_dots(max_rows: int) -> Callable[..., Any]:
 def _dots(
     b: ir.IRBuilder, keys: list[Any], depth: Any, element: str, x_rows: list[Any], y_rows: list[Any]
 ) -> None:
-    """Write the loop of `key_dots` for these rows."""
+    """Emit the loop of `key_dots` for these rows."""
     loop = Loop(b, depth, WIDTH)
     sums = [[loop.carry(_zero()) for _ in keys] for _ in x_rows]
     step, offset = (b.mul(loop.index, i64(size)) for size in (ELEMENT_BYTES[element], 4))
@@ -262,7 +269,7 @@ def _dots(
 
 @instruction(types.void, types.int64, types.int64, types.int64, types.int64)
 def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) -> None:
-    """Write float32 as the nearest 16-bit elements, the even one of two; a multiple of WIDTH."""
+    """Round float32 to the nearest 16-bit elements, ties to even; count a multiple of WIDTH."""
     kinds = {BFLOAT16: b.append_basic_block("bfloat16"), FLOAT16: b.append_basic_block("float16")}
     end = b.append_basic_block("end")
     b.cbranch(b.icmp_signed("==", element, i64(BFLOAT16)), kinds[BFLOAT16], kinds[FLOAT16])
@@ -279,15 +286,15 @@ def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) 
 
 @instruction(types.void, types.int64, types.int64, types.float32)
 def add_scaled(b: ir.IRBuilder, target: Any, source: Any, scale: Any) -> None:
-    """Add `scale` times PANEL float32 at an address to those at another."""
+    """Add `scale` times PANEL float32 numbers at `source` to those at `target`."""
     added, before = (_load(b, at, 0, lanes=PANEL) for at in (source, target))
     store(b, fma(b, splat(b, scale, PANEL), added, before), target)
 
 
 def rounded(b: ir.IRBuilder, x: Any) -> Any:
-    """Return the bits of the nearest bfloat16 of each lane; those of a NaN, quiet, for a NaN.
+    """Return the bits of the nearest bfloat16 of each lane; NaN becomes a quiet NaN.
 
-    A processor that has an instruction for it (AVX512-BF16) takes numbers below 2^-126 for zero.
+    A processor that has an instruction for it (AVX512-BF16) flushes numbers below 2^-126 to zero.
     """
     lanes = x.type.count
     shorts, ints = ir.VectorType(I16, lanes), ir.VectorType(I32, lanes)
@@ -297,13 +304,13 @@ def rounded(b: ir.IRBuilder, x: Any) -> Any:
     bits = b.bitcast(x, ints)
     last = b.and_(b.lshr(bits, vector_of(ints, 16)), vector_of(ints, 1))
     up = b.add(bits, b.add(last, vector_of(ints, 0x7FFF)))
-    # The carry of a NaN could make it a number.
+    # Rounding up could turn the bits of a NaN into another number.
     kept = b.select(b.fcmp_unordered("uno", x, x), b.or_(bits, vector_of(ints, 0x400000)), up)
     return b.trunc(b.lshr(kept, vector_of(ints, 16)), shorts)
 
 
 class _Bfloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -331,7 +338,7 @@ def _store(b: ir.IRBuilder, value: Any, address: Any, index: int) -> None:
 
 
 def _sums(b: ir.IRBuilder, vectors: list[Any]) -> Any:
-    """Add up each of four vectors: halves, then lanes (0, 2) and (1, 3), then these two."""
+    """Sum each of four vectors: first halves, then lanes (0, 2) and (1, 3), then these two sums."""
     halves = [
         b.fadd(shuffled(b, v, v, [0, 1, 2, 3]), shuffled(b, v, v, [4, 5, 6, 7])) for v in vectors
     ]

@@ -1,8 +1,8 @@
 """Vector sums of int8 products: exact in int32, so the same on every processor.
 
-A vector holds four inputs of each of 8 columns.  A processor with VNNI multiplies and adds them in
-one instruction, one with AVX2 in three; others do it four times in int32.  Both kinds of
-instructions take one side without a sign: x gives its own to w.
+A vector has four inputs of each of 8 columns.  A processor with VNNI multiplies and adds them in
+one instruction, one with AVX2 in three; others do it four times in int32.  The instructions of both
+take one operand without a sign, so the sign of x is moved to w.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
 from kernels.cpu.llvm import I8, I16, I32, Loop, call, i64, load, splat, store, vector_of
 from kernels.cpu.simd import PANEL, WIDTH, write_each_size
 
-# Inputs of a column that lie side by side.
+# Inputs of a column that are adjacent.
 QUAD = 4
 _QUAD_BYTES = PANEL * QUAD
 _INTS, _SHORTS = ir.VectorType(I32, WIDTH), ir.VectorType(I16, 2 * WIDTH)
@@ -28,7 +28,7 @@ _BYTES = ir.VectorType(I8, QUAD * WIDTH)
 
 @cache
 def ways() -> tuple[str, ...]:
-    """Return how the processor that loops are compiled for can do it, the best way first."""
+    """Return the methods that the processor that loops are compiled for has, the fastest first."""
     features = target_features()
     if "+avx2" not in features:
         return ("plain",)
@@ -37,11 +37,11 @@ def ways() -> tuple[str, ...]:
 
 
 def byte_product(max_rows: int, way: str | None = None) -> Callable[..., Any]:
-    """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], int32 from int8.
+    """Return a function for y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], int32 from int8.
 
-    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, later): a step is of 64 k, of
-    which w has `[16, PANEL, 4]`.  It computes the first min(rows, max_rows) rows and asks meanwhile
-    for another panel at `later`.  `way` is one of `ways`, by itself the best.
+    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, later).  A step has 64 of k,
+    for which w has `[16, PANEL, 4]`.  The first min(rows, max_rows) rows are computed, and another
+    panel is prefetched from `later`.  `way` is one of `ways`; None for the fastest.
     """
 
     @instruction(types.void, *[types.int64] * 8)
@@ -62,7 +62,7 @@ def _product(
     x_rows: list[Any],
     y_rows: list[Any],
 ) -> None:
-    """Write the loop of `byte_product` for these rows."""
+    """Emit the loop of `byte_product` for these rows."""
     vectors = range(PANEL // WIDTH)
     quads = Loop(b, b.mul(num_steps, i64(STEP_BYTES // _QUAD_BYTES)), 1)
     sums = [[quads.carry(vector_of(_INTS, 0)) for _ in vectors] for _ in x_rows]
@@ -82,7 +82,7 @@ def _product(
 
 
 def _add_products(b: ir.IRBuilder, way: str, total: Any, w: Any, x: Any) -> Any:
-    """Add four products of int8 to each int32."""
+    """Emit the addition of four int8 products to each int32."""
     if way == "plain":
         for byte in range(QUAD):
             total = b.add(total, b.mul(_byte(b, w, byte), _byte(b, x, byte)))
@@ -94,13 +94,13 @@ def _add_products(b: ir.IRBuilder, way: str, total: Any, w: Any, x: Any) -> Any:
     if way == "vnni":
         operands = (b.bitcast(it, _INTS) for it in (size, signed))
         return call(b, "x86.avx512.vpdpbusd.256", _INTS, total, *operands)
-    # Two products of 128 * 127 at most are within 16 bits.
+    # The sum of two products, 128 * 127 each at most, fits 16 bits.
     pairs = call(b, "x86.avx2.pmadd.ub.sw", _SHORTS, size, signed)
     ones = vector_of(_SHORTS, 1)
     return b.add(total, call(b, "x86.avx2.pmadd.wd", _INTS, pairs, ones))
 
 
 def _byte(b: ir.IRBuilder, quads: Any, index: int) -> Any:
-    """Return one int8 of each four as int32."""
+    """Return one int8 of each group of four as int32."""
     high = b.shl(quads, vector_of(_INTS, 24 - 8 * index))
     return b.ashr(high, vector_of(_INTS, 24))

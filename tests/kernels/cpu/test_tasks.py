@@ -25,7 +25,7 @@ from kernels.cpu.tasks import (
     Shared,
     allocate,
     compiled,
-    give_back,
+    free,
     layout_of,
     record_of,
     records_at,
@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tasks.say_not_kept.cache_clear()
+    tasks.warn_not_cached.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     break_it(tmp_path, monkeypatch)
     for _ in range(2):
@@ -332,9 +332,9 @@ def _take_rooms(a: _Rooms, _thread: int) -> None:
         other = allocate(1000)
         longs_at(a.found)[index] = other
         longs_at(other)[0] = -1
-        give_back(other)
+        free(other)
     longs_at(a.found)[a.num_rooms] = longs_at(first)[0]
-    give_back(first)
+    free(first)
 
 
 def test_memory_is_a_tasks_own_until_it_gives_it_back() -> None:
