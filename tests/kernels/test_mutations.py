@@ -62,7 +62,7 @@ ATTENTION = {
         "  __syncthreads();\n#pragma unroll",
     ),
     "no fence before a ticket": (
-        "  __threadfence();  // what this thread published, others see before the ticket",
+        "  __threadfence();  // others see what this thread published before the ticket",
         "",
     ),
     "the first to arrive combines": (
@@ -192,7 +192,7 @@ SAMPLING = {
     "no carry": (" + (before + low < before)", ""),
     "a column is left out": ("i < 32 && digit >= 0", "i < 31 && digit >= 0"),
     "top_p is of no weight": ("max(share_of(of.top_p, all), (u64)1)", "share_of(of.top_p, all)"),
-    "what is under the border passes": ("key < least ? 0 : weight(key)", "weight(key)"),
+    "what is under the threshold passes": ("key < least ? 0 : weight(key)", "weight(key)"),
     "a draw of 0 takes the first": ("share_of(of.uniform, all) + 1", "share_of(of.uniform, all)"),
     "the last of equals": ("32 | ~(u32)token", "32 | (u32)token"),
     "a tiny temperature is infinite": (", 1.7976931348623157e308);", ", 1.0 / 0.0);"),
