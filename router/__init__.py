@@ -1,1 +1,1 @@
-"""Ingress and placement: HTTP and raw TCP in, frames to the workers out."""
+"""The router: accepts requests over HTTP and raw TCP, and places them on workers."""

@@ -1,4 +1,4 @@
-"""`python -m router`: take requests over HTTP and raw TCP, and place them on workers."""
+"""`python -m router`: accept requests over HTTP and raw TCP, and place them on workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    """Run to the end and return the exit status."""
-    # Imported objects are never garbage.  Frozen, they cost the collector nothing: 60 ms before.
+    """Run the router until it ends and return the exit status."""
+    # Imported objects are never garbage.  Freezing them saves 60 ms in each full collection.
     gc.disable()
     try:
         from router.start import start
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
         gc.freeze()
         gc.enable()
         return start(argv)
-    except KeyboardInterrupt:  # while modules are imported, which takes a second
+    except KeyboardInterrupt:  # during the imports, which take a second
         return 128 + signal.SIGINT
 
 

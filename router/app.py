@@ -1,9 +1,11 @@
 """One router process: starts and stops the bus, HTTP, raw TCP and the local workers.
 
-start   the bus, raw TCP, HTTP, then the local workers; endpoints go to the log and `ready_file`
-drain   `/readyz` is 503 and new requests are refused; open ones have `drain_s` to end and be
-        read by their clients
-close   raw TCP and HTTP, then the local workers, and last the bus, over which these leave
+start   starts the bus, raw TCP, HTTP, then the local workers, and writes the endpoints to the log
+        and to `ready_file`
+drain   `/readyz` returns 503 and new requests are refused; open requests have `drain_s` to end and
+        to be received by their clients
+close   closes raw TCP and HTTP, then stops the local workers, and last closes the bus, which the
+        workers need to deregister
 """
 
 from __future__ import annotations
@@ -54,18 +56,18 @@ from wire.process.settings import EX_CONFIG, ConfigError
 
 log = structlog.get_logger("router")
 
-# Between two checks of deadlines and heartbeats.
+# The longest interval between two checks of deadlines and heartbeats.
 MAX_TICK_S: Final = 0.1
-# Between two checks whether the drain is over.
+# The interval between two checks whether all requests have ended during a drain.
 DRAIN_TICK_S: Final = 0.02
-# Between two reports to systemd.
+# The interval between two status reports to systemd.
 REPORT_S: Final = 1.0
-# Open files besides client connections: workers, 128 unauthenticated bus connections, keys.
+# Files to reserve besides client connections: workers, 128 unauthenticated bus peers, keys.
 OTHER_FILES: Final = 256
 
 
 class Router:
-    """All parts of the process; `endpoints` are known after `start`."""
+    """All parts of a router process; `start` sets `endpoints`."""
 
     def __init__(
         self,
@@ -113,8 +115,8 @@ class Router:
     def _application(self, model_path: Path) -> Application:
         config = self.config
         defaults = read_defaults(config.generation_config, model_path)
-        if defaults.said:
-            log.info("sampling defaults", file=config.generation_config, **defaults.said)
+        if defaults.non_neutral:
+            log.info("sampling defaults", file=config.generation_config, **defaults.non_neutral)
         return Application(
             model=ServedModel(
                 config.model_name,
@@ -144,7 +146,7 @@ class Router:
 
     @property
     def try_this(self) -> str:
-        """A shell command for a first completion."""
+        """An example shell command that requests a completion."""
         return try_this(
             self.endpoints["http"],
             self.config.model_name,
@@ -154,15 +156,15 @@ class Router:
 
     @property
     def state(self) -> ProcessState:
-        """The state of this process; draining does not make it unready here."""
+        """The state of this process, without draining as a reason for not being ready."""
         return state_of(self.fleet, self.dispatcher, time.monotonic())
 
     async def start(self) -> None:
-        """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
+        """Bind all endpoints and start the local workers.  Raises OSError, naming the endpoint."""
         config, is_shared = self.config, self._siblings is not None
         self.endpoints["bus"] = self._hub.bind(config.bus)
         if self._siblings is not None and self._siblings.assignment.is_again:
-            await self._until_joined()
+            await self._wait_for_workers()
         with named("--tcp", config.tcp):
             self._tcp = await serve_tcp(
                 *split_address(config.tcp),
@@ -181,12 +183,12 @@ class Router:
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
         with named("--http", config.http):
-            bounds = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
+            http_limits = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
             address = split_address(config.http)
             self._http = HttpServer(
                 self.application,
                 *address,
-                bounds,
+                http_limits,
                 self._tls,
                 is_shared=is_shared,
                 on_slow_client=self.application.metrics.on_slow_client,
@@ -208,10 +210,10 @@ class Router:
         announce(config, self.endpoints)
 
     async def until_stopped(self, stop: asyncio.Event) -> bool:
-        """Serve until asked to stop; return False if a part of the router broke before.
+        """Serve until `stop` is set.  Return False if a part of the router failed before.
 
         Raises:
-            ConfigError: The settings cannot work.
+            ConfigError: The router cannot work with these settings.
         """
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -223,11 +225,11 @@ class Router:
         return stopped in done
 
     async def drain(self) -> None:
-        """Refuse new requests, and wait up to `drain_s` for the open ones to end and be sent."""
+        """Refuse new requests, and wait up to `drain_s` until all responses were sent."""
         self.application.draining = self.dispatcher.is_draining = True
         try:
             async with asyncio.timeout(self.config.drain_s):
-                # uvicorn has no event for slow readers.
+                # uvicorn has no event for the end of all responses.
                 while self._num_open or self._is_answering:  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_TICK_S)
         except TimeoutError:
@@ -246,7 +248,7 @@ class Router:
         return any(server is not None and server.is_answering for server in (self._tcp, self._http))
 
     async def close(self) -> None:
-        """Close everything; requests that are still open end with an error."""
+        """Close everything; requests that are still open fail."""
         self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router was told to stop at once")
         if self._tcp is not None:
             await self._tcp.close(FLUSH_S)
@@ -263,8 +265,8 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._hub.close(FLUSH_S)
 
-    async def _until_joined(self) -> None:
-        """Wait for the workers for REJOIN_S at most; meanwhile the other processes serve."""
+    async def _wait_for_workers(self) -> None:
+        """Wait at most REJOIN_S for workers to join; meanwhile other processes serve clients."""
         deadline = time.monotonic() + REJOIN_S
         while self.state.reasons and time.monotonic() < deadline:
             self.bus.tick()
@@ -288,7 +290,7 @@ class Router:
 
 
 def limits(config: Config, num_tokens: int | None = None) -> Limits:
-    """Return the core's limits from the settings and the size of the vocabulary."""
+    """Return the limits of the core; `num_tokens` is the size of the vocabulary, if known."""
     return Limits(
         max_waiting=config.max_waiting,
         max_running_per_worker=config.max_running_per_worker,
@@ -308,11 +310,11 @@ async def serve(
     stop: asyncio.Event,
     siblings: Siblings | None = None,
 ) -> int:
-    """Run a router until asked to stop; return the exit status."""
+    """Run a router process until `stop` is set; return the exit status."""
     if siblings is not None:
         await siblings.begin()
-        it = siblings.assignment
-        config = config.for_process(it.num_processes, http=it.http, tcp=it.tcp, bus=it.bus)
+        own = siblings.assignment
+        config = config.for_process(own.num_processes, http=own.http, tcp=own.tcp, bus=own.bus)
     config = with_room(config, allow_many_files())
     try:
         router = Router(config, model_path, model_fingerprint, siblings)
@@ -337,21 +339,21 @@ async def serve(
 
 
 def allow_many_files() -> int:
-    """Raise the limit on open files as far as the system allows, and return it."""
+    """Raise the limit on open files as far as the system allows, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(OSError, ValueError):  # macOS has a lower limit than it says
+        with suppress(OSError, ValueError):  # macOS enforces a lower limit than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def with_room(config: Config, num_files: int) -> Config:
-    """Return settings with fewer connections if only `num_files` may be open.
+    """Lower `max_connections` in the settings if at most `num_files` files may be open.
 
-    Workers' connections and reading of changed key files need some too.
+    Some files are reserved for connections of workers and for reading changed key files.
     """
-    # HTTP and raw TCP each, and with TLS as many handshakes again.
+    # HTTP and raw TCP have this limit each, and with TLS their handshakes have it too.
     num_kinds = 4 if config.tls_cert else 2
     most = max(1, (num_files - min(OTHER_FILES, num_files // 2)) // num_kinds)
     if most >= config.max_connections:
@@ -365,7 +367,7 @@ def with_room(config: Config, num_files: int) -> Config:
 
 
 def split_address(endpoint: str) -> tuple[str, int]:
-    """Return the host and port to bind.  Raises ValueError."""
+    """Split an endpoint into the host and the port to bind.  Raises ValueError."""
     host, port = split_endpoint(endpoint)
     return "0.0.0.0" if host == "*" else host, port
 
@@ -376,7 +378,7 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 @contextmanager
 def named(flag: str, endpoint: str) -> Iterator[None]:
-    """Add the flag and the endpoint to an OSError of the body."""
+    """Add the flag and the endpoint to an OSError that the `with` body raises."""
     try:
         yield
     except OSError as error:
@@ -384,18 +386,18 @@ def named(flag: str, endpoint: str) -> Iterator[None]:
 
 
 def announce(config: Config, endpoints: dict[str, str]) -> None:
-    """Write the endpoints to the log and, atomically, to `ready_file`.
+    """Write the endpoints to the log, and atomically to `ready_file`.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     if (path := config.ready_file) is not None:
-        part = path.parent / f"{path.name}.part"
+        temporary = path.parent / f"{path.name}.part"
         try:
-            part.write_text(json.dumps(endpoints) + "\n")
-            part.replace(path)
+            temporary.write_text(json.dumps(endpoints) + "\n")
+            temporary.replace(path)
         except OSError as error:
             with suppress(OSError):
-                part.unlink()
+                temporary.unlink()
             raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None
     log.info("listening", **endpoints, model=config.model_name, processes=config.processes)

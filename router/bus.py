@@ -1,7 +1,7 @@
-"""The router's end of the bus: workers join, send heartbeats, drain and are lost.  SPEC 5.
+"""The router's end of the bus, on which workers join, send heartbeats and drain.  SPEC 5.
 
-Frames about requests go to `Dispatcher`.  An unknown peer is asked for HELLO; one that breaks the
-protocol is dropped and has to join again.
+Frames about requests go to `Dispatcher`.  An unknown peer gets an error that tells it to send
+HELLO.  A peer that violates the protocol is disconnected and must join again.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from wire.payloads import (
 
 log = structlog.get_logger("router")
 
-# The only role that sends each of these frames.
+# For each of these frames, the only role that sends it.
 _ANSWERED_BY: Final = {
     Tag.PREFILL_DONE: Role.PREFILL,
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }
-# Longer messages would delay the event loop.  The longest regular one has 1.4 MiB, the logprobs of
-# MAX_HEADERS tokens.
+# Longer messages would delay the event loop.  The longest valid message, with the logprobs of
+# MAX_HEADERS tokens, has 1.4 MiB.
 MAX_MESSAGE_BYTES: Final = 2 << 20
 
 
 class Bus:
-    """The messages of the one bound socket that all workers connect to.
+    """Handles the messages of the socket that all workers connect to.
 
-    `transmit(peer, parts)` sends and may raise WireError; `forget(peer)` drops the connection and
-    its queued messages.  The owner calls `on_message` and `on_lost` for the socket, and `tick`
-    several times a second.
+    `transmit(peer, parts)` sends a message and may raise WireError.  `forget(peer)` closes a
+    connection and drops its queued messages.  The owner of the socket must call `on_message` and
+    `on_lost`, and `tick` several times a second.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Bus:
         self._epoch = request_ids.epoch
         self._clock = clock
         self._next_beat = 0.0
-        # Workers whose queue is full; dropped by `tick`, because callers of `send` still use them.
+        # Workers whose send queue is full; `tick` drops them, as callers of `send` still use them.
         self._stuck: set[bytes] = set()
-        self._warned_of: list[str] = []  # kinds of arithmetic
+        self._warned_of: list[str] = []  # the kinds of arithmetic in the last warning
 
     def send(self, peer: bytes, frames: Frame | Sequence[Frame], *payload: Buffer) -> None:
-        """Send to a worker; one that is gone is reported by the socket or by missed heartbeats."""
+        """Send to a worker.  If it is gone, do nothing: `on_lost` or `tick` will remove it."""
         try:
             self._transmit(peer, encode(frames, *payload))
         except PeerLost:
@@ -109,7 +109,7 @@ class Bus:
         self.lose(peer, "its connection closed")
 
     def lose(self, peer: bytes, reason: str) -> None:
-        """Remove a worker and fail its attempts; unknown peers are ignored."""
+        """Remove a worker and fail its attempts.  Ignore an unknown peer."""
         worker = self.fleet.get(peer)
         if worker is None:
             return
@@ -121,7 +121,7 @@ class Bus:
         self._on_removed(worker)
 
     def tick(self) -> None:
-        """Send due heartbeats; drop workers that stopped sending or reading."""
+        """Send heartbeats when due, and remove workers that stopped sending or reading."""
         now = self._clock()
         for worker in self.fleet.overdue(now):
             self.lose(worker.identity, f"silent for {now - worker.last_heard:.1f} s")
@@ -137,13 +137,14 @@ class Bus:
         self.dispatcher.tick()
 
     def send_error(self, peer: bytes, code: ErrorCode, message: str) -> None:
-        """Send a peer an error about its connection."""
-        # By then the rank is free if its worker is dead.
+        """Send an error about the connection to a peer."""
+        # After that time the rank is free if the worker that has it is dead.
         again_s = self.fleet.fence_s if code is ErrorCode.FENCED else None
         detail = ErrorDetail(message=message, stage="router", retry_after_s=again_s)
         self.send(peer, Error(0, code), encode_map(detail))
 
     def _dispatch(self, worker: Worker, message: Message) -> None:
+        """Handle a message of a registered worker."""
         frame, worker.last_heard = message.frame, self._clock()
         if _ANSWERED_BY.get(frame.tag, worker.role) is not worker.role:
             raise RemoteProtocolError(f"{worker.name} is not one that sends {frame.tag.name}")
@@ -166,6 +167,7 @@ class Bus:
             self.dispatcher.on_message(worker.identity, message)
 
     def _on_hello(self, peer: bytes, hello: Hello, body: Buffer) -> None:
+        """Register a worker and send WELCOME and PEERS, or refuse it with an error."""
         try:
             check_version(hello)
             detail = decode_map(HelloDetail, body)
@@ -198,7 +200,7 @@ class Bus:
             self._send_peers([worker])
 
     def _compare_arithmetic(self) -> None:
-        """Warn once about workers whose outputs may differ."""
+        """Log a warning if workers may compute different outputs, once per set of workers."""
         names = self.fleet.arithmetics
         if len(names) > 1 and names != self._warned_of:
             self._warned_of = names
@@ -223,7 +225,7 @@ class Bus:
 
     def _on_removed(self, worker: Worker) -> None:
         if worker.role is Role.DECODE:
-            # If the same identity has joined again, `_on_hello` adds it after this.
+            # If a worker with the same identity has joined, `_on_hello` adds it again later.
             self.index.remove(worker.identity)
             self._send_peers(self.fleet.live(Role.PREFILL))
         self.dispatcher.on_lost(worker.identity)

@@ -1,6 +1,6 @@
-"""The settings of a router: a field is a flag and the variable ``BATON_<NAME>``.
+"""The router's settings: each can be set by a flag or by the variable ``BATON_<NAME>``.
 
-A port may be 0: the bound endpoints are in the log and in `ready_file`.
+Port 0 binds any free port; the bound endpoints are written to the log and to `ready_file`.
 """
 
 from __future__ import annotations
@@ -45,118 +45,123 @@ NumWorkers = Annotated[int, Field(ge=0, le=64)]
 class Config(SharedSettings):
     """Take requests over HTTP and raw TCP and place them on prefill and decode workers."""
 
-    # What is served.
-    served_model_name: str = setting("", "the name clients use; empty: taken from --model")
+    # The model.
+    served_model_name: str = setting("", "the model name for clients; empty: taken from --model")
 
     generation_config: str = setting(
         "auto",
-        "what requests are sampled with that do not say: auto is what the model's "
-        "generation_config.json recommends, none is temperature 1 and no filter, else a directory "
-        "with such a file",
+        "the default sampling settings of requests: auto uses the model's generation_config.json, "
+        "none means temperature 1 without filters, else a directory with such a file",
     )
 
     tool_call_parser: Literal[TOOL_CALL_PARSERS] = setting(  # type: ignore[valid-type]
-        AUTO, "how the model writes calls of tools; auto: as its chat template shows"
+        AUTO, "the format in which the model writes tool calls; auto: from its chat template"
     )
     reasoning_parser: Literal[REASONING_PARSERS] = setting(  # type: ignore[valid-type]
         AUTO,
-        "how the model marks what it thinks before it answers; auto: as its chat template shows",
+        "the format in which the model marks its reasoning; auto: from its chat template",
     )
 
     trust_request_chat_template: bool = setting(
         False,
-        "let requests bring a chat template: one can compute for ever, so only where all who ask "
-        "are trusted",
+        "accept chat templates in requests; a template may run forever, so only if all clients are "
+        "trusted",
     )
 
-    # Where.
-    http: str = setting("127.0.0.1:8000", "HOST:PORT of the OpenAI API")
-    tcp: str = setting("127.0.0.1:8001", "HOST:PORT of raw TCP clients")
+    # Endpoints.
+    http: str = setting("127.0.0.1:8000", "HOST:PORT for the OpenAI API")
+    tcp: str = setting("127.0.0.1:8001", "HOST:PORT for raw TCP clients")
     bus: str = setting("tcp://127.0.0.1:5570", "ZeroMQ endpoint that workers connect to")
     ready_file: Path | None = setting(
-        None, "write the bound endpoints there as one JSON line once listening"
+        None, "file for the bound endpoints, as one JSON line once listening"
     )
 
-    # Who may connect.
+    # Access control.
     api_keys: Path | None = setting(
         None,
-        "file with the API keys of clients, one a line; none: the systemd credential api_keys, if "
-        "there is one",
+        "file with the API keys of clients, one per line; none: the systemd credential api_keys, "
+        "if there is one",
     )
     tls_cert: Path | None = setting(None, "certificate chain (PEM) for HTTP and raw TCP")
     tls_key: Path | None = setting(None, "its private key (PEM)")
     allowed_origins: str = setting(
-        "", "web pages that may ask, with commas between: https://chat.example.org; *: any"
+        "",
+        "web pages that may send requests, separated by commas: https://chat.example.org; *: any",
     )
     allowed_hosts: str = setting(
         "",
-        "host names that clients may use for this router, with commas between, beside localhost, "
-        "this machine's name and addresses; *: any. No other is answered without API keys",
+        "host names that clients may use for this router, separated by commas, besides localhost, "
+        "this machine's name and addresses; *: any. Without API keys, others are refused",
     )
-    insecure: bool = setting(False, "allow listening beyond this machine without keys")
+    insecure: bool = setting(False, "allow endpoints that other machines can reach without keys")
 
     # Limits.
     max_waiting: int = setting(1024, "requests that may wait for a worker", ge=0)
     max_running_per_worker: int = setting(
-        256, "requests placed on one worker at a time; the rest wait here", ge=1
+        256, "requests on one worker at a time; others are queued", ge=1
     )
     max_connections: int = setting(
-        4096, "connections of HTTP clients, and of raw TCP clients", ge=1
+        4096, "limit for HTTP connections, and for raw TCP connections", ge=1
     )
-    max_requests_per_connection: int = setting(256, "open requests of one raw TCP connection", ge=1)
+    max_requests_per_connection: int = setting(256, "open requests on one raw TCP connection", ge=1)
 
     max_body_bytes: int = setting(
         MAX_BODY_BYTES,
-        "largest body of an HTTP request; beyond the default one may delay the others",
+        "largest HTTP request body; one over the default may delay other clients",
         ge=1024,
         le=64 * 1024 * 1024,
     )
     max_kept_responses: int = setting(
-        MAX_RESPONSES, "responses that later ones can go on from (previous_response_id)", ge=0
+        MAX_RESPONSES, "stored responses that requests can continue (previous_response_id)", ge=0
     )
     max_kept_bytes: int = setting(
-        MAX_BYTES, "of all responses that are kept; who keeps most makes room", ge=0
+        MAX_BYTES,
+        "size of all stored responses; beyond it, the client with the most loses some",
+        ge=0,
     )
     max_attempts: int = setting(
-        4, "tries of a request when workers fail; 1: no failover", ge=1, le=16
+        4, "attempts per request when workers fail; 1: no failover", ge=1, le=16
     )
 
-    # Times.
-    heartbeat_ms: int = setting(1000, "between heartbeats, both ways", ge=10, le=60_000)
+    # Timeouts and intervals.
+    heartbeat_ms: int = setting(1000, "interval of heartbeats in both directions", ge=10, le=60_000)
     lease_ms: int = setting(
-        30_000, "how long an idle transfer or hold is kept", ge=100, le=3_600_000
+        30_000,
+        "how long an idle transfer, or a request without DECODE_REQUEST, is kept",
+        ge=100,
+        le=3_600_000,
     )
     stall_ms: int = setting(
         60_000,
-        "a worker whose step takes longer is stuck: its requests go elsewhere",
+        "a worker with a longer step is stalled: its requests move to other workers",
         ge=100,
         le=3_600_000,
     )
     queue_timeout_ms: int = setting(
-        30_000, "longest wait for a worker with room", ge=1, le=3_600_000
+        30_000, "longest wait for a worker with capacity", ge=1, le=3_600_000
     )
     deadline_ms: int = setting(
-        600_000, "of a request that sets no deadline_ms itself", ge=1, le=2**31 - 1
+        600_000, "default deadline of requests, unless they set deadline_ms", ge=1, le=2**31 - 1
     )
     grace_s: float = setting(
         5.0,
-        "for the headers of a request, and the first frame of a raw TCP client",
+        "timeout for the headers of a request and the first frame of a raw TCP client",
         gt=0.0,
         le=600.0,
     )
     idle_s: float = setting(
         120.0,
-        "silence of a client with no request; keep it longer than clients do (5 s)",
+        "timeout of idle connections; keep it longer than that of clients (5 s)",
         gt=0.0,
         le=86_400.0,
     )
 
-    # Processes of our own, and workers.
+    # Router processes and local workers.
     processes: int = setting(
         1,
-        "router processes that share --http and --tcp (Linux). Each has a bus of its own, on the "
-        "ports from that of --bus on, and its part of the limits on connections, waiting and "
-        "running requests, and kept responses",
+        "router processes that share --http and --tcp (Linux). Each has its own bus, on "
+        "consecutive ports from that of --bus on, and its share of the limits on connections, "
+        "waiting and running requests, and stored responses",
         ge=1,
         le=64,
     )
@@ -165,11 +170,11 @@ class Config(SharedSettings):
     )
     local_cores: Sharing = setting(
         "auto",
-        "cores of the local workers: auto is one node for each, and there some of its own if there "
-        "are enough; split is some of its own, however few; shared is all for all",
+        "CPU cores of the local workers: auto gives each worker a NUMA node and, if it has enough, "
+        "cores of its own; split always gives own cores; shared never does",
     )
     worker_args: str = setting(
-        "", "more flags of the local workers, quoted as for a shell: '--num-blocks 64'"
+        "", "more flags for the local workers, quoted as in a shell: '--num-blocks 64'"
     )
 
     @field_validator("local", mode="wrap")
@@ -189,6 +194,7 @@ class Config(SharedSettings):
     @field_validator("worker_args")
     @classmethod
     def _check_worker_args(cls, flags: str, info: ValidationInfo) -> str:
+        """Refuse flags that must differ between local workers."""
         words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
         prefills, decodes = info.data.get("local", (0, 0))
         both = prefills + decodes
@@ -206,6 +212,7 @@ class Config(SharedSettings):
 
     @model_validator(mode="after")
     def _refuse_open_ports(self) -> Self:
+        """Refuse endpoints that other machines can reach without keys, unless `insecure`."""
         has_keys = self.keys is not None or credential("router.key") is not None
         has_api_keys = self.api_keys is not None or credential("api_keys") is not None
         make_api_keys = "make one with scripts/keys --api-key FILE and say --api-keys FILE"
@@ -242,7 +249,7 @@ class Config(SharedSettings):
         return self
 
     def bus_of(self, index: int) -> str:
-        """Return the bus endpoint of one process: the next port, or the path with a suffix."""
+        """Return the bus endpoint of a process: the port plus `index`, or a path with a suffix."""
         start, colon, port = self.bus.rpartition(":")
         if index and self.bus.startswith("ipc://"):
             return f"{self.bus}-{index}"
@@ -250,7 +257,7 @@ class Config(SharedSettings):
         return f"{start}{colon}{int(port) + index}" if is_counted else self.bus
 
     def for_process(self, num_processes: int, **endpoints: str) -> Self:
-        """Return the settings of one of so many processes, with its part of limits, rounded up."""
+        """Return the settings of one of several processes, with its share of limits, rounded up."""
         divided = (
             "max_waiting",
             "max_running_per_worker",
@@ -258,30 +265,30 @@ class Config(SharedSettings):
             "max_kept_responses",
             "max_kept_bytes",
         )
-        parts = {name: -(-getattr(self, name) // num_processes) for name in divided}
+        shares = {name: -(-getattr(self, name) // num_processes) for name in divided}
         of_parent = {"local": (0, 0), "ready_file": None}
-        return self.model_copy(update={**parts, **of_parent, **endpoints})
+        return self.model_copy(update={**shares, **of_parent, **endpoints})
 
     @property
     def origins(self) -> list[str]:
-        """`allowed_origins`, one by one."""
+        """The list in `allowed_origins`."""
         return [origin for each in self.allowed_origins.split(",") if (origin := each.strip())]
 
     @property
     def hosts(self) -> list[str]:
-        """`allowed_hosts` one by one, this machine's name, and the host that HTTP is bound to."""
+        """The list in `allowed_hosts`, this machine's name, and the host that HTTP is bound to."""
         named = [host for each in self.allowed_hosts.split(",") if (host := each.strip())]
         bound, _ = split_endpoint(self.http)
         return [*named, socket.gethostname(), *([] if bound == "*" else [bound])]
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients: `served_model_name`, or the last part of `model`."""
+        """The name of the model for clients: `served_model_name`, or the last part of `model`."""
         return self.served_model_name or super().model_name
 
 
 def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``, for a bus also ``ipc://``.
+    """Split ``HOST:PORT`` or ``tcp://HOST:PORT``, for a bus also ``ipc://``, into host and port.
 
     Raises:
         ValueError: The endpoint is malformed; the message names the flag.
@@ -301,4 +308,4 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # A name or "*": it may resolve to anything.
+        return False  # A host name, which may resolve to any address, or "*".

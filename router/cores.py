@@ -1,13 +1,12 @@
-"""The cores of each local worker.  Pure.
+"""Assigns CPU cores to the local workers.  This module does no I/O.
 
-| cores | each worker has |
-|---|---|
-| several nodes | one node: decode workers are spread over them first, then prefill workers |
-| `ENOUGH` physical cores or more for each worker of a node | some of its own |
-| fewer | all of the node's, with a thread for each |
+On a machine with several NUMA nodes, each worker runs on one node: first decode workers, then
+prefill workers are spread over the nodes.  If a node has `ENOUGH` physical cores or more for each
+of its workers, each worker gets cores of its own.  Otherwise all workers of the node share its
+cores, with one thread per core.
 
-Workers on their own cores do not slow each other down, but unused cores are idle, so few cores are
-shared (figures in DECISIONS.md).
+Workers on separate cores do not slow each other down, but the cores of an idle worker are wasted,
+so a small number of cores is shared (measurements in DECISIONS.md).
 """
 
 from __future__ import annotations
@@ -17,39 +16,41 @@ from math import inf
 from typing import Final, Literal
 
 Sharing = Literal["auto", "split", "shared"]
-# The physical cores of one node.
+# One NUMA node: for each physical core, the ids of its hardware threads.
 Node = Sequence[frozenset[int]]
 
+# The fewest physical cores per worker with which workers get separate cores.
 ENOUGH: Final = 4
 
 
 def plan(
     nodes: Sequence[Node], num_prefill: int, num_decode: int, sharing: Sharing = "auto"
 ) -> dict[tuple[str, int], frozenset[int]]:
-    """Return each worker's cores, by role and rank.
+    """Return the cores of each worker, by role and rank.
 
     Args:
-        nodes: The machine.
-        sharing: "split": own cores for each worker, however few; "shared": all cores for all.
+        nodes: The NUMA nodes of the machine.
+        sharing: "split" gives each worker its own cores, however few; "shared" gives all workers
+            all cores.
     """
     if sharing == "shared":
         nodes = [[core for node in nodes for core in node]]
     workers = [("decode", rank) for rank in range(num_decode)]
     workers += [("prefill", rank) for rank in range(num_prefill)]
-    crews: list[list[tuple[str, int]]] = [[] for _ in nodes]
+    workers_of: list[list[tuple[str, int]]] = [[] for _ in nodes]
     for worker in workers:
-        most = max(range(len(nodes)), key=lambda it: len(nodes[it]) / (len(crews[it]) + 1))
-        crews[most].append(worker)
-    least = {"auto": ENOUGH, "split": 1, "shared": inf}[sharing]
-    places: dict[tuple[str, int], frozenset[int]] = {}
-    for node, crew in zip(nodes, crews, strict=True):
-        num_sets = len(crew) if len(node) >= least * len(crew) else 1
-        for index, worker in enumerate(crew):
-            places[worker] = _part(node, index % num_sets, num_sets)
-    return places
+        index = max(range(len(nodes)), key=lambda it: len(nodes[it]) / (len(workers_of[it]) + 1))
+        workers_of[index].append(worker)
+    min_cores = {"auto": ENOUGH, "split": 1, "shared": inf}[sharing]
+    assigned: dict[tuple[str, int], frozenset[int]] = {}
+    for node, members in zip(nodes, workers_of, strict=True):
+        num_sets = len(members) if len(node) >= min_cores * len(members) else 1
+        for number, worker in enumerate(members):
+            assigned[worker] = _part(node, number % num_sets, num_sets)
+    return assigned
 
 
 def _part(node: Node, index: int, num_parts: int) -> frozenset[int]:
-    """Return one of so many equal parts; the remainder goes to the first, which decode."""
+    """Return one of `num_parts` parts of a node; the first ones, for decode, get the remainder."""
     start, end = (-(-len(node) * it // num_parts) for it in (index, index + 1))
     return frozenset[int]().union(*node[start:end])

@@ -1,10 +1,10 @@
-"""`--local P,D`: workers on this machine as child processes.
+"""`--local P,D`: runs workers on this machine as child processes.
 
-A worker that dies is restarted after a pause that grows.  One that ends because of wrong settings
-(exit status 78) is given up, unless it ran before: then the model's files may be repaired.  If all
-are given up and there are no other workers, the router ends too.  One whose rank is taken (75) is
-restarted when the rank is free.  At the end workers get SIGTERM, then SIGKILL; if the router itself
-is killed, Linux kills them (PR_SET_PDEATHSIG).
+A worker that dies is restarted with backoff.  A worker that exits because of wrong settings (exit
+status 78) is not restarted, unless it ran before: then files of the model may be broken, and may be
+repaired.  If no local worker is left to restart and there are no other workers, the router exits
+too.  A worker whose rank is taken (exit status 75) is restarted when the rank is free.  On shutdown
+workers get SIGTERM, later SIGKILL; if the router is killed, Linux kills them (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = structlog.get_logger("router")
 
 
 class LocalWorkers:
-    """The child processes of one router with the bound endpoint `bus`.
+    """Runs the child processes of one router, whose bus is bound to `bus`.
 
-    `is_free(role, rank)` says whether no worker has this rank now.
+    `is_free(role, rank)` returns whether no worker has this rank now.
     """
 
     def __init__(
@@ -48,23 +48,24 @@ class LocalWorkers:
         self._min_pause_s = min_pause_s
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[tuple[str, int], asyncio.subprocess.Process] = {}
-        self._have_run: set[tuple[str, int]] = set()  # and did not end for their settings
+        # Workers that once ran and did not exit because of wrong settings.
+        self._have_run: set[tuple[str, int]] = set()
         self._is_stopping = False
-        self._places = places(config)
+        self._cores = cores_of_workers(config)
 
     @property
     def pids(self) -> dict[tuple[str, int], int]:
-        """The process ids of the workers that run, by role and rank."""
+        """The process ids of the running workers, by role and rank."""
         return {key: process.pid for key, process in self._processes.items()}
 
     def start(self) -> None:
-        """Start every worker and restart it until `stop`."""
+        """Start all workers, and restart them until `stop` is called."""
         for role, count in zip(("prefill", "decode"), self._config.local, strict=True):
             for rank in range(count):
-                self._tasks.append(asyncio.create_task(self._look_after(role, rank)))
+                self._tasks.append(asyncio.create_task(self._keep_running(role, rank)))
 
     async def stop(self, drain_s: float) -> None:
-        """Terminate all workers, kill those left after `drain_s`, and wait for their end."""
+        """Terminate all workers, kill those left after `drain_s`, and wait for their exit."""
         self._is_stopping = True
         for process in self._processes.values():
             signal_child(process, signal.SIGTERM)
@@ -81,10 +82,10 @@ class LocalWorkers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def check(self, states: Sequence[ProcessState]) -> None:
-        """Check the workers against the states of the router's processes; call it regularly.
+        """Check that any worker is left to wait for.  Call this regularly.
 
         Raises:
-            ConfigError: All were given up, and no other worker was ever here.
+            ConfigError: No local worker will be restarted, and no other worker has ever joined.
         """
         are_given_up = bool(self._tasks) and all(task.done() for task in self._tasks)
         if are_given_up and not self._is_stopping and not any(state.workers for state in states):
@@ -93,7 +94,8 @@ class LocalWorkers:
                 "comes from --worker-args, a flag of this router or the environment"
             )
 
-    async def _look_after(self, role: str, rank: int) -> None:
+    async def _keep_running(self, role: str, rank: int) -> None:
+        """Run a worker and restart it until `stop`, or until its settings are wrong."""
         name = f"{role}-{rank}"
         run = partial(self._run, role, rank)
         async for status in lives(run, log.bind(worker=name), self._min_pause_s):
@@ -109,21 +111,21 @@ class LocalWorkers:
                     worker=name,
                 )
             if status == EX_TEMPFAIL:
-                await self._until_free(role, rank)
+                await self._wait_for_rank(role, rank)
 
-    async def _until_free(self, role: str, rank: int) -> None:
+    async def _wait_for_rank(self, role: str, rank: int) -> None:
         name = f"{role}-{rank}"
         log.error("another worker has this rank; ours waits until it is free", worker=name)
-        while not self._is_free(role, rank):  # noqa: ASYNC110 - the fleet is pure: no events
+        while not self._is_free(role, rank):  # noqa: ASYNC110 - the fleet has no events
             await asyncio.sleep(self._min_pause_s)
         log.info("the rank is free again", worker=name)
 
     async def _run(self, role: str, rank: int) -> int:
-        environ = environment(os.environ, self._places.get((role, rank), frozenset()))
+        environ = environment(os.environ, self._cores.get((role, rank), frozenset()))
         process = await start_child(command(self._config, self._bus, role, rank), environ)
         self._processes[role, rank] = process
         log.info("local worker started", worker=f"{role}-{rank}", pid=process.pid)
-        if self._is_stopping:  # `stop` has signalled the others already.
+        if self._is_stopping:  # `stop` has signalled the other workers already.
             signal_child(process, signal.SIGKILL)
         try:
             status = await process.wait()
@@ -135,33 +137,34 @@ class LocalWorkers:
 
 
 def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
-    """Return the command line of one local worker; `worker_args` come last and win."""
+    """Return the command line of a local worker.  `worker_args` come last and take precedence."""
     shared = config.model_dump(include={*SharedSettings.model_fields}, exclude_none=True)
-    shared["memory_share"] = config.memory_share / sum(config.local)  # all are on the same GPU
+    shared["memory_share"] = config.memory_share / sum(config.local)  # the workers share one GPU
     settings = {"role": role, "rank": rank, "router": bus, **shared}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "worker", *flags, *shlex.split(config.worker_args)]
 
 
-def places(config: Config) -> dict[tuple[str, int], frozenset[int]]:
-    """Return the cores of the local workers that do not get all of ours."""
+def cores_of_workers(config: Config) -> dict[tuple[str, int], frozenset[int]]:
+    """Return the cores of each local worker, except those that may use all cores of the router."""
     cores = own_cores()
     by_node = [physical_cores(node) for node in nodes(cores)]
-    # Under a CPU quota the system chooses the cores.
-    is_part = quota() < sum(map(len, by_node))
-    planned = plan(by_node, *config.local, "shared" if is_part else config.local_cores)
-    return {worker: place for worker, place in planned.items() if place != cores}
+    # Under a CPU quota, the scheduler chooses the cores.
+    has_quota = quota() < sum(map(len, by_node))
+    planned = plan(by_node, *config.local, "shared" if has_quota else config.local_cores)
+    return {worker: assigned for worker, assigned in planned.items() if assigned != cores}
 
 
 def environment(
-    ours: os._Environ[str] | dict[str, str], cores: frozenset[int] = frozenset()
+    inherited: os._Environ[str] | dict[str, str], cores: frozenset[int] = frozenset()
 ) -> dict[str, str]:
-    """Return the environment of a worker: ours without the router's own variables.
+    """Return the environment for a worker: the router's, without the variables of its settings.
 
-    Its cores are a variable rather than a flag, so that the user's flag or variable wins.
+    The cores are set by a variable and not by a flag, so that a flag or variable of the user takes
+    precedence.
     """
     dropped = {f"BATON_{name.upper()}" for name in Config.model_fields}
-    kept = {name: value for name, value in ours.items() if name.upper() not in dropped}
+    kept = {name: value for name, value in inherited.items() if name.upper() not in dropped}
     if cores:
         kept.setdefault("BATON_CORES", format_cores(cores))
     return kept

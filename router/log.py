@@ -1,4 +1,4 @@
-"""The figures in the log line of a request, HTTP or raw TCP; no prompt and no text.  Pure."""
+"""The figures in the log line of a request over HTTP or raw TCP, without prompt or text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from router.core.request import RequestEnd
 
 
 def facts(ends: Sequence[RequestEnd]) -> dict[str, int | float]:
-    """Return the figures of the choices of one request.
+    """Return the figures of one request, merged over its choices.
 
-    Counts are summed; of `attempts` and times (in seconds) the largest is taken.  A time that no
-    choice reached is left out.
+    Counts are summed.  For `attempts` and times (in seconds), the maximum is used.  Times that no
+    choice has are omitted.
     """
     if not ends:
         return {}

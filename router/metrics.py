@@ -1,8 +1,8 @@
 """`GET /metrics`: the router's metrics for Prometheus.
 
-What the core counts anyway (workers, queues, dropped frames) is read at each scrape.  The rest is
-counted as it happens, in plain dicts and lists: the library's own counters would make a tenth of
-all calls of a request.
+Figures that the core keeps anyway (workers, queues, dropped frames) are read at each scrape.  The
+other metrics are counted in plain dicts and lists: the counters of the Prometheus library would
+account for a tenth of all calls for a request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wire.frames import Role
 from wire.process.exposition import LATENCY_S, Distribution, Totals, frames, gauge, tally
 from wire.process.frame_counters import Traffic
 
-# Bounds of histograms, in seconds.
+# The bucket bounds of histograms, in seconds.
 TOKEN_S: Final = (
     0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10
 )  # fmt: skip
@@ -34,7 +34,7 @@ REQUEST_S: Final = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 20, 40, 60, 120, 240, 600
 )  # fmt: skip
 
-# Counters over ended requests: name, help, and the field of `RequestEnd` that is added.
+# Counters over ended requests: name, help text, and the field of `RequestEnd` that is summed.
 SUMS: Final = (
     ("prompt_tokens", "Prompt tokens of ended requests.", "prompt_tokens"),
     (
@@ -51,12 +51,12 @@ SUMS: Final = (
     ),
 )
 
-# Finish reasons come from workers; any other one counts as "other", so that labels stay few.
+# Finish reasons come from workers.  Unknown ones are counted as "other", to limit the labels.
 OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCode)})
 
 
 class Metrics:
-    """All metrics of the router; one of `Dispatcher.observers`."""
+    """All metrics of a router process.  It is one of `Dispatcher.observers`."""
 
     def __init__(
         self, fleet: Fleet, core: Dispatcher, planes: Mapping[str, Traffic] | None = None
@@ -78,7 +78,7 @@ class Metrics:
         self._lag = Gauge(
             LAG, "How late the last timer of the event loop was.", registry=self._registry
         )
-        # Leaks show in these two; resident memory changes for other reasons too.
+        # These two reveal leaks; resident memory changes for other reasons too.
         self.tasks = Gauge("baton_tasks", "Asyncio tasks of the router.", registry=self._registry)
         blocks = Gauge(
             "baton_python_blocks",
@@ -93,7 +93,7 @@ class Metrics:
         self._prefill = self._distribution(
             "prefill", "From the first placement to the first token.", LATENCY_S
         )
-        # Takes the time since the last tokens of a stream, and the number of new ones.
+        # Called with the time since the last tokens of a stream and the number of new tokens.
         self.on_tokens = self._distribution(
             "inter_token", "Between tokens of a stream; those that come together share.", TOKEN_S
         ).share
@@ -105,7 +105,7 @@ class Metrics:
         self._workers = _FleetCollector(fleet)
 
     def on_request_end(self, end: RequestEnd) -> None:
-        """Count a request that the core accepted."""
+        """Count an accepted request that ended."""
         self._requests[end.outcome if end.outcome in OUTCOMES else "other",] += 1
         for counts, value_of in self._sums:
             counts[()] += value_of(end)
@@ -119,30 +119,30 @@ class Metrics:
             self._kv_seconds.observe(end.kv_seconds)
 
     def on_response(self, endpoint: str, outcome: str) -> None:
-        """Count an HTTP request; there are few endpoints and outcomes, as labels must be."""
+        """Count an HTTP request.  Both labels must have few distinct values."""
         self._http[endpoint, outcome] += 1
 
     def on_slow_client(self) -> None:
-        """Count a client that was cut because it did not read."""
+        """Count a client that was disconnected because it read too slowly."""
         self._slow_clients[()] += 1
 
     def on_lag(self, lag_s: float) -> None:
-        """Take how late a timer of the event loop was."""
+        """Record how late a timer of the event loop ran, in seconds."""
         self._lag.set(lag_s)
 
     def families(self) -> Families:
-        """Return the metrics of this process, without those of the shared workers."""
+        """Return the metrics of this process, without those of workers, which processes share."""
         return families(self._registry.collect())
 
     def render(self, processes: Sequence[Families] | None = None) -> bytes:
-        """Return this process's metrics, or the sum of several, in Prometheus's text format."""
+        """Return the metrics of this process, or the sum of `processes`, as Prometheus text."""
         workers = self._workers.collect()
         if processes is None:
             return generate_latest(Series([], (*self._registry.collect(), *workers)))
         return generate_latest(Series(summed(processes), workers))
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Tally[tuple[str, ...]]:
-        """Register a counter and return its counts by label values."""
+        """Register a counter and return the mapping from label values to counts."""
         counter = Totals(f"baton_{name}", help_text, *labels)
         self._registry.register(counter)
         return counter.counts

@@ -1,4 +1,4 @@
-"""The start of `python -m router` after its imports: finds and checks the model."""
+"""Starts `python -m router` after its imports: reads the settings and checks the model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = structlog.get_logger("router")
 
 
 def start(argv: list[str]) -> int:
-    """Run to the end and return the exit status; 78 if the settings cannot work."""
+    """Run the router until it ends; return the exit status, 78 for wrong settings."""
     open_standard_streams()
     siblings = inherited()
-    # The parent alone warns about misspelt variables.
+    # Only the parent warns about misspelled environment variables.
     config = parse(Config, argv, beside="worker.config", environ={} if siblings else os.environ)
     configure(config.log_level)
     try:
@@ -43,7 +43,7 @@ def start(argv: list[str]) -> int:
 
 
 def has_own_weights(config: Config) -> bool:
-    """Whether local workers will load this model's weights, which a plug-in may not need."""
+    """Whether local workers will load the model's weights; a plug-in executor may not need them."""
     return (
         any(config.local) and config.executor == "torch" and "--executor" not in config.worker_args
     )

@@ -1,9 +1,9 @@
-"""Raw TCP: clients that send the protocol's frames themselves, without HTTP.  SPEC 2.2, 7.
+"""Raw TCP: serves clients that send the frames of the protocol without HTTP.  SPEC 2.2, 7.
 
-A client chooses the request ids of its connection; each open id stands for a handle of
-`Dispatcher`.  When a connection ends, its requests are cancelled.  If the router has API keys, the
-first frame is a HELLO with one, and the connection ends at the first request after that key was
-revoked.
+A client chooses the request ids on its connection; each open id maps to a handle of `Dispatcher`.
+When a connection closes, its requests are cancelled.  If the router requires API keys, the first
+frame must be a HELLO with a key, and once that key is revoked, the next request closes the
+connection.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from wire.session import Direction, Session, SessionState
 
 log = structlog.get_logger("router")
 
-# Ended requests remembered per connection, for frames that the client sent before it saw the end.
+# Ended requests to remember per connection: frames that the client sent earlier may still arrive.
 MAX_ENDED: Final = 1024
-# Bytes that a client may send before its HELLO is accepted.
+# The most bytes that a client may send before its HELLO is accepted.
 MAX_HELLO_BYTES: Final = 4096
-# The retry_after_s of errors that may pass when other requests end.
+# `retry_after_s` in errors that a retry may avoid once other requests have ended.
 RETRY_AFTER_S: Final = 1.0
 RETRYABLE: Final = frozenset(
     {ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING, ErrorCode.OUT_OF_BLOCKS}
@@ -60,7 +60,7 @@ RETRYABLE: Final = frozenset(
 
 
 class Client:
-    """One connection, with at most `max_requests` open, and the requests that ended lately."""
+    """One client connection: at most `max_requests` open requests, and recently ended ones."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class Client:
         self._api_keys = api_keys
         self._has_started = False
         self._key_digest = b""
-        self._asker = connection.peer_name.rpartition(":")[0]  # until an API key names it
+        # Replaced by the name of the API key after HELLO.
+        self._client_id = connection.peer_name.rpartition(":")[0]
         self._open: dict[int, ClientRequest] = {}
         self._ended: OrderedDict[int, Session] = OrderedDict()
         if api_keys is not None:
@@ -86,10 +87,10 @@ class Client:
         return bool(self._open)
 
     def on_message(self, message: Message) -> None:
-        """Handle a frame; the connection ends with any error.
+        """Handle a frame.  The caller closes the connection on any error.
 
         Raises:
-            RemoteProtocolError: The client broke the protocol.
+            RemoteProtocolError: The client violated the protocol.
             WireError: UNAUTHORIZED.
         """
         frame = message.frame
@@ -119,7 +120,7 @@ class Client:
         self._key_digest = digest(bytes(message.body()))
         self._check_key()
         if self._api_keys is not None:
-            self._asker = name_of(self._key_digest)
+            self._client_id = name_of(self._key_digest)
         self._connection.limit_frames(None)
 
     def _check_key(self) -> None:
@@ -133,7 +134,7 @@ class Client:
             self._dispatcher.cancel(request.handle)
 
     def end(self, request_id: int) -> None:
-        """Close a request whose last frame is about to be sent, or whose CANCEL came."""
+        """Remove a request whose last frame is about to be sent, or which the client cancelled."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._ended[request_id] = request.session
@@ -169,11 +170,12 @@ class Client:
         self._dispatcher.check_prompt(frame.seq_len)
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
-        asked = Request(token_ids, options, max_new_tokens, self._asker)
-        request.handle = self._dispatcher.submit(asked, request)
+        core_request = Request(token_ids, options, max_new_tokens, self._client_id)
+        request.handle = self._dispatcher.submit(core_request, request)
 
     def _on_decode_request(self, frame: DecodeRequest) -> None:
-        # SPEC 4.5: the prompt and options are those of PREFILL_REQUEST; a payload here is not read.
+        """Start decoding; ignore a request that has ended, reject an unknown one."""
+        # SPEC 4.5: the prompt and options are from PREFILL_REQUEST; a payload here is ignored.
         request = self._open.get(frame.request_id)
         if request is not None:
             request.session.on(Tag.DECODE_REQUEST, Direction.REQUEST)
@@ -194,7 +196,7 @@ class Client:
 
 
 class ClientRequest:
-    """One open request: the sink that sends frames under the client's own request id."""
+    """One open request: a sink that sends the results as frames with the client's request id."""
 
     def __init__(self, request_id: int, connection: Connection, client: Client) -> None:
         self.session = Session(Direction.RESPONSE)
@@ -204,18 +206,18 @@ class ClientRequest:
         self._client = client
 
     def refuse(self, error: WireError) -> None:
-        """Reject and log a request; `on_end` logs those that were accepted."""
-        self._note(error.code.label)
+        """Log and reject a request that was not accepted; `on_end` logs accepted ones."""
+        self._log(error.code.label)
         self.on_error(error)
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
         frame = PrefillDone(self._request_id, kv_bytes)
-        result = structs.replace(result, stop_token_id=None)  # of version 2, the bus
+        result = structs.replace(result, stop_token_id=None)  # for the bus only (version 2)
         self._connection.send(frame, encode_prefill_result(result))
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
-        if self.session.state is not SessionState.DECODING:  # else it changes nothing
+        if self.session.state is not SessionState.DECODING:  # else the state is already DECODING
             self.session.on(Tag.DECODE_TOKEN, Direction.RESPONSE)
         if logprobs is None:
             self._connection.send_token(self._request_id, token_id)
@@ -226,7 +228,7 @@ class ClientRequest:
     def on_done(self, usage: Usage) -> None:
         self.session.on(Tag.DECODE_DONE, Direction.RESPONSE)
         self._client.end(self._request_id)
-        # These two are of version 2, the bus.
+        # These two fields are for the bus only (version 2).
         usage = structs.replace(usage, stop_token_id=None, stop_logprobs=None)
         self._connection.send(DecodeDone(self._request_id), encode_map(usage))
 
@@ -240,14 +242,14 @@ class ClientRequest:
         self._connection.send(Error(self._request_id, error.code), encode_map(detail))
 
     def on_end(self, end: RequestEnd) -> None:
-        self._note(end.outcome, **facts([end]), total_s=round(end.total_s, 6))
+        self._log(end.outcome, **facts([end]), total_s=round(end.total_s, 6))
 
-    def _note(self, outcome: str, **what: float) -> None:
+    def _log(self, outcome: str, **fields: float) -> None:
         log.info(
             "request",
             face="tcp",
             client=self._connection.peer_name,
             request_id=self._request_id,
             outcome=outcome,
-            **what,
+            **fields,
         )

@@ -1,26 +1,28 @@
-"""How fast one engine is on this machine: against transformers, and against what is possible.
+"""Measure the speed of one engine, compared with transformers and with the hardware's limits.
 
     python scripts/bench_engine.py                       # a random model of SmolLM2-135M's shape
     python scripts/bench_engine.py --model DIR --dtype float32 --json result.json
-    python scripts/bench_engine.py --weights int8        # ours rounded to 8 bits, transformers not
-    python scripts/bench_engine.py --peer http://127.0.0.1:8001   # and any OpenAI server with it
-    python scripts/bench_engine.py --temperature 1 --top-p 0.95   # tokens drawn, not the likeliest
+    python scripts/bench_engine.py --weights int8        # int8 weights for Baton only
+    python scripts/bench_engine.py --peer http://127.0.0.1:8001   # also measure an OpenAI server
+    python scripts/bench_engine.py --temperature 1 --top-p 0.95   # random sampling, not greedy
 
-Everything is measured in turns in one run, several rounds, the best of each: on a shared machine a
-figure alone means little, a ratio something.  First our greedy tokens are checked against the
-float32 logits of transformers; a wrong one ends the run without figures.
+All systems are measured alternately in several rounds of one run, and the best round of each
+counts: on a shared machine, a ratio means more than a single figure.  First Baton's greedy tokens
+are checked against the float32 logits of transformers; a wrong token ends the run without figures.
 
-Floors: a decode step reads every weight once, however many streams there are (weight bytes over the
-measured read bandwidth), and multiplies every weight with every stream, as a prompt does with every
-token (each product alone, by torch or by oneDNN from packed weights, whichever is quicker; and all
-of a step packed in bfloat16, one after another).  A step is the middle one of a round, a floor the
-best of some readings; for the weights the middle reading of the best round is given too.
+Lower bounds are measured too.  A decode step reads every weight once, for any number of streams, so
+one bound is the size of the weights divided by the measured read bandwidth.  It also multiplies
+every weight with every stream, as prefill does with every token: one bound is the sum of the
+matrix products measured one by one (by torch, or by oneDNN with packed weights, whichever is
+faster), another one all products of a step in sequence by oneDNN in bfloat16.  The time of a step
+is the median of a round, a bound is the best of several measurements; for the bandwidth, the median
+of the best round is printed too.
 
-OpenMP's threads sleep between two operations, as in a worker.  OMP_WAIT_POLICY=ACTIVE lets them
-spin, which is torch's default: say so to see what transformers makes of it.
+OpenMP's threads sleep between operations, as in a worker.  Set OMP_WAIT_POLICY=ACTIVE to let them
+spin, which is torch's default and may be faster for transformers.
 
-The dtypes of transformers to compare with are --against; bfloat16 and float32 differ a lot on a CPU
-without bfloat16 instructions.
+--against sets the dtypes for transformers.  On a CPU without bfloat16 instructions, bfloat16 and
+float32 differ a lot.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a worker does, before torch is there
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a worker does, before torch is imported
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -58,7 +60,7 @@ from worker.engine.sequence import Sequence as Text
 from worker.executor.batch import Batch
 from worker.executor.torch import TorchExecutor
 
-CONTEXT = 32  # prompt tokens of each stream
+CONTEXT = 32  # the number of prompt tokens of each stream
 BLOCK_SIZE = 16
 Prompts = list[list[int]]
 
@@ -74,7 +76,7 @@ GREEDY: Drawing = {"temperature": 0.0, "top_p": 1.0}
 
 
 class Timed:
-    """An executor that adds up the seconds it was busy; what is left of a step is the engine's."""
+    """An executor that adds up its own time; the rest of a step is the overhead of the engine."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self.info, self.capabilities = executor.info, executor.capabilities
@@ -101,7 +103,7 @@ class Timed:
 
 
 class Ours:
-    """The engine with its torch executor."""
+    """Baton: the engine with its torch executor."""
 
     def __init__(
         self, path: Path, dtype: str, weights: str, prompt_tokens: int, drawing: Drawing
@@ -127,7 +129,7 @@ class Ours:
     def generate(
         self, prompts: Prompts, count: int, options: Options | None = None
     ) -> tuple[float, list[float], Prompts]:
-        """Return seconds of the prompts' step, of each decode step, and the tokens."""
+        """Return the seconds for prefill and for each decode step, and the generated tokens."""
         options = options or self._options
         first = self._ids
         for prompt in prompts:
@@ -158,7 +160,7 @@ class Ours:
 
 
 class Theirs:
-    """generate() of transformers."""
+    """transformers: its `generate` function."""
 
     def __init__(self, path: Path, dtype: str, drawing: Drawing) -> None:
         from transformers import AutoModelForCausalLM
@@ -201,7 +203,7 @@ class Theirs:
 
 
 class Peer:
-    """An OpenAI server that is running already."""
+    """A running OpenAI server."""
 
     def __init__(self, url: str, drawing: Drawing) -> None:
         self.name, self._drawing = url, drawing
@@ -228,12 +230,13 @@ class Peer:
 
 
 def check(ours: Ours, path: Path, vocab_size: int) -> float:
-    """Return how far below transformers' float32 best our greedy tokens are, at worst.
+    """Check Baton's greedy tokens against the float32 logits of transformers.
 
-    With weights in 8 bits theirs are rounded as well.
+    Return the largest gap between the best logit and the logit of a generated token, in standard
+    deviations.  For int8 weights, the weights of transformers are rounded too.
 
     Raises:
-        SystemExit: Further than 16-bit KV, or bfloat16 beside int8 weights, explains.
+        SystemExit: The gap is too large to be caused by 16-bit KV or by rounding.
     """
     prompts = draw(3, CONTEXT - 7, vocab_size)
     tokens = ours.generate(prompts, 12, Options(temperature=0, ignore_eos=True))[2]
@@ -256,7 +259,7 @@ def check(ours: Ours, path: Path, vocab_size: int) -> float:
 
 @torch.no_grad()
 def round_matrices(model: Any) -> None:
-    """Round the weights of products as `--weights int8` does; a random model suffers by that."""
+    """Round weight matrices as `--weights int8` does, which matters for a random model."""
     products = {id(module.weight) for module in model.modules() if hasattr(module, "in_features")}
     for weight in model.parameters():
         if id(weight) in products:
@@ -270,7 +273,7 @@ def draw(num_prompts: int, length: int, vocab_size: int) -> Prompts:
 
 
 def seconds_of(measure: Callable[[], Any], count: int) -> list[float]:
-    """Return the seconds of each of some calls."""
+    """Call `measure` `count` times and return how long each call took, in seconds."""
     seconds = []
     for _ in range(count):
         start = time.perf_counter()
@@ -280,7 +283,7 @@ def seconds_of(measure: Callable[[], Any], count: int) -> list[float]:
 
 
 def read_bandwidth() -> tuple[float, float]:
-    """Return bytes a second that all cores together read from memory: at best, in the middle."""
+    """Return the best and the median memory read bandwidth of all cores, in bytes per second."""
     from kernels.cpu.linear import PackedWeight
     from kernels.cpu.program import Program
 
@@ -288,7 +291,7 @@ def read_bandwidth() -> tuple[float, float]:
     weight = PackedWeight(torch.ones(1 << 17, 1024, dtype=torch.bfloat16))
     program = Program([weight.times(torch.ones(1, 1024), torch.empty(1, 1 << 17))])
     sums, products = seconds_of(memory.sum, 10), seconds_of(program.run, 10)
-    # Whichever reads faster: a floor has to be one.
+    # Use whichever reads faster, because this is a bound.
     at_best, middle = (
         max(memory.nbytes / of(sums), weight.panels.nbytes / of(products))
         for of in (min, statistics.median)
@@ -297,19 +300,20 @@ def read_bandwidth() -> tuple[float, float]:
 
 
 def product_s(rows: int, columns: int, depth: int, dtype: torch.dtype) -> float:
-    """Return the seconds of one product of these sizes by torch."""
+    """Return how long torch takes for one matrix product of these sizes, in seconds."""
     x, weight = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype)
     with torch.inference_mode():
         return best_s(lambda: torch.nn.functional.linear(x, weight))
 
 
 def packed_step_s(shapes: Sequence[tuple[int, int, int]]) -> float:
-    """Return the seconds of bfloat16 products by oneDNN, one after another, their weights packed;
-    infinity where the processor has no instructions for them.
+    """Return how long oneDNN takes for these bfloat16 products in sequence with packed weights.
+
+    Return infinity if the processor has no bfloat16 instructions.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
         return math.inf
-    onednn = torch.ops.mkldnn  # torch has no public name for what it packs
+    onednn = torch.ops.mkldnn  # torch has no public API for packed weights
     inputs = {
         (rows, depth): torch.ones(rows, depth, dtype=torch.bfloat16) for rows, _, depth in shapes
     }
@@ -328,19 +332,18 @@ def packed_step_s(shapes: Sequence[tuple[int, int, int]]) -> float:
 
 
 def best_s(measure: Callable[[], Any]) -> float:
-    """Return the least seconds of some calls after the first."""
+    """Return the minimum time of five calls after a warm-up call, in seconds."""
     return min(seconds_of(measure, 6)[1:])
 
 
 def floors(
     path: Path, dtype: str, kept: str, streams: Sequence[int], prompt_tokens: int
 ) -> dict[str, float]:
-    """Return the least seconds of decode steps and of a prompt, and what they are made of.
+    """Measure the lower bounds for decode steps and for prefill; see the module.
 
-    Every product of a step is taken alone, in `dtype` and in float32 by torch and by oneDNN from
-    packed bfloat16, the quickest of them.  Those that are packed are taken one after another as
-    well, each with weights of its own, as a step has them.
-    `kept` is what the weights are read in, "int8" or "auto".
+    Each product of a step is measured alone: the fastest of torch in `dtype`, torch in float32 and
+    oneDNN in bfloat16.  The products by oneDNN are also measured in sequence, each with separate
+    weights as in a real step.  `kept` is the format of the weights in memory, "int8" or "auto".
     """
     config = json.loads((path / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -381,7 +384,7 @@ def floors(
 
 
 def run(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Check, then measure in turns; seconds, the best of all rounds."""
+    """Check the tokens, then measure all systems alternately; return the best seconds of each."""
     vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
     drawing: Drawing = {"temperature": args.temperature, "top_p": args.top_p}
     ours = Ours(path, args.dtype, args.weights, args.prompt, drawing)
@@ -405,7 +408,7 @@ def run(args: argparse.Namespace, path: Path) -> dict[str, Any]:
                 )
             seconds = system.prompt_s(draw(1, args.prompt, vocab_size))
             figures["prompt"] = min(figures.get("prompt", seconds), seconds)
-        # A quiet moment for the one is not to be a loud one for the other.
+        # Measure the bounds again in each round, so that noise affects all systems alike.
         again = measured()
         for key in floor:
             best = max if key == "bandwidth_GB_s" else min
@@ -415,7 +418,7 @@ def run(args: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print milliseconds, and each as a multiple of ours."""
+    """Print all times in milliseconds, and as multiples of Baton's."""
     rows: list[tuple[str, dict[str, float]]] = list(result["systems"].items())
     ours = rows[0][1]
     floor = result["floor"]
@@ -452,7 +455,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Run the benchmark with the settings of the command line."""
     args = parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         path = args.model or make_model(Path(scratch), like="smollm2-135m")

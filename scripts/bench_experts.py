@@ -1,14 +1,14 @@
-"""How fast experts are on this CPU, beside one feed-forward of the same arithmetic.
+"""Measure mixture-of-experts layers on this CPU, compared with a dense layer of the same work.
 
-    python scripts/bench_experts.py                    # 32 to 2048 tokens; 64 experts of which 8
+    python scripts/bench_experts.py                    # 1 to 2048 tokens; 8 of 64 experts each
     python scripts/bench_experts.py --hidden 2048 --inner 1024 --kinds bfloat16
     python scripts/bench_experts.py --experts 128 --tokens 256
 
-A layer's experts, from routing to what they add, are timed by turns with one feed-forward as wide
-as those that a token goes to: as many products, of a fraction of the weights.  The experts' numbers
-are first compared with the reference.  Where few tokens meet each expert, memory is what they wait
-for: the ceiling is the share of the one's rate that is left where nothing is waited for but the
-weights of the experts that any token goes to, read at the rate at which torch reads them.
+The experts of a layer, routing included, are timed alternately with one dense feed-forward that is
+as wide as all experts of a token together.  Both need the same number of multiplications per token,
+but the dense layer has far fewer weights.  The output of the experts is first compared with the
+reference.  With few tokens per expert, reading the weights is the bottleneck: `ceiling` is the best
+possible `ratio`, if only the weights of the used experts were read, at torch's read bandwidth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
-# Read when torch is imported: its threads sleep when they have nothing to do, as in a worker.
+# Must be set before torch is imported: idle threads sleep instead of spinning, as in a worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -51,12 +51,12 @@ from worker.model.weights import ExpertMLP, GatedMLP, Linear, widen
 
 EPS = 1e-6
 KINDS: dict[str, Packed] = {"float32": PackedWeight, "bfloat16": PairedWeight, "int8": Int8Weight}
-# How far the sum of all roundings may be from the reference.
+# The maximum relative error against the reference.
 LIMITS = {"float32": 1e-4, "bfloat16": 0.03, "int8": 0.05}
 
 
 class Layer(NamedTuple):
-    """Experts, and one feed-forward of as many products a token."""
+    """Experts, and a dense feed-forward with as many multiplications per token."""
 
     hidden: int
     experts: ExpertMLP
@@ -64,7 +64,7 @@ class Layer(NamedTuple):
 
 
 def random_layer(config: Experts, hidden: int) -> Layer:
-    """Make both, in bfloat16 as checkpoints are."""
+    """Create a layer with random bfloat16 weights."""
 
     def matrix(parts: list[int], columns: int, count: int | None = None) -> Linear:
         named = {str(index): rows for index, rows in enumerate(parts)}
@@ -98,7 +98,7 @@ def random_layer(config: Experts, hidden: int) -> Layer:
 def experts_program(
     layer: Layer, packed: Packed, experts: PackedExperts, x: torch.Tensor
 ) -> tuple[Call, torch.Tensor]:
-    """Return the experts' program for rows x, and where it adds."""
+    """Return a call that runs the experts on the rows `x`, and its output tensor."""
     rows, ones = packed.inputs(*x.shape), torch.ones(layer.hidden)
     out = x.clone()
     room = ExpertRoom(experts.config, layer.hidden, len(x), packed)
@@ -108,7 +108,7 @@ def experts_program(
 
 
 def dense_program(packed: Packed, mlp: PackedMLP, x: torch.Tensor) -> Call:
-    """Return the one feed-forward's program for rows x."""
+    """Return a call that runs the dense feed-forward on the rows `x`."""
     inner = mlp.down.weight.shape[1]
     rows, wide = packed.inputs(*x.shape), torch.empty(len(x), 2 * inner)
     gated, planes = gated_rows(len(x), inner, packed), packed.inputs(len(x), inner)
@@ -122,7 +122,7 @@ def dense_program(packed: Packed, mlp: PackedMLP, x: torch.Tensor) -> Call:
 
 
 def best(rounds: int, *runs: Callable[[], object]) -> list[float]:
-    """Return the least seconds of each, run by turns."""
+    """Run the functions alternately and return the minimum time of each, in seconds."""
     least = [float("inf")] * len(runs)
     for _ in range(rounds):
         for index, run in enumerate(runs):
@@ -133,7 +133,7 @@ def best(rounds: int, *runs: Callable[[], object]) -> list[float]:
 
 
 def measure(table: Table, layer: Layer, kind: str, all_tokens: list[int], rounds: int) -> None:
-    """Check and time one kind of weights; print a row for each number of tokens."""
+    """Check and time one weight format, and print a row for each number of tokens."""
     packed, config = KINDS[kind], layer.experts.config
     experts, mlp = (
         PackedExperts.of(layer.experts, packed),
@@ -166,7 +166,7 @@ def measure(table: Table, layer: Layer, kind: str, all_tokens: list[int], rounds
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the benchmark with the settings of the command line."""
     parser = argparse.ArgumentParser(description="Experts beside one feed-forward.")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--inner", type=int, default=512)

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""How far one API key can slow another: a victim's latency alone, and beside each of six floods.
+"""Measure how much one API key can slow down another, with each of six kinds of floods.
 
     scripts/bench_fairness.py                            # all loads
     scripts/bench_fairness.py --rows schemas choices --seconds 20 --json table.json
     scripts/bench_fairness.py --root ../older            # the router of another checkout
 
-Starts the demo cluster as a user would, with two API keys, anew for each load.  The victim sends
-small requests, one at a time with a pause after each: first alone, then while the other key's
-flood (`bench/flood.py`, a process of its own) is running.  A row is one kind of the victim's
-requests under one load, and the ratio is that of the 99th percentiles.  Below each load stands what
-the other key got meanwhile, for a router could pass by refusing it everything.  Every answer of the
-victim must be the one that it got alone; if one is wrong or missing, the exit status is 1.  A
-checkout that never ran compiles at its first start, for longer than this waits: start it once.
+For each load, starts a new demo cluster with two API keys, as a user would.  One key, the victim,
+sends small requests, one at a time with a pause after each: first alone, then while another process
+floods the router with the other key (`bench/flood.py`).  Each row is for one kind of the victim's
+requests under one load; `ratio` compares the 99th percentiles.  Below the rows of a load, the
+responses to the flood are counted, because a router could pass by refusing all of it.  Every
+response to the victim must equal the one without the flood; if one is wrong or missing, the exit
+status is 1.  Start a new checkout once before: its first start compiles kernels and would time out.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from scripts.bench.processes import ROOT, router
 from scripts.bench.tables import Table
 from scripts.keys import make_api_key
 
-# The most that a flood may make of a request.
+# The largest acceptable ratio.
 TARGET: Final = 2.0
-# Between two requests of the victim.
+# The pause between two requests of the victim.
 PAUSE_S: Final = 0.02
-# After which the victim gives a request up, and it has failed.
+# The timeout of a request of the victim.
 PATIENCE_S: Final = 60.0
 WARM_UP_ROUNDS: Final = 3
 COLOUR: Final = {
@@ -58,22 +58,22 @@ COLOUR: Final = {
 
 
 def chat(number: int) -> tuple[str, dict[str, Any]]:
-    """A short chat, streamed."""
+    """Return the path and body of a short streamed chat."""
     return CHAT, _chat(stream=True, max_tokens=8, ignore_eos=True)
 
 
 def known_schema(number: int) -> tuple[str, dict[str, Any]]:
-    """A chat held to a schema that the cluster has seen."""
+    """Return a chat constrained to a schema that the cluster has cached."""
     return CHAT, _chat(max_tokens=16, structured_outputs={"json": COLOUR})
 
 
 def new_schema(number: int) -> tuple[str, dict[str, Any]]:
-    """A chat held to the same schema under a title that it has not seen."""
+    """Return a chat constrained to a schema that is new: the same with another title."""
     return CHAT, _chat(max_tokens=16, structured_outputs={"json": COLOUR | {"title": f"{number}"}})
 
 
 def text(number: int) -> tuple[str, dict[str, Any]]:
-    """A text of 20 KB to tokenize."""
+    """Return a request to tokenize a text of 20 KB."""
     return "/tokenize", {"prompt": WORDS * (20_000 // len(WORDS))}
 
 
@@ -87,13 +87,13 @@ KINDS: Final[dict[str, Callable[[int], tuple[str, dict[str, Any]]]]] = {
     "new schema": new_schema,
     "tokenize": text,
 }
-# Of a stream there are two times: until its first token, and until its end.
+# For a stream, the time to its first token is recorded too, under this name.
 FIRST: Final = "chat, first token"
 
 
 @dataclass
 class Times:
-    """Seconds of the victim's requests by kind, failed ones included, and the problems of these."""
+    """The times of the victim's requests in seconds by kind, and the problems of failed ones."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
@@ -103,17 +103,17 @@ class Times:
 
 
 class Victim:
-    """The owner of a key who sends small requests, one at a time."""
+    """A client that sends small requests, one at a time."""
 
     def __init__(self, host: str, port: int, key: str) -> None:
         self._address = (host, port, key)
         self._connection: HttpConnection | None = None
         self._numbers = itertools.count()
-        # The answer to the first request of each kind, before there was any flood.
+        # The response to the first request of each kind, sent before the flood.
         self._expected: dict[str, Any] = {}
 
     async def measure(self, until: Callable[[], bool]) -> Times:
-        """Send rounds of one request of each kind, one round at least, until it is over."""
+        """Send one request of each kind, and repeat this until `until` returns True."""
         times = Times()
         while True:
             for kind in KINDS:
@@ -136,7 +136,7 @@ class Victim:
         times.add(kind, now - connection.sent_at)
 
     async def _problem(self, kind: str, connection: HttpConnection) -> str:
-        """Send a request; return what is wrong with its answer."""
+        """Send a request; return the problem with its response, or ""."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await connection.post(*KINDS[kind](next(self._numbers)))
@@ -150,7 +150,7 @@ class Victim:
 
 
 def answer_in(connection: HttpConnection) -> list[Any]:
-    """Return the answer of a response, without the ids and times that are always different."""
+    """Return the choices of a response, without ids and times, which differ each time."""
     bodies = [body for _, body in connection.events()]
     # A tokenizer's response has no choices, but nothing in it differs.
     return [choice for each in bodies for choice in each.get("choices", [each])]
@@ -158,7 +158,7 @@ def answer_in(connection: HttpConnection) -> list[Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of request under one load; `ratio` is that of both p99."""
+    """The figures for one kind of request under one load; `ratio` compares the p99s."""
 
     load: str
     kind: str
@@ -184,7 +184,7 @@ COLUMNS: Final = (
 
 
 def rows_of(load: str, alone: Times, under: Times) -> list[Row]:
-    """Compare both, kind by kind."""
+    """Compare the times with and without a load, and return a row for each kind."""
     rows = []
     for kind, calm in alone.seconds.items():
         some = under.seconds[kind]
@@ -208,7 +208,7 @@ def rows_of(load: str, alone: Times, under: Times) -> list[Row]:
 
 
 def _quantile(seconds: list[float], share: float) -> float:
-    """Return one of the times; of fewer than 100 the largest is the 99th percentile."""
+    """Return a quantile, without interpolation: below 100 samples, p99 is the maximum."""
     return float(np.quantile(seconds, share, method="higher"))
 
 
@@ -216,7 +216,7 @@ def _quantile(seconds: list[float], share: float) -> float:
 async def flooding(
     host: str, port: int, key: str, load: str, seconds: float
 ) -> AsyncIterator[dict[str, Any]]:
-    """Run a flood for so long at most; its report is in the yielded dict afterwards."""
+    """Run a flood for at most `seconds`; its report is in the yielded dict afterwards."""
     report: dict[str, Any] = {}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "scripts.bench.flood", host, str(port), load),
@@ -241,8 +241,8 @@ async def flooding(
 
 
 def new_key(path: Path) -> str:
-    """Add an API key to the file; return it."""
-    with redirect_stdout(io.StringIO()):  # it says how the file is used
+    """Add an API key to the file and return the key."""
+    with redirect_stdout(io.StringIO()):  # `make_api_key` prints instructions
         make_api_key(path)
     return path.read_text().split()[-1]
 
@@ -250,7 +250,7 @@ def new_key(path: Path) -> str:
 async def measure(
     load: str, address: tuple[str, int], keys: list[str], seconds: float
 ) -> dict[str, Any]:
-    """Measure the victim alone, then under a load."""
+    """Measure the victim's requests alone, then under a load."""
     victim = Victim(*address, keys[0])
     rounds = itertools.count(1)
     problems = (await victim.measure(lambda: next(rounds) == WARM_UP_ROUNDS)).problems
@@ -263,7 +263,7 @@ async def measure(
     problems += alone.problems
     if problems:
         raise SystemExit(f"{load}: wrong even without it: {problems[0]}")
-    most_s = seconds + len(KINDS) * PATIENCE_S  # a last round may take so long
+    most_s = seconds + len(KINDS) * PATIENCE_S  # the last round may take this long
     async with flooding(*address, keys[1], load, most_s) as other:
         under = await victim.measure(over())
     rows = rows_of(load, alone, under)
@@ -271,7 +271,7 @@ async def measure(
 
 
 def run(load: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Start a cluster, and measure one load."""
+    """Start a cluster and measure one load on it."""
     with TemporaryDirectory() as directory:
         path = Path(directory) / "api_keys"
         keys = [new_key(path) for _ in range(2)]

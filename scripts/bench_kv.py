@@ -1,18 +1,18 @@
-"""How fast KV goes from worker to worker, beside what the machine can do with the same bytes.
+"""Measure how fast KV moves from worker to worker, compared with the limits of the machine.
 
-    python scripts/bench_kv.py                            # all ways: TCP, ipc, with keys, memory
-    python scripts/bench_kv.py --ways tcp --tokens 32768  # 4 GiB each, and takes 8 of memory
-    python scripts/bench_kv.py --small                    # small prompts only, by one round trip
-    python scripts/bench_kv.py --short                    # no figures: that all arrives unchanged
+    python scripts/bench_kv.py                            # all transports
+    python scripts/bench_kv.py --ways tcp --tokens 32768  # 4 GiB each; needs 8 GiB of memory
+    python scripts/bench_kv.py --small                    # small prompts only
+    python scripts/bench_kv.py --short                    # only check that KV arrives unchanged
 
-Two real workers without a model, Llama-8B's KV (32 layers x 8 heads x 128, bfloat16), blocks
-wherever they lie.  First, KV is written and compared at the other end.  Then transfers are timed,
-from the offer to the last ACK, in turns with the floor: `zmq+` or `memory` of `bench/kv_floor.py`.
-Over TCP segments have a connection of their own, sealed with keys (SPEC 6.9), but for `tcp+zmq` and
-`tcp+curve`; over ipc they have none.  With `--split`
-each worker has cores of its own, as the router gives local workers where there are enough.  A
-segment is 2 MiB; CPU seconds are user and kernel, of prefill + decode worker; `switches` are
-voluntary context switches and `jobs` what the transfer threads were given, of both, a segment.
+Runs two real workers without a model, with the KV shape of Llama-8B (32 layers x 8 heads x 128,
+bfloat16) in blocks that are not contiguous.  First, KV is written on one worker and compared on the
+other.  Then transfers are timed from the offer to the last ACK, alternately with a lower bound:
+`zmq+` or `memory` of `bench/kv_floor.py`.  Over TCP, segments use a separate connection, encrypted
+if there are keys (SPEC 6.9), except for `tcp+zmq` and `tcp+curve`; over ipc they do not.  With
+`--split` each worker has its own cores, like the router's local workers on a large machine.  A
+segment is 2 MiB.  CPU seconds are user and kernel time of both workers together; `switches` are
+voluntary context switches and `jobs` the jobs of the transfer threads, both per segment.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL: Final = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype
 DEMO: Final = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=32, dtype="bfloat16")
 BLOCK_SIZE: Final = 16
 SEGMENT_BYTES: Final = 2 << 20
-# Whole blocks, a part of one, many, and one token.
+# The lengths of the checked prompts: whole blocks, a partial block, and one token.
 CHECKED: Final = (128, 300, 17, 1)
 SMALL_PROMPTS: Final = (64, 512)
 SMALL_PER_ROUND: Final = 30
@@ -77,7 +77,7 @@ def main() -> int:
 
 @contextmanager
 def settings_of(way: str) -> Iterator[dict[str, Any]]:
-    """The workers' settings for one way to connect."""
+    """Yield the settings of the workers for one transport."""
     with tempfile.TemporaryDirectory() as directory:
         endpoint = f"ipc://{directory}/kv" if way.startswith("ipc") else "tcp://127.0.0.1:0"
         settings: dict[str, Any] = {"kv_bind": endpoint, "block_size": BLOCK_SIZE}
@@ -91,7 +91,7 @@ def settings_of(way: str) -> Iterator[dict[str, Any]]:
 
 
 async def check(way: str, settings: dict[str, Any]) -> None:
-    """Move marked KV of a small layout."""
+    """Transfer KV of a small layout and check that it arrives unchanged."""
     async with pair(SMALL, num_blocks=200, max_model_len=1000, **settings) as workers:
         await check_marks(workers)
     print(f"{way}: all KV arrived as it was")
@@ -110,7 +110,7 @@ def show_floors(tokens: list[int]) -> None:
 
 
 async def measure(way: str, settings: dict[str, Any], args: argparse.Namespace) -> None:
-    """Check, then time each size in turns with the floor."""
+    """Check transfers, then time each size, alternately with the lower bound."""
     sizes = [(num_tokens, 1) for num_tokens in args.tokens] + [(args.each, args.at_once)]
     most = max(num_tokens * count for num_tokens, count in sizes)
     limits = {"num_blocks": most // BLOCK_SIZE + args.at_once, "max_model_len": most + BLOCK_SIZE}
@@ -136,7 +136,7 @@ async def measure(way: str, settings: dict[str, Any], args: argparse.Namespace) 
 
 
 async def measure_small(way: str, settings: dict[str, Any], rounds: int) -> None:
-    """Time prompts of the demo's size by turns: KV with the offer, and KV on credit."""
+    """Time small prompts, alternately with KV sent with the offer and with KV sent on credit."""
     limits = {"num_blocks": 200, "max_model_len": 1000, **settings}
     async with (
         pair(DEMO, **limits) as unasked,
@@ -158,33 +158,33 @@ async def measure_small(way: str, settings: dict[str, Any], rounds: int) -> None
 
 
 class Series:
-    """Transfers of one size, `count` at a time."""
+    """Measured transfers of one size, `count` at a time."""
 
     def __init__(self, num_tokens: int, count: int) -> None:
         self._num_tokens, self._count = num_tokens, count
-        self._turns: list[list[Moved]] = []
+        self._repeats: list[list[Moved]] = []
         self._used: dict[str, float] = {"cpu_s": 0.0, "switches": 0.0, "jobs": 0.0}
 
     async def run(self, workers: Pair) -> None:
-        """Move about 1 GiB, or what is more as often as the floor does."""
+        """Transfer about 1 GiB, in at least as many repetitions as the lower bound has."""
         num_bytes = self._num_tokens * self._count * LLAMA_8B.token_bytes
         before = await workers.figures()
         for _ in range(max(kv_floor.REPEATS, (1 << 30) // num_bytes)):
-            self._turns.append(await workers.move(self._num_tokens, self._count))
+            self._repeats.append(await workers.move(self._num_tokens, self._count))
         after = await workers.figures()
         for name in self._used:
             self._used[name] += sum(after[role][name] - before[role][name] for role in after)
 
     def figures(self, floor: float) -> list[float]:
-        """Return the cells of its row."""
+        """Return the cells of the table row; `floor` is the bound in bytes per second."""
         rates, seconds, slowest = [], [], 0.0
-        for turn in self._turns:
+        for turn in self._repeats:
             took = max(it.ready_s for it in turn) - min(it.offered_s for it in turn)
             rates.append(sum(it.num_bytes for it in turn) / took)
             seconds.append(took)
             each = [it.seconds for it in turn]
             slowest = max(slowest, max(each) / statistics.median(each))
-        total = sum(it.num_bytes for turn in self._turns for it in turn)
+        total = sum(it.num_bytes for turn in self._repeats for it in turn)
         rate, segments = statistics.median(rates), total / SEGMENT_BYTES
         return [
             *(self._count, self._num_tokens, rate / 1e9, rate / floor),

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The longest wait that one large body causes to others who send something small meanwhile.
+"""Measure how long large request bodies stall the event loop, and thus other clients.
 
     scripts/bench_loop_stall.py                          # 32,768 tokens of context
     scripts/bench_loop_stall.py --max-model-len 500000   # a text of 2 MB is tokenized
 
-Starts a router with hash workers.  A process of its own asks `/livez` again and again over a kept
-connection, while bodies of 1 to 16 MB are posted, two of each at a time.  Its slowest answer is
-the stall, of several rounds the least: others on the machine only add to it, and the row without a
-body says how much they do.  RSS is the router's, after the row.
+Starts a router with hash workers.  A separate process polls `/livez` over one connection, while
+bodies of 1 to 16 MB are posted, two of each at a time.  The slowest response is the stall.  The
+minimum of several rounds counts, because other load on the machine can only increase it; the row
+without a body shows how much other load there is.  RSS is the memory of the router after the row.
 `--root` measures another checkout.
 """
 
@@ -35,10 +35,10 @@ MB: Final = 1 << 20
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """Name, path and content of everything that is posted."""
+    """Yield the name, path and content of each body to post."""
     words = "the quick brown fox jumps over the lazy dog and "
     for size in (1, 2, 4, 16):
-        # A little less, so that the whole body has this size.
+        # A little less text, so that the whole body has this size.
         text = (words * (size * MB // len(words)))[: size * MB - 100]
         for name, prompt in (("words", text), ("one letter", "a" * len(text))):
             body = {"prompt": prompt, "max_tokens": 1}
@@ -55,11 +55,11 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
 
 
 def poll(host: str, port: int, is_over: Event, answer: Any) -> None:
-    """Request `/livez` until it is over; send the longest time that took."""
+    """Poll `/livez` until `is_over` is set, and send the longest response time to `answer`."""
 
     async def slowest() -> float:
         connection, longest_s = await open_http(host, port), 0.0
-        answer.send(None)  # it has begun
+        answer.send(None)  # polling has started
         while not is_over.is_set():
             await connection.request("GET", "/livez")
             longest_s = max(longest_s, time.monotonic() - connection.sent_at)
@@ -70,14 +70,14 @@ def poll(host: str, port: int, is_over: Event, answer: Any) -> None:
 
 
 async def post(server: Server, path: str, body: bytes) -> str:
-    """Return the status of a body's response; "-": there was none."""
+    """Post a body; return the status of the response, or "-" if there was none."""
     connection = await open_http(*server.http)
     try:
         await connection.request("POST", path, body)
     except OSError:
-        pass  # it may have come before
+        pass  # the response may have come before
     connection.transport.abort()
-    return str(connection.status) if connection.pieces else "-"
+    return str(connection.status) if connection.chunks else "-"
 
 
 async def post_all(server: Server, path: str, body: bytes | None) -> list[str]:
@@ -88,20 +88,20 @@ async def post_all(server: Server, path: str, body: bytes | None) -> list[str]:
 
 
 def measure(server: Server, path: str, body: bytes | None) -> tuple[float, float, list[str]]:
-    """Return the longest wait of another client, the seconds of the last response, all statuses."""
-    # A router that stood still has lost its workers, and would refuse the next body for it.
+    """Return the stall and the time until the last response, in seconds, and all statuses."""
+    # During a long stall the router loses its workers, and would then refuse the next body.
     server.wait_until_ready()
     context = multiprocessing.get_context("spawn")
     is_over = context.Event()
     here, there = context.Pipe()
     poller = context.Process(target=poll, args=(*server.http, is_over, there))
     poller.start()
-    there.close()  # so that the end of the process is noticed
+    there.close()  # so that `recv` raises EOFError if the process dies
     here.recv()
     begin = time.monotonic()
     statuses = asyncio.run(post_all(server, path, body))
     seconds = time.monotonic() - begin
-    time.sleep(0.05)  # what is freed after the answer counts as well
+    time.sleep(0.05)  # include the time to free memory after the response
     is_over.set()
     stall = here.recv()
     poller.join()

@@ -1,11 +1,10 @@
-"""Time the engine's own part of a step: schedule, batch and commit, without any model.
+"""Measure the engine's overhead per step: schedule, batch and commit, without a model.
 
-An executor that computes nothing takes the model's place, so all that is left is the engine.  The
-time is that of the thread, not of the clock, so that waiting for a core does not count; but who
-shares caches with busy neighbours is slower for seconds at a time, up to twice.  So all cases are
-measured in rounds, and each one's best round counts.
-Prints milliseconds a step, median and p99, for pure decode, decode under memory pressure, mixed
-steps and steps with drafts; exits 1 when a median is over its limit.
+The executor computes nothing, so the engine accounts for all of the time.  CPU time of the thread
+is measured, so that waiting for a core is not included.  But other load on shared caches can double
+the time for seconds, so all cases are measured in several rounds, and the best round of each
+counts.  Prints the median and p99 in milliseconds per step for pure decode, decode under memory
+pressure, mixed steps and steps with drafts.  Exits with 1 if a median is over its limit.
 
     python scripts/bench_overhead.py --steps 300 --rounds 3
 """
@@ -36,7 +35,7 @@ LIMITS_MS = {32: 0.5, 256: 3.0}
 
 
 class NullExecutor:
-    """Answers with tokens it has prepared; its time is measured and left out."""
+    """An executor that returns prepared tokens; its own time is measured and subtracted."""
 
     def __init__(self) -> None:
         self.info = ModelInfo("null", "null", 32_000, 1 << 20, frozenset({2}), LAYOUT)
@@ -68,13 +67,13 @@ class NullExecutor:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the report."""
+    """One measured case: a row of the table."""
 
     name: str
     num_sequences: int
     context: int = 512
-    blocks_share: float = 4.0  # of what all sequences need at the start
-    arrivals: float = 0.0  # new prompts a step
+    blocks_share: float = 4.0  # relative to what all sequences need at the start
+    arrivals: float = 0.0  # new prompts per step
     speculate: str | None = None
 
 
@@ -91,7 +90,7 @@ CASES = [
 
 
 def measure(case: Case, steps: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return milliseconds of each step without the executor."""
+    """Return the time of each step without the executor, in milliseconds."""
     executor = NullExecutor()
     blocks = int(case.num_sequences * (case.context // 16 + 1) * case.blocks_share)
     engine = Engine(

@@ -1,12 +1,12 @@
-"""Time a model divided among processes of this machine, beside one process.
+"""Measure tensor and pipeline parallelism on this machine, compared with a single process.
 
-    python scripts/bench_parallel.py --model DIR    # a checkpoint that make_model --like made
+    python scripts/bench_parallel.py --model DIR    # a checkpoint created by make_model --like
     python scripts/bench_parallel.py --model DIR --grids 1x1 2x1 1x2 --rows 1 8 --tokens 512
 
-For each grid (shards x stages) the worker's own executor is started, with its other processes, and
-steps are timed: rows that generate behind a prompt of 256 tokens, and chunks of a prompt.  All
-grids first have to choose the same tokens in float32.  `waits` is the share of a step that the
-leader spends in sums over shards and in waiting for the stage before it.
+For each grid (shards x stages), starts the executor of a worker with its other processes, and times
+steps: decode of several rows after prompts of 256 tokens, and prefill of chunks.  Before that, all
+grids must generate the same tokens in float32.  `waits` is the fraction of a step that the leader
+spends in all-reduces over shards and in waiting for the previous stage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def run(grid: str, argv: list[str]) -> dict[str, Any]:
-    """Measure one grid in processes of its own."""
+    """Measure one grid in a new process."""
     command = [sys.executable, __file__, *argv, "--one", grid]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -71,10 +71,10 @@ def run(grid: str, argv: list[str]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the first tokens of some texts, and for each step its seconds and share of waits."""
+    """Return the first generated tokens, and for each step its seconds and fraction of waits."""
     from worker.config import Config
     from worker.engine.instrumented import Direct
-    from worker.processes import meet
+    from worker.processes import join_processes
     from worker.start import load
 
     shards, stages = map(int, args.one.split("x"))
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel=stages,
         log_level="warning",
     )
-    ranks = meet(config, os._exit)
+    ranks = join_processes(config, os._exit)
     waits = Waits()
     if ranks is not None:
         for name in ("add_up", "receive", "gather"):
@@ -121,13 +121,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Waits:
-    """The time that the leader waits for other processes."""
+    """Counts the time that the leader waits for other processes."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call with its time counted."""
+        """Wrap a function so that its time is counted."""
 
         def counted(*args: Any) -> Any:
             start = time.perf_counter()
@@ -138,7 +138,7 @@ class Waits:
         return counted
 
     def median(self, step: Callable[[], Any], rounds: int) -> tuple[float, float]:
-        """Return a step's median seconds, and the share of waits in all of them."""
+        """Return the median time of a step in seconds, and the fraction of waits in all steps."""
         step()
         self._seconds, took = 0.0, []
         for _ in range(rounds):

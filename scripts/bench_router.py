@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""The router's cost: CPU a token, time to a first token, requests a second, memory a stream.
+"""Measure the router: CPU per token, time to first token, requests per second, memory per stream.
 
     scripts/bench_router.py                                # all rows
     scripts/bench_router.py --rows saturated paced --peers ../peers --sglang ../router/bin/python
-    scripts/bench_router.py --brief                        # a few tokens each: are they right?
+    scripts/bench_router.py --brief                        # only check that tokens are correct
 
-A real router process, workers that compute nothing (`bench/emitters.py`) and clients that check
-every token (`bench/router_clients.py`), each in processes of their own.  `--peers` is a directory
-with the programs of those it is compared with, which run by turns with ours in every round: the
-floor, `relay_floor.py` (one ZeroMQ message a step in, 64 chunks out, and nothing else), and with
-`--sglang`, a Python that has it, sglang-router before `mock_worker.py`.  The time to a first token
-is beside that by `bench/bare_router.py`, which only passes on.
+Runs a real router, workers that compute nothing (`bench/emitters.py`) and clients that check every
+token (`bench/router_clients.py`), each in separate processes.  `--peers` is a directory with
+programs to compare with, which are measured alternately with the router in every round:
+`relay_floor.py`, a lower bound that only forwards (per step one ZeroMQ message in, 64 chunks out),
+and, if `--sglang` is a Python interpreter with sglang-router, that router with `mock_worker.py`.
+The time to first token is compared with `bench/bare_router.py`, which only forwards.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.bench.processes import ROOT, Server, router, running, started
 from scripts.bench.tables import Table
 
-# sglang-router tells nobody when it is ready.
+# How long to wait for sglang-router, which does not report when it is ready.
 PEER_START_S: Final = 6.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that is measured."""
+    """One measurement: a row of the table."""
 
     name: str
     kind: str = "stream"
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the peers do the same."""
+        """Whether the programs to compare with support this row."""
         return self.kind == "stream" and self.face == "completions" and self.streams == 64
 
 
@@ -85,38 +85,38 @@ ROWS: Final = {
 
 
 def brief(row: Row) -> Row:
-    """Return the same with little to do."""
+    """Return a short version of a row."""
     return replace(row, streams=min(row.streams, 8), tokens=min(row.tokens, 40), requests=20)
 
 
-# Streams before anything is measured: a router makes some things only once.
+# The warm-up before any measurement.
 WARM: Final = brief(ROWS["saturated"])
 
 
 @dataclass(frozen=True)
 class Running:
-    """A router that listens; clients call its model `model`."""
+    """A running router that serves the model named `model`."""
 
     server: Server
     model: str = "demo"
-    # Its workers write down when each prompt came and when its first token left.
+    # A file to which its workers write when each prompt arrived and its first token was sent.
     notes: Path | None = None
 
 
 def ours(flags: list[str]) -> AbstractContextManager[Running]:
-    """The router of this checkout and its emitters."""
+    """Start the router of this checkout and its emitters."""
     limits = ("--max-running-per-worker", "4096", "--max-requests-per-connection", "64")
     return emitting(router(*limits, *flags))
 
 
 def bare() -> AbstractContextManager[Running]:
-    """The router that only passes on, and its emitters."""
+    """Start the router that only forwards, and its emitters."""
     return emitting(started("scripts.bench.bare_router"))
 
 
 @contextmanager
 def emitting(start: AbstractContextManager[Server]) -> Iterator[Running]:
-    """A router with emitters of its own."""
+    """Start a router with its own emitters."""
     with start as server, TemporaryDirectory() as directory:
         notes = Path(directory) / "notes"
         with running("-m", "scripts.bench.emitters", *server.buses, "--notes", str(notes)):
@@ -126,7 +126,7 @@ def emitting(start: AbstractContextManager[Server]) -> Iterator[Running]:
 
 @contextmanager
 def sglang(python: str, peers: Path, row: Row) -> Iterator[Running]:
-    """sglang-router and its mock workers, which are made for one row."""
+    """Start sglang-router and mock workers configured for one row."""
     mock, ports = str(peers / "mock_worker.py"), [str(free_port()) for _ in range(3)]
     flags = ["--pd-disaggregation", "--prefill", f"http://127.0.0.1:{ports[0]}", "9000"]
     flags += ["--decode", f"http://127.0.0.1:{ports[1]}", "--port", ports[2]]
@@ -142,7 +142,7 @@ def sglang(python: str, peers: Path, row: Row) -> Iterator[Running]:
 
 
 def floor(peers: Path, row: Row) -> float:
-    """Return microseconds of CPU a token of the bare relay."""
+    """Return the CPU time per token of the relay that only forwards, in microseconds."""
     steps = [str(row.tokens), str(row.pace_us / 1e6), "uvloop"]
     command = [sys.executable, str(peers / "relay_floor.py"), *steps]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -152,7 +152,7 @@ def floor(peers: Path, row: Row) -> float:
 
 
 def measure(row: Row, of: Running) -> dict[str, Any]:
-    """Have the clients do what the row says."""
+    """Run the clients for a row and return their measurements."""
     host, port = of.server.addresses["tcp" if row.face == "tcp" else "http"]
     command = [sys.executable, "-m", "scripts.bench.router_clients", host, str(port)]
     command += [*row.flags(), "--model", of.model, "--pid", str(of.server.pid)]
@@ -171,15 +171,14 @@ def measure(row: Row, of: Running) -> dict[str, Any]:
 
 
 def measure_new(start: Callable[[], AbstractContextManager[Running]], row: Row) -> dict[str, Any]:
-    """Measure a new router: an old one uses the memory of ended streams again, as if it needed
-    none."""
+    """Measure a new router, since an old one would reuse the memory of ended streams."""
     with start() as of:
         measure(WARM, of)
         return measure(row, of)
 
 
 def hold(stdin: IO[str], stdout: IO[str], row: Row, server: Server) -> dict[str, Any]:
-    """Weigh the router with connections, and with a stream open on each."""
+    """Measure the router's memory with idle connections, and with an open stream on each."""
     before = own_bytes(server)
     print("go", file=stdin, flush=True)
     stdout.readline()
@@ -190,13 +189,13 @@ def hold(stdin: IO[str], stdout: IO[str], row: Row, server: Server) -> dict[str,
 
 
 def own_bytes(server: Server) -> int:
-    """Return the memory of a router without that of files, which others may share."""
+    """Return the memory of a router in bytes, without file pages, which may be shared."""
     memories = [each.memory_info() for each in server.family]
     return sum(int(memory.rss - memory.shared) for memory in memories)
 
 
 def show(table: Table, row: Row, name: str, measured: dict[str, Any]) -> None:
-    """Print the line of a row."""
+    """Print the measurements of a row."""
     cells: list[str | float] = [""] * 6
     if "bytes" in measured:
         cells[5] = measured["bytes"] / 1000
@@ -210,11 +209,11 @@ def show(table: Table, row: Row, name: str, measured: dict[str, Any]) -> None:
 
 
 def added(spans: list[tuple[int, float, float]], notes: Path) -> list[float]:
-    """Return the time to each first token without the time that the prompt was at the worker."""
+    """Return the times to first token, minus the time that each prompt spent at the worker."""
     lines = [line.split() for line in notes.read_text().splitlines()[-len(spans) :]]
     of_worker = sorted((int(key), float(came), float(left)) for key, came, left in lines)
     found = list[float]()
-    # Those of one key are a second apart, so they come in the order in which they were sent.
+    # Requests with the same key are a second apart, so sorting keeps them in order.
     for (key, sent, first), (same, came, left) in zip(sorted(spans), of_worker, strict=True):
         assert key == same and sent < came <= left < first
         found.append((first - sent) - (left - came))

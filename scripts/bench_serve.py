@@ -1,15 +1,15 @@
-"""Closed-loop load on a running router: how fast it answers, and that every answer is whole.
+"""Run a closed-loop load on a running router; measure latency and check every response.
 
-Each of --concurrency clients sends its next request when its last one ended.  A request counts
-only if it has exactly the tokens asked for and says finish_reason "length"; a run with a single
-wrong answer exits 1 and prints no figures for it.  With --long-every-s a long prompt comes in
-beside them at that rate, whoever is ready or not.
+Each of --concurrency clients sends its next request when its last one has ended.  Every response
+must have exactly the requested number of tokens and finish_reason "length"; after a single wrong
+response the run prints no figures and exits with 1.  With --long-every-s, a request with a long
+prompt is sent in addition at this fixed interval.
 
     python scripts/bench_serve.py --concurrency 8 --requests 64 --prompt-tokens 256 \
         --output-tokens 64 --shared-prefix-tokens 128 --json result.json
 
-With --peer the same load goes to another OpenAI server as well, by turns in --rounds, and the
-figures of both are printed side by side, with ours as a ratio of the peer's.
+With --peer, the same load is run on another OpenAI server too, alternately in --rounds, and the
+figures of both are printed side by side, with their ratio.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.bench.tables import Table
 
 @dataclass
 class Measured:
-    """One request: seconds from its start to each chunk that carried tokens, and their counts."""
+    """One request: the times of its chunks with tokens, in seconds from its start, and counts."""
 
     prompt_tokens: int
     chunk_s: list[float] = field(default_factory=list)
@@ -47,13 +47,13 @@ class Measured:
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between chunks; a router that merges tokens into one chunk shows in them."""
+        """The times between chunks, which are longer if a router merges tokens into one chunk."""
         return [after - before for before, after in pairwise(self.chunk_s)]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The prompts: fixed lengths, a prefix that all share, random ids after it."""
+    """The prompts, of equal length: a shared prefix, then random token ids."""
 
     prompts: list[list[int]]
     output_tokens: int
@@ -80,13 +80,13 @@ class Workload:
 
         prefix = tokens(shared_prefix_tokens)
         prompts = [prefix + tokens(prompt_tokens - len(prefix)) for _ in range(requests)]
-        # More than any run has time for.
+        # More prompts than any run needs.
         long_prompts = [tokens(long_prompt_tokens) for _ in range(1000 if long_every_s else 0)]
         return cls(prompts, output_tokens, long_prompts, long_every_s)
 
 
 class Client:
-    """A client of an OpenAI server, over one connection at a time."""
+    """A client for an OpenAI server, which uses one connection at a time."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -137,9 +137,9 @@ class Client:
 
 
 def _read(connection: HttpConnection, measured: Measured) -> str | None:
-    """Enter the chunks of a response; return its finish_reason."""
+    """Store the chunks of a response in `measured`, and return its finish_reason."""
     finish_reason, counted = None, 0
-    # For a server without token ids: all chunks, and the number of tokens in its usage.
+    # For servers that send no token ids, use all chunks and the number of tokens in `usage`.
     all_s: list[float] = []
     for at, chunk in connection.events():
         if "error" in chunk:
@@ -159,7 +159,7 @@ def _read(connection: HttpConnection, measured: Measured) -> str | None:
 
 @dataclass
 class Run:
-    """One workload on one server: its requests, those with long prompts, the seconds it took."""
+    """One run of a workload on a server: its requests, long prompts apart, and its duration."""
 
     done: list[Measured]
     long: list[Measured]
@@ -171,7 +171,7 @@ class Run:
 
 
 async def load(url: str, workload: Workload, concurrency: int) -> Run:
-    """Run the whole workload."""
+    """Run a workload on a server."""
     waiting = iter(workload.prompts)
     done: list[Measured] = []
     long: list[Measured] = []
@@ -203,7 +203,7 @@ async def load(url: str, workload: Workload, concurrency: int) -> Run:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Mean, p50, p90, p99 and maximum, in milliseconds."""
+    """Return the mean, p50, p90, p99 and maximum, in milliseconds."""
     ordered = sorted(values) or [0.0]
 
     def at(share: float) -> float:
@@ -214,7 +214,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def summary(runs: list[Run]) -> dict[str, Any]:
-    """The figures of runs whose every answer was whole."""
+    """Return the figures of several runs without problems."""
     done = [measured for run in runs for measured in run.done]
     seconds = sum(run.seconds for run in runs)
     tokens = sum(measured.num_tokens for measured in done)
@@ -234,7 +234,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 
 
 def show_beside(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Print a line for each figure: ours, the peer's, and ours as a ratio of the peer's."""
+    """Print each figure of both servers, and their ratio."""
     table = Table("figure:<24", "ours:>11.1f", "peer:>11.1f", "ratio:>7.2f")
 
     def show(name: str, left: float, right: float) -> None:
@@ -285,7 +285,7 @@ def main() -> int:
         shared_prefix_tokens=args.shared_prefix_tokens,
         long_prompt_tokens=args.long_prompt_tokens,
     )
-    for url in runs:  # other prompts: no prefix of the measured ones is known yet
+    for url in runs:  # other prompts, so that no measured prefix is cached
         warmup = drawn(seed=args.seed - 1, requests=args.warmup)
         asyncio.run(load(url, warmup, args.concurrency))
     for number in range(args.rounds):

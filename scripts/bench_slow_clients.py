@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""The cost of slow clients for others: 2,000 idle and 200 dribbling connections beside requests.
+"""Measure how much 2,000 idle and 200 very slow ("dribbling") connections delay other clients.
 
     scripts/bench_slow_clients.py            # HTTP, then raw TCP
     scripts/bench_slow_clients.py --face tcp --idle 500 --dribbling 50 --grace-s 5
 
-Starts two routers with hash workers each.  Many clients send to both, interleaved, each seldom: a
-stall is felt by all that are due meanwhile.  A crowd of slow connections (`bench/crowd.py`, a
-process of its own) comes to one of the two, to the other one in the next round, and stays until the
-router has closed them all.  Compared are the two routers in the same seconds, beside a crowd and,
-as the control, with none: the control says how far from 1 a ratio is by chance.  The pauses leave
-the cores room: a full machine would measure who gets the core, not who waits for whom.
+Starts two routers with hash workers each.  Many clients send requests to both at regular times, so
+that a stall delays all requests due meanwhile.  A crowd of slow connections (the separate process
+`bench/crowd.py`) connects to one router, to the other one in the next round, and stays until the
+router has closed all of them.  The latencies of both routers in the same seconds are compared, with
+a crowd and, as the control, without one: the control shows how far ratios are from 1 by chance.
+The load is low, because on a busy machine the scheduling of cores would be measured instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Send = Callable[[], Awaitable[None]]
 
 
 async def http_client(server: Server) -> Send:
-    """A client that sends over one kept connection."""
+    """Connect over HTTP, and return a function that sends a request and checks the response."""
     connection = await open_http(*server.http)
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
@@ -54,7 +54,7 @@ async def http_client(server: Server) -> Send:
 
 
 async def tcp_client(server: Server) -> Send:
-    """The same over raw TCP."""
+    """Connect over raw TCP, and return a function like that of `http_client`."""
     connection = await open_tcp(*server.addresses["tcp"])
 
     async def send() -> None:
@@ -67,7 +67,7 @@ async def tcp_client(server: Server) -> Send:
 
 @dataclass(frozen=True)
 class Sent:
-    """One request: when it was sent, on the monotonic clock, to which side, and its seconds."""
+    """One request: when it was sent (monotonic clock), to which router, and its latency."""
 
     at: float
     side: int
@@ -77,7 +77,7 @@ class Sent:
 async def measure(
     clients: list[list[Send]], is_over: Callable[[], bool], period_s: float
 ) -> list[Sent]:
-    """Each client sends to each side once a period, all evenly spread, until it is over."""
+    """Let each client send to each router once per period, evenly spread, until `is_over`."""
     sent: list[Sent] = []
     flat = [(side, send) for sends in clients for side, send in enumerate(sends)]
     begin = time.monotonic()
@@ -99,7 +99,7 @@ async def measure(
 
 @dataclass
 class Visit:
-    """The requests during a crowd's visit, its own turns, and its share of a core."""
+    """The requests sent while a crowd was connected, its report, and its CPU use in cores."""
 
     sent: list[Sent]
     turns: dict[str, dict[str, Any]]
@@ -109,7 +109,7 @@ class Visit:
 async def beside_crowd(
     clients: list[list[Send]], face: str, server: Server, given: argparse.Namespace
 ) -> Visit:
-    """Send while a crowd comes to that router and goes."""
+    """Send requests while a crowd connects to `server` and until all of it is disconnected."""
     flags = ("idle", "dribbling", "interval_s", "rate")
     host, port = server.addresses[face]
     process = await asyncio.create_subprocess_exec(
@@ -129,7 +129,7 @@ async def beside_crowd(
 
 
 class Books:
-    """All requests, by what the crowd did when each was due."""
+    """All requests, grouped by what the crowd was doing when each was sent."""
 
     def __init__(self) -> None:
         self.parts = {name: Pairs() for name in PARTS}
@@ -140,7 +140,7 @@ class Books:
             self.parts[part].add(each.at, each.seconds, is_tried=each.side == crowded)
 
     def enter_visit(self, visit: Visit, crowded: int, cpu_s: list[float]) -> None:
-        """`cpu_s` is what either router used meanwhile."""
+        """Add the requests of a visit; `cpu_s` is the CPU time of each router during it."""
         there, closing = visit.turns["connected"]["at"], visit.turns["first closed"]["at"]
         for each in visit.sent:
             is_before, is_after = each.at < there, each.at >= closing
@@ -150,7 +150,7 @@ class Books:
         self._cpu_s.append([cpu_s[crowded], cpu_s[not crowded]])
 
     def report(self, num_connections: int) -> bool:
-        """Print every part; return whether the others' p99 is within the bound."""
+        """Print every group; return whether the p99 with a crowd is within the bound."""
         for name, pairs in self.parts.items():
             print(f"  {name:10s} {pairs.summary()}")
         tried, calm = (sum(used) / len(self._cpu_s) for used in zip(*self._cpu_s, strict=True))
@@ -162,6 +162,7 @@ class Books:
 
 
 async def run(face: str, servers: list[Server], given: argparse.Namespace) -> bool:
+    """Run all rounds over HTTP or raw TCP; return whether the bounds hold."""
     connect = http_client if face == "http" else tcp_client
     clients = [[await connect(server) for server in servers] for _ in range(given.clients)]
     workers = [process.pid for server in servers for process in server.family[1:]]
@@ -186,9 +187,9 @@ async def run(face: str, servers: list[Server], given: argparse.Namespace) -> bo
 
 
 async def is_undone(server: Server, num_fds: int, visit: Visit) -> bool:
-    """Return whether nothing of a crowd is left."""
+    """Return whether the router has released all connections of a crowd."""
     end = visit.turns["all closed"]
-    for _ in range(100):  # the router closes its side a moment after ours
+    for _ in range(100):  # the router closes its side a moment later
         if server.process.num_fds() <= num_fds:
             break
         await asyncio.sleep(0.05)

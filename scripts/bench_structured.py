@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The cost of structured answers: tokens a second of a cluster, with a JSON schema and without.
+"""Measure the cost of structured output: tokens per second with and without a JSON schema.
 
     python -m router --model demo --local 1,1 &
     python scripts/bench_structured.py --streams 32 --tokens 400
 
-All loads run in turns, so that a slow minute of the machine meets each; the medians count.  In the
-third one half of the streams are structured: what one asks for must not slow the others.  An answer
-without all its tokens ends the run.
+All loads run alternately, so that a slow phase of the machine affects all of them, and medians are
+compared.  In the third load, half of the streams are structured, which must not slow down the other
+half.  A response with too few tokens ends the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.bench.connections import COMPLETIONS, open_url
 from scripts.bench.tables import Table
 
-# No answer ends before the token that is counted last.
+# Too long an array for an output to be complete before max_tokens.
 SCHEMA: Final = {
     "type": "array",
     "items": {
@@ -41,15 +41,15 @@ SCHEMA: Final = {
     "minItems": 1000,
 }
 STRUCTURED: Final[dict[str, Any]] = {"structured_outputs": {"json": SCHEMA}}
-FREE: Final[dict[str, Any]] = {"ignore_eos": True}  # else it cannot have all tokens
+FREE: Final[dict[str, Any]] = {"ignore_eos": True}  # so that it has all tokens
 LOADS: Final = {"without": (FREE,), "with": (STRUCTURED,), "half": (STRUCTURED, FREE)}
 
 
 async def stream(url: str, body: dict[str, Any], num_tokens: int) -> None:
-    """Read one streamed completion.
+    """Run one streamed completion.
 
     Raises:
-        SystemExit: It does not have so many tokens.
+        SystemExit: It does not have `num_tokens` tokens.
     """
     connection = await open_url(url)
     await connection.post(COMPLETIONS, body)
@@ -63,7 +63,7 @@ async def stream(url: str, body: dict[str, Any], num_tokens: int) -> None:
 async def tokens_per_second(
     url: str, num_streams: int, num_tokens: int, loads: Sequence[dict[str, Any]]
 ) -> float:
-    """Generate so many tokens in so many streams at once; they have these fields in turns."""
+    """Run `num_streams` streams at once, whose request fields alternate between `loads`."""
     bodies = [
         {
             "prompt": [40 + number * 7 % 300, 17, 33],

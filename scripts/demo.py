@@ -1,8 +1,8 @@
-"""A tour in one minute: a cluster of real processes, a story over HTTP, questions over raw TCP.
+"""A demo that takes one minute: a real cluster, a story over HTTP, questions over raw TCP.
 
-Starts one router, two prefill and two decode workers on free loopback ports, streams a story from
-the shipped model over the OpenAI API, asks about it over our own wire protocol, prints what each
-request cost, and stops everything again.
+Starts one router, two prefill and two decode workers on free loopback ports.  Streams a story from
+the demo model over the OpenAI API, sends questions about another story over raw TCP, prints the
+cost of each request, and stops all processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ START_S = 120.0
 
 @dataclass
 class Row:
-    """The cost of one request."""
+    """The cost of one request: a row of the printed table."""
 
     name: str
     prompt_tokens: int
@@ -70,7 +70,7 @@ COLUMNS = (
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """Start the router and its workers; yield the endpoints; stop them and see that they ended."""
+    """Start the router and its workers, yield the endpoints, and stop all; print if any is left."""
     with tempfile.TemporaryDirectory() as directory:
         ready, log = Path(directory, "ready.json"), Path(directory, "log")
         command = [sys.executable, "-m", "router", "--model", "demo", "--local", "2,2"]
@@ -93,7 +93,7 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 def children(pid: int) -> list[int]:
-    """The process ids of this process's children; none where there is no /proc."""
+    """Return the ids of the child processes of `pid`; an empty list on systems without /proc."""
     try:
         return [
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -118,7 +118,7 @@ def wait_until_ready(router: subprocess.Popen[bytes], ready: Path) -> dict[str, 
 
 
 def call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """One plain JSON call to the router."""
+    """Send a JSON request to the router and return the JSON response."""
     request = Request(url + path, headers={"content-type": "application/json"})
     if body is not None:
         request.data = json.dumps(body).encode()
@@ -127,7 +127,7 @@ def call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def story_over_http(url: str, user: str) -> Row:
-    """Stream a chat completion and print it as it comes."""
+    """Stream a chat completion, printing tokens as they arrive."""
     body = {
         "model": "demo",
         "messages": [{"role": "user", "content": user}],
@@ -167,7 +167,7 @@ def story_over_http(url: str, user: str) -> Row:
 
 
 def question_over_tcp(endpoints: dict[str, str], user: str, name: str) -> tuple[str, Row]:
-    """Ask over raw TCP: the frames of SPEC 4 on a plain socket; ids in, ids out."""
+    """Send a question over raw TCP, as frames of SPEC 4 with token ids, and return the text."""
     url = endpoints["http"]
     message = {"role": "user", "content": user}
     ids = call(url, "/tokenize", {"messages": [message]})["tokens"]
@@ -176,7 +176,7 @@ def question_over_tcp(endpoints: dict[str, str], user: str, name: str) -> tuple[
         start = time.perf_counter()
         prefill = PrefillRequest(1, len(ids), ANY_RANK)
         connection.sendall(b"".join(encode(prefill, encode_prompt(ids, Options()))))
-        # Pipelined: nothing to add to the prompt, so there is no need to wait for PREFILL_DONE.
+        # Pipelined: there is no need to wait for PREFILL_DONE before sending DECODE_REQUEST.
         decode = encode(DecodeRequest(1, 24), encode_continuation([], Options()))
         connection.sendall(b"".join(decode))
         tokens, times, cached, usage = answer(connection)
@@ -194,7 +194,7 @@ def question_over_tcp(endpoints: dict[str, str], user: str, name: str) -> tuple[
 
 
 def answer(connection: socket.socket) -> tuple[list[int], list[float], int, Usage]:
-    """Read frames until the request ends."""
+    """Read frames until the request ends; return tokens, times, cached tokens and usage."""
     decoder = StreamDecoder()
     tokens: list[int] = []
     times: list[float] = []
@@ -219,7 +219,7 @@ def answer(connection: socket.socket) -> tuple[list[int], list[float], int, Usag
 
 
 def rate(num_tokens: int, times: list[float]) -> float:
-    """Tokens per second after the first."""
+    """Return the rate of the tokens after the first, in tokens per second."""
     seconds = times[-1] - times[0]
     return (num_tokens - 1) / seconds if seconds > 0 else 0.0
 
@@ -232,15 +232,15 @@ def main() -> int:
     ).parse_args()
     print("Starting 1 router, 2 prefill and 2 decode workers ...", flush=True)
     random = Random(1)
-    told = make_story(random, "held_out")  # nothing like it was in the training data
-    questions = pick_questions(random, [told], 2)
+    story = make_story(random, "held_out")  # no similar story was in the training data
+    questions = pick_questions(random, [story], 2)
     with cluster() as endpoints:
         wish = "Tell me a story about Mia and a lantern."
         print(f"\n[HTTP, streaming] {wish}\n")
         rows = [story_over_http(endpoints["http"], wish)]
-        print(f"\n[raw TCP] {told.text}")
+        print(f"\n[raw TCP] {story.text}")
         for number, question in enumerate(questions, 1):
-            user = f"{told.text}\n{question.text}"
+            user = f"{story.text}\n{question.text}"
             answer, row = question_over_tcp(endpoints, user, f"question {number} (raw TCP)")
             rows.append(row)
             print(f"\n    {question.text}\n    {answer}   (right: {question.word})")

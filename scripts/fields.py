@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write router/FIELDS.md, the effect of every request field; with --check, compare instead.
+"""Write router/FIELDS.md, the effect of every request field, or compare it with --check.
 
 usage: .venv/bin/python scripts/fields.py [--check]
 """
@@ -54,14 +54,14 @@ def document() -> str:
 
 
 def rows(kind: str) -> list[tuple[str, str, Any]]:
-    """Each field of a kind, the endpoints that have it, and what is said of it."""
-    said: dict[str, Any] = {}
+    """Return each field of a kind, the endpoints that have it, and its description."""
+    descriptions: dict[str, Any] = {}
     where: dict[str, list[str]] = {}
     for endpoint, (_, fields) in ENDPOINTS.items():
-        for name, about in getattr(fields, kind).items():
-            said[name] = about
+        for name, description in getattr(fields, kind).items():
+            descriptions[name] = description
             where.setdefault(name, []).append(endpoint)
-    return [(name, ", ".join(where[name]), said[name]) for name in sorted(said)]
+    return [(name, ", ".join(where[name]), descriptions[name]) for name in sorted(descriptions)]
 
 
 def main() -> int:

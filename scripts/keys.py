@@ -1,10 +1,10 @@
-"""Make the keys of a cluster, or an API key; never overwrite one.
+"""Create the keys of a cluster, or an API key, without ever overwriting a key.
 
-    scripts/keys DIR router prefill-0 decode-0     # a key pair for each party
+    scripts/keys DIR router prefill-0 decode-0     # a key pair for each router or worker
     scripts/keys --api-key FILE                    # one more API key for clients
 
-DIR/NAME.key is the party's secret and DIR/authorized_keys the list of all public keys.  Made on one
-machine, copied to those that need them; what to copy where is printed, a secret never is.
+DIR/NAME.key is the secret key of NAME, and DIR/authorized_keys the list of all public keys.  Run
+this on one machine.  It prints which files to copy to which machine, but never a secret.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from wire.process.keys import AUTHORIZED, is_party
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is the owner's alone, whole or not at all.  Raises FileExistsError."""
+    """Write a new file that only its owner can read, or none on error.  Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
-    except OSError as error:  # a full disk; what it left would be taken for a key the next time
+    except OSError as error:  # a full disk: a partial file would be taken for a key later
         path.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def append(path: Path, text: str) -> None:
-    """Add lines to a file, whole or not at all: one that a full disk cut would spoil the next."""
+    """Append lines to a file, or none on error: a truncated line would corrupt the next one."""
     with path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
-        if file.read(1) not in (b"", b"\n"):  # an editor left its last line open
+        if file.read(1) not in (b"", b"\n"):  # its last line has no newline
             text = f"\n{text}"
         try:
             if file.write(text.encode()) < len(text):
@@ -50,7 +50,7 @@ def append(path: Path, text: str) -> None:
 
 
 def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = print) -> None:
-    """Write a key pair for each name, or nothing at all; `say` what to copy where."""
+    """Write a key pair for each name, or nothing on error; `say` prints what to copy where."""
     if len(set(names)) < len(names):
         sys.exit("a party is named twice, and has one key")
     for name in names:
@@ -69,7 +69,7 @@ def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = 
             made.append(path)
         lines = [f"{pair.public} {name}\n" for name, pair in pairs.items()]
         append(directory / AUTHORIZED, "".join(lines))
-    except OSError:  # a secret without its line would be in the way the next time
+    except OSError:  # a secret key without its line would block the next attempt
         for path in made:
             path.unlink()
         raise
@@ -80,7 +80,7 @@ def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = 
 
 
 def make_api_key(path: Path) -> None:
-    """Append a key to the file, which is made if need be."""
+    """Append an API key to the file, creating it if necessary."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         write_new(path, "# API keys, one a line; take a line out to revoke it\n")
@@ -103,7 +103,7 @@ def main() -> None:
             if given.directory is not None:
                 parser.error("keys of parties and an API key are made one after the other")
             make_api_key(given.api_key)
-        elif not (given.directory and given.names):  # "" would be where we are
+        elif not (given.directory and given.names):  # "" would mean the current directory
             parser.error("say DIR and the names of the parties, or --api-key FILE")
         else:
             make_keys(Path(given.directory), given.names)

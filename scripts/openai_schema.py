@@ -1,4 +1,4 @@
-"""Write tests/system/openai_schema.json: what tests need of the public OpenAI API description.
+"""Write tests/system/openai_schema.json: the parts of the OpenAI API description for tests.
 
 usage: .venv/bin/python scripts/openai_schema.py openapi.yaml
 """
@@ -22,7 +22,7 @@ ROOTS: Final = (
     "Response",
     "ResponseStreamEvent",
 )
-# Says nothing of what is valid.
+# Keywords that do not affect validation.
 WORDS: Final = {
     *("description", "example", "examples", "default", "title", "discriminator"),
     *("deprecated", "format", "nullable"),
@@ -53,23 +53,23 @@ def main() -> None:
 
 
 def plain(node: Any, names: list[str], *, property_names: bool = False) -> Any:
-    """The schema in JSON Schema's own words; the names it refers to are added to `names`."""
+    """Convert a schema to plain JSON Schema, appending the names it refers to to `names`."""
     if isinstance(node, list):
         return [plain(item, names) for item in node]
     if not isinstance(node, dict):
         return node
     if property_names:
-        return {name: plain(schema, names) for name, schema in node.items()}
-    said: dict[str, Any] = {}
-    if "$ref" in node:  # what else is there are words
+        return {name: plain(value, names) for name, value in node.items()}
+    schema: dict[str, Any] = {}
+    if "$ref" in node:  # the other keys do not affect validation
         name = node["$ref"].rpartition("/")[2]
         names.append(name)
-        said["$ref"] = f"#/$defs/{name}"
+        schema["$ref"] = f"#/$defs/{name}"
     else:
         for key, value in node.items():
             if key not in WORDS and not key.startswith("x-"):
-                said[key] = plain(value, names, property_names=key == "properties")
-    return {"anyOf": [said, {"type": "null"}]} if node.get("nullable") else said
+                schema[key] = plain(value, names, property_names=key == "properties")
+    return {"anyOf": [schema, {"type": "null"}]} if node.get("nullable") else schema
 
 
 if __name__ == "__main__":

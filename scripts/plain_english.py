@@ -1,7 +1,7 @@
-"""List docstrings that begin like riddles, and commit subjects that are too long.
+"""List docstrings that begin with a clause instead of a noun, and too long commit subjects.
 
-`scripts/check` runs it.  A docstring that begins with "Who", "What" or "That which" leaves its
-subject out: name the thing instead ("The fixed fields of a response, ...").
+`scripts/check` runs this.  A docstring that begins with "Who", "What" or "That which" does not name
+its subject.  It should name it instead ("The fixed fields of a response, ...").
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCRIPT: Final = "scripts/plain_english.py"
 
 
 def riddles(folder: Path) -> Iterator[str]:
-    """Yield `file:line: first line` for each such docstring below `folder`."""
+    """Yield `file:line: first line` for each docstring below `folder` that matches `RIDDLE`."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -35,10 +35,10 @@ def riddles(folder: Path) -> Iterator[str]:
 
 
 def long_subjects(repository: Path) -> Iterator[str]:
-    """Yield `commit: subject` for each too long subject after the commit that added `SCRIPT`.
+    """Yield `commit: subject` for each too long subject since the commit that added `SCRIPT`.
 
-    Older subjects stay as they are.  Yields nothing outside a git checkout, or where the history
-    does not reach back that far.
+    Older commits are not checked.  Yield nothing outside a git checkout, or if the history does not
+    contain that commit.
     """
     added = _git(repository, "log", "--diff-filter=A", "--format=%H", "--", SCRIPT).split()
     if not added:

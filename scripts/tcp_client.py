@@ -1,4 +1,4 @@
-"""The client's side of raw TCP, for tests, scripts and benchmarks.  SPEC 2.2."""
+"""A raw TCP client for tests, scripts and benchmarks.  SPEC 2.2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK_BYTES: Final = 64 << 10
 
 
 class Client:
-    """A client for tests, scripts and benchmarks: ``async for message in client``."""
+    """One connection to a raw TCP server; iterate over it to receive messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -23,19 +23,19 @@ class Client:
         self._decoder = StreamDecoder()
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
-        """Send one message; `drain` bounds what waits."""
+        """Send one message.  Call `drain` to limit how much is buffered."""
         self._writer.write(b"".join(encode(frame, *payload)))
 
     async def drain(self) -> None:
-        """Wait until the server takes more.  Raises ConnectionError."""
+        """Wait until the write buffer has space.  Raises ConnectionError."""
         await self._writer.drain()
 
     async def next_message(self) -> Message | None:
-        """Return the next message, None at the end.
+        """Return the next message, or None at EOF.
 
         Raises:
-            ConnectionError: The connection broke.
-            RemoteProtocolError: The server broke SPEC, or stopped inside a message.
+            ConnectionError: The connection was lost.
+            RemoteProtocolError: The server violated SPEC, or closed in the middle of a message.
         """
         while (message := self._decoder.next_message()) is None:
             chunk = await self._reader.read(_CHUNK_BYTES)
@@ -55,7 +55,7 @@ class Client:
         try:
             await self._writer.wait_closed()
         except ConnectionError:
-            pass  # The server was faster.
+            pass  # The server has closed it first.
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,5 +65,5 @@ class Client:
 
 
 async def connect(host: str, port: int, tls: ssl.SSLContext | None = None) -> Client:
-    """Connect to a raw TCP server, with `tls` encrypted.  Raises OSError."""
+    """Connect to a raw TCP server, over TLS if `tls` is given.  Raises OSError."""
     return Client(*await asyncio.open_connection(host, port, ssl=tls))

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Write wire/vectors.json, the protocol's test vectors; with --check, compare instead.
+"""Write the bytes in wire/vectors.json, the protocol's test vectors, or compare with --check.
 
-Every byte comes from `wire`; the tests read the file as data, so a change of the code that changes
-a byte on the wire shows up as a difference in this file, never silently.  What the vectors are of
-stands in `vector_cases`.
+The file itself is the table of cases.  To add a frame, write its `name`, `tag`, `headers`,
+`payload` and `content`: this script adds the bytes, which come from `wire`.  So a change of the
+code that changes a byte on the wire also changes the file.  Malformed bytes and sessions are not
+derived; `scripts/vector_transfers.py` runs the transfers.
 
 usage: .venv/bin/python scripts/vectors.py [--check]
 """
@@ -14,37 +15,111 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from struct import pack
+from tempfile import TemporaryDirectory
 from typing import Any, Final
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.vector_cases.control_plane import control_plane
-from scripts.vector_cases.data_plane import data_plane
-from scripts.vector_cases.digests import fingerprints, prefixes
-from scripts.vector_cases.malformed import malformed
-from scripts.vector_cases.session import sessions
-from scripts.vector_cases.transfer import transfers
-from wire.frames import VERSION
+from scripts.vector_transfers import transfers
+from wire import parts, payloads, stream
+from wire.frames import FRAMES, VERSION, Tag
+from wire.layout import KVLayout
+from wire.logprobs import join_prompt_logprobs, pack_logprobs
+from wire.options import Options
+from wire.prefix import prefix_hashes
+from wire.process.model import fingerprint
+from wire.transfer import SegmentDescriptor, pack_places
 
 PATH: Final = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"
+Vector = dict[str, Any]
 
 
-def vectors() -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "frames": data_plane() + control_plane(),
-        "malformed": malformed(),
-        "prefix": prefixes(),
-        "fingerprint": fingerprints(),
-        "transfer": transfers(),
-        "sessions": sessions(),
-    }
+def payload_of(kind: str, content: Any) -> list[bytes]:
+    """Encode `content`, a payload of this kind, to payload parts."""
+    match kind:
+        case "none":
+            return []
+        case "prompt" | "continuation":
+            if kind == "continuation" and not content["token_ids"]:
+                return []
+            options = msgspec.convert(content["options"], Options)
+            return [getattr(payloads, f"encode_{kind}")(content["token_ids"], options)]
+        case "PrefillResult":
+            return [payloads.encode_prefill_result(_prefill_result(content))]
+        case "Offer":
+            return [payloads.encode_map(_offer(content))]
+        case "segment":
+            fields = {name: content[name] for name in SegmentDescriptor._fields}
+            descriptor = SegmentDescriptor(**fields)._replace(digest=int(content["digest"], 16))
+            if descriptor.in_memory:
+                return [descriptor.pack(), pack_places(content["places"])]
+            return [descriptor.pack(), bytes.fromhex(content["kv"])]
+        case "Credit":
+            return [payloads.Credit(**content).pack()]
+        case "api_key":
+            return [content.encode()]
+        case "Logprobs[]":
+            return [payloads.encode_map(msgspec.convert(content, list[payloads.Logprobs | None]))]
+        case "PeerDetail[]":
+            return [payloads.encode_map(msgspec.convert(content, list[payloads.PeerDetail]))]
+    return [payloads.encode_map(msgspec.convert(content, getattr(payloads, kind)))]
+
+
+def _prefill_result(content: Vector) -> payloads.PrefillResult:
+    rows = content.get("prompt_logprobs")
+    if rows is not None:
+        packed = [pack_logprobs(msgspec.convert(row, payloads.Logprobs)) for row in rows]
+        content = content | {"prompt_logprobs": join_prompt_logprobs(len(rows[0]["top"]), packed)}
+    return msgspec.convert(content, payloads.PrefillResult)
+
+
+def _offer(content: Vector) -> payloads.Offer:
+    fields = dict(content, layout=msgspec.convert(content["layout"], KVLayout))
+    fields["token_ids"] = pack(f"<{len(content['token_ids'])}I", *content["token_ids"])
+    for secret in ("key", "token"):
+        if secret in content:
+            fields[secret] = bytes.fromhex(content[secret])
+    return payloads.Offer(**fields)
+
+
+def frame(vector: Vector) -> Vector:
+    """Add the bytes of a frame as ZeroMQ parts and, if it has a single header, as TCP bytes."""
+    frames = [FRAMES[Tag[vector["tag"]]](**fields) for fields in vector["headers"]]
+    payload = payload_of(vector["payload"], vector["content"])
+    vector["zmq"] = [bytes(part).hex() for part in parts.encode(frames, *payload)]
+    if len(frames) == 1:
+        vector["tcp"] = b"".join(stream.encode(frames[0], *payload)).hex()
+    return vector
+
+
+def prefix(vector: Vector) -> Vector:
+    hashes = prefix_hashes(vector["token_ids"], vector["block_size"])
+    return vector | {"hashes": [f"{one:016x}" for one in hashes]}
+
+
+def model(vector: Vector) -> Vector:
+    """Add the fingerprint of a model directory; of weight files only names and sizes matter."""
+    with TemporaryDirectory() as directory:
+        for name, content in vector["files"].items():
+            (Path(directory) / name).write_text(content)
+        for name, size in vector["weights"].items():
+            with (Path(directory) / name).open("wb") as sparse:
+                sparse.truncate(size)
+        return vector | {"fingerprint": fingerprint(Path(directory))}
 
 
 def render() -> str:
-    """The file's text: one vector a line, so that a difference shows which one changed."""
+    """Return the text of the file, with one vector per line, so that a diff shows what changed."""
+    vectors = json.loads(PATH.read_text())
+    vectors["version"] = VERSION
+    for section, derive in (("frames", frame), ("prefix", prefix), ("fingerprint", model)):
+        vectors[section] = [derive(vector) for vector in vectors[section]]
+    vectors["transfer"] = transfers()
     sections = []
-    for name, content in vectors().items():
+    for name, content in vectors.items():
         if isinstance(content, list):
             lines = ",\n".join("    " + json.dumps(one) for one in content)
             sections.append(f'  "{name}": [\n{lines}\n  ]')

@@ -1,9 +1,6 @@
-"""The hash executor on a GPU that fails in the fifth step after a prompt.
+"""An executor whose device fails once, as CUDA does: for the first that removes a file.
 
-python -m router --model demo --executor tests.failing_device:create
-
-TEST_DEVICE_FAILS names a file.  If it is empty, one device fails: that of the process which removes
-the file.  If something is in it every device does, and if it is gone none does.
+TEST_DEVICE_FAILS=FILE python -m router --executor tests.failing_device:create
 """
 
 from __future__ import annotations
@@ -36,10 +33,8 @@ class FailingDevice(HashExecutor):
         return super().forward(batch)
 
     def _fails(self) -> bool:
-        path = Path(os.environ["TEST_DEVICE_FAILS"])
         try:
-            if path.stat().st_size == 0:
-                path.unlink()
+            Path(os.environ["TEST_DEVICE_FAILS"]).unlink()
         except FileNotFoundError:
             return False
         return True

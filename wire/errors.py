@@ -18,20 +18,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-__all__ = [
-    "MAX_SHOWN",
-    "ErrorCode",
-    "LocalProtocolError",
-    "PeerLost",
-    "ProtocolError",
-    "RemoteProtocolError",
-    "RequestFailed",
-    "TransferFailed",
-    "TransferTooLarge",
-    "WireError",
-    "shown",
-]
-
 # Characters that an error repeats of what was sent.
 MAX_SHOWN: Final = 200
 

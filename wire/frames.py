@@ -71,11 +71,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     layout: ClassVar[Struct]
 
     def header(self) -> bytes:
-        """Return the 16 bytes of this header.
-
-        Raises:
-            LocalProtocolError: A field does not fit its width.
-        """
+        """Return the 16 bytes of this header.  Raises LocalProtocolError."""
         try:
             return self.layout.pack(*astuple(self))
         except struct.error as error:
@@ -83,11 +79,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def from_header(cls, header: bytes | memoryview) -> Self:
-        """Read a header of exactly 16 bytes.
-
-        Raises:
-            RemoteProtocolError: Wrong size, a reserved field is not zero, or a field out of range.
-        """
+        """Read a header of exactly 16 bytes.  Raises RemoteProtocolError."""
         if len(header) != HEADER_BYTES:
             raise RemoteProtocolError(f"{cls.tag.name} header has {len(header)} bytes, not 16")
         frame = cls(*cls.layout.unpack(header))
@@ -97,10 +89,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     def check(self) -> None:
         """Refuse reserved fields that are not zero, and a request_id that names no request.
 
-        Frames with more to refuse override this.
-
-        Raises:
-            RemoteProtocolError: As above.
+        Frames with more to refuse override this.  Raises RemoteProtocolError: as above.
         """
         if reserved := getattr(self, "zero", 0):
             raise RemoteProtocolError(f"{self.tag.name}: the reserved field is {reserved}, not 0")
@@ -281,20 +270,11 @@ class Drain(Frame, frozen=True):
     zero: int = 0
 
 
-_PREFILL: Final = (PrefillRequest, PrefillDone, KvCache, KvCacheAck)
-_DECODE: Final = (DecodeRequest, DecodeToken, DecodeDone)
-_CONTROL: Final = (Hello, Welcome, Heartbeat, Peers, Cancel, Error, Drain)
-FRAMES: Final[dict[int, type[Frame]]] = {
-    frame.tag: frame for frame in (*_PREFILL, *_DECODE, *_CONTROL)
-}
+FRAMES: Final[dict[int, type[Frame]]] = {kind.tag: kind for kind in Frame.__subclasses__()}
 
 
 def frame_of(tag: int, header: bytes | memoryview) -> Frame:
-    """Read the 16-byte header of a frame with this tag.
-
-    Raises:
-        RemoteProtocolError: Unknown tag, or see `Frame.from_header`.
-    """
+    """Read the 16-byte header of a frame with this tag.  Raises RemoteProtocolError."""
     kind = FRAMES.get(tag)
     if kind is None:
         raise RemoteProtocolError(f"unknown tag {tag}")

@@ -36,11 +36,7 @@ class Identity:
 
     @classmethod
     def parse(cls, name: bytes) -> Self:
-        """Read a routing id.
-
-        Raises:
-            RemoteProtocolError: It is not that of a worker.
-        """
+        """Read a routing id.  Raises RemoteProtocolError: it is not that of a worker."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise RemoteProtocolError("the ZeroMQ identity is not <role>-<rank>-<epoch>")

@@ -1,7 +1,7 @@
 """Log-probabilities on the wire: of one generated token a map, of a whole prompt packed words.
 
-A prompt's are a fixed little-endian layout, for a map would cost twenty bytes a token more and the
-router passes them on without looking.  SPEC 4.2, 4.6.
+A prompt's have a fixed little-endian layout: a map would cost 20 bytes more a token.  SPEC 4.2,
+4.6.
 """
 
 from __future__ import annotations

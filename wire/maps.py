@@ -1,8 +1,7 @@
 """Maps, as SPEC 1.2 means them: msgpack with string keys, none of them unknown, none there twice.
 
-Where a key is there twice, msgspec takes the last value.  Another reader may take the first, and
-both would go on with different requests.  msgspec cannot be told to refuse, so `check_keys` counts
-the keys after it has decoded.
+Of a repeated key msgspec takes the last value, another reader may take the first.  msgspec cannot
+refuse it, so `check_keys` counts the keys after decoding.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def check_keys(buffer: Buffer, *nested: str) -> None:
     In those below, the same keys are looked under.
 
     `buffer` was decoded already, so it is one whole msgpack value of the right kind.
-
-    Raises:
-        msgspec.ValidationError: A key is there twice.
+    Raises msgspec.ValidationError.
     """
     view = memoryview(buffer)
     head = view[0]

@@ -52,16 +52,14 @@ class Options(Map, frozen=True, kw_only=True):
     """Sampling and limits of one request.
 
     `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 switch their filter off.  The repetition
-    penalty is on every token of prompt and answer, the other two on the answer's only; `logit_bias`
-    is (token id, what is added).  The answer is held to its `structure`; if there are
-    `allowed_token_ids`, only those are drawn, and never one that would complete one of
-    `bad_sequences`.  `seed` and `choice` key the counter-based generator: the same seed, choice and
-    position draw the same number on every worker.  `max_tokens` counts every generated token,
-    prefill's first included.  `generated_tokens`, which only routers set, says how many ids at the
-    end of PREFILL_REQUEST are no prompt but what an earlier attempt generated.  `logprobs` and
-    `prompt_logprobs` say how many of the likeliest tokens go along.  `deadline_ms` counts from the
-    moment the frame is read.  `tenant`, which only routers set, names the API key or the address
-    that the request came from, without revealing it: a worker shares its steps among tenants.
+    penalty counts tokens of prompt and response, the other two only the response's.  `logit_bias`
+    has pairs of token id and bias.  `allowed_token_ids` are the only ones drawn, if there are any;
+    a token that would complete one of `bad_sequences` never is.  `seed` and `choice` key the
+    counter-based generator: with the position, they give the same number on every worker.
+    `max_tokens` includes prefill's first token.  `logprobs` and `prompt_logprobs` are the numbers
+    of top tokens.  `deadline_ms` counts from when the frame is read.  Only routers set
+    `generated_tokens`, the number of ids at the end of PREFILL_REQUEST that an earlier attempt
+    generated, and `tenant`, an opaque name of the API key or address, among which steps are shared.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
@@ -119,11 +117,7 @@ def encode_options(options: Options) -> bytes:
 
 
 def decode_options(buffer: Buffer) -> Options:
-    """Read options; no bytes at all means every default.
-
-    Raises:
-        RemoteProtocolError: Code INVALID_REQUEST; the message names the field and its range.
-    """
+    """Read options; no bytes at all means every default.  Raises RemoteProtocolError."""
     if len(buffer) == 0:
         return Options()
     if len(buffer) > MAX_OPTIONS_BYTES:

@@ -65,11 +65,7 @@ def encode(frames: Frame | Sequence[Frame], *payload: Buffer) -> list[Buffer]:
 
 
 def decode(parts: Sequence[Buffer]) -> Message:
-    """Read one ZeroMQ message.
-
-    Raises:
-        RemoteProtocolError: Anything that is not such a message.
-    """
+    """Read one ZeroMQ message.  Raises RemoteProtocolError: anything that is not such a message."""
     if len(parts) < 2:
         raise RemoteProtocolError(f"a message has at least 2 parts, this one {len(parts)}")
     if len(parts[0]) != TAG.size:
@@ -85,11 +81,7 @@ def decode(parts: Sequence[Buffer]) -> Message:
 
 
 def message_of(tag: int, headers: bytes | memoryview, payload: tuple[Buffer, ...]) -> Message:
-    """Read the headers of a message.
-
-    Raises:
-        RemoteProtocolError: Unknown tag, or see `Frame.from_header`.
-    """
+    """Read the headers of a message.  Raises RemoteProtocolError."""
     if tag != Tag.DECODE_TOKEN:
         return Message(frame_of(tag, headers), payload)
     tokens = tuple(_TOKENS.iter_unpack(headers))

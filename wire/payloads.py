@@ -141,12 +141,11 @@ class PrefillResult(PrefillRest, frozen=True, kw_only=True):
 
 
 class Usage(Map, frozen=True, kw_only=True):
-    """DECODE_DONE: why it ended and what it cost.  SPEC 4.7.
+    """DECODE_DONE: the reason of the end, and the cost.  SPEC 4.7.
 
-    `kv_bytes` came from the prefill worker, `kv_skipped_tokens` were held by the decode worker
-    already; `kv_seconds` is from the offer's acceptance to the last byte, `kv_transfer_seconds` the
-    part of it in which bytes were under way.  `stop_token_id` is the EOS or stop token that ended
-    it, and `stop_logprobs` its log-probabilities.
+    `kv_bytes` came from the prefill worker, `kv_skipped_tokens` were cached by the decode worker;
+    `kv_seconds` is from the offer's acceptance to the last byte, `kv_transfer_seconds` without the
+    sender's idle time.  `stop_token_id` is the EOS or stop token, with its `stop_logprobs`.
     """
 
     finish_reason: FinishReason
@@ -180,11 +179,7 @@ def encode_map(payload: msgspec.Struct | Sequence[msgspec.Struct | None]) -> byt
 
 
 def decode_map(kind: type[_M], buffer: Buffer) -> _M:
-    """Read one payload map (or `list[Kind]`).
-
-    Raises:
-        RemoteProtocolError: It is not one; the message names the field, never the content.
-    """
+    """Read one payload map (or `list[Kind]`).  Raises RemoteProtocolError."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
@@ -215,12 +210,7 @@ def encode_prefill_result(result: PrefillResult) -> bytes:
 
 
 def decode_prefill_result(buffer: Buffer) -> PrefillResult:
-    """Read a PREFILL_DONE payload.
-
-    Raises:
-        RemoteProtocolError: Under 8 bytes, a bad map or prompt_logprobs, or no token without a
-            stop (or both).
-    """
+    """Read a PREFILL_DONE payload.  Raises RemoteProtocolError."""
     if len(buffer) < _TOKEN.size:
         raise RemoteProtocolError(f"PREFILL_DONE payload has {len(buffer)} bytes, not >= 8")
     (token_id,) = _TOKEN.unpack_from(buffer)
@@ -246,11 +236,7 @@ def encode_prompt(token_ids: Sequence[int], options: Options) -> bytes:
 
 
 def decode_prompt(buffer: Buffer, seq_len: int) -> tuple[tuple[int, ...], Options]:
-    """Read a PREFILL_REQUEST payload whose header says `seq_len`.
-
-    Raises:
-        RemoteProtocolError: Fewer bytes than the prompt needs, or bad options.
-    """
+    """Read a PREFILL_REQUEST payload whose header says `seq_len`.  Raises RemoteProtocolError."""
     return _token_ids(buffer, 0, seq_len), decode_options(memoryview(buffer)[4 * seq_len :])
 
 
@@ -285,16 +271,17 @@ def _token_ids(buffer: Buffer, offset: int, count: int) -> tuple[int, ...]:
         raise RemoteProtocolError("token ids are not u32 little-endian") from problem
 
 
-# Of a Unix socket in the abstract namespace: a peer chooses it, so it can be none of others.
+# A Unix socket in the abstract namespace.  A peer chooses it: the prefix keeps it off other
+# sockets.
 SocketName = Annotated[str, msgspec.Meta(pattern=r"^baton-[A-Za-z0-9-]{1,90}\Z")]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Offer(Map, frozen=True, kw_only=True):
-    """Segment 0: what is to be transferred; the receiver reserves blocks first.  SPEC 6.2.
+    """Segment 0: the offer, for which the receiver reserves blocks.  SPEC 6.2.
 
-    `memory` is the socket where the memory is handed out that the KV lies in (SPEC 6.8); `token`
-    opens a connection for segments alone, and `key` is what they are sealed with there (SPEC 6.9).
+    `memory` is the socket that hands out the memory of the KV (SPEC 6.8); `token` opens a
+    connection for segments, and `key` seals them there (SPEC 6.9).
     """
 
     layout: KVLayout
@@ -307,11 +294,11 @@ class Offer(Map, frozen=True, kw_only=True):
     token: Key | None = None
 
     def __repr__(self) -> str:
-        """Neither a key nor a prompt gets into a log by way of this."""
+        """Leave out the key and the prompt, which must not get into a log."""
         return f"Offer(num_tokens={self.num_tokens}, total_bytes={self.total_bytes})"
 
 
-# Maps with the keys, at any depth, whose values are maps: in those too a key may come only once.
+# The keys of each map, at any depth, whose values are maps: their keys must be distinct too.
 NESTED: Final[dict[type, tuple[str, ...]]] = {
     KVLayout: ("groups",),
     HelloDetail: ("layout", "groups"),
@@ -322,13 +309,12 @@ NESTED: Final[dict[type, tuple[str, ...]]] = {
 
 
 class Credit(NamedTuple):
-    """KV_CACHE_ACK payload: up to `credit` bytes in all may be sent; what is held; where we are.
+    """KV_CACHE_ACK payload: up to `credit` bytes in all may be sent.  SPEC 4.4.
 
-    `cached_tokens` leading tokens are held already and are not to be sent; the number never
-    changes.  `ready` is 1 in the final ACK: every byte is in its blocks.  `credit` 0 and `ready` 0
-    say that the offer still waits for blocks.  `in_memory` is 1 if segments may lie in the memory
-    that was offered; `segment_port` is where segments may come on a connection of their own, 0 for
-    nowhere.  Neither ever changes.  SPEC 4.4.
+    `cached_tokens` leading tokens are held and are not to be sent.  `ready` is 1 in the final ACK:
+    every byte is in its blocks.  `credit` 0 and `ready` 0: the offer waits for blocks.  `in_memory`
+    is 1 if segments may lie in the offered memory; `segment_port` is the port for segments on a
+    connection of their own, 0 for none.  Only `credit` and `ready` ever change.
     """
 
     credit: int
@@ -342,12 +328,7 @@ class Credit(NamedTuple):
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> Credit:
-        """Read a credit.
-
-        Raises:
-            RemoteProtocolError: Not exactly `CREDIT.size` bytes, or `ready` or `in_memory` is
-                neither 0 nor 1.
-        """
+        """Read a credit.  Raises RemoteProtocolError."""
         if len(buffer) != CREDIT.size:
             raise RemoteProtocolError(f"the credit has {len(buffer)} bytes, not {CREDIT.size}")
         credit = cls(*CREDIT.unpack(buffer))

@@ -17,10 +17,8 @@ from xxhash import xxh3_64_intdigest
 def prefix_hashes(token_ids: Sequence[int], block_size: int) -> list[int]:
     """Return the hash of each full block: XXH3-64 of its u32 little-endian ids.
 
-    Its seed is the hash of the block before, 0 for the first.
-
-    Raises:
-        ValueError: `block_size` is under 1, or a token id is no u32.
+    Its seed is the hash of the block before, 0 for the first.  Raises ValueError: `block_size` is
+    under 1, or a token id is no u32.
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}, not 1 or more")

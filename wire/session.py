@@ -1,10 +1,10 @@
 """The life of one request as a table: which frames are allowed in which state.  SPEC 7.
 
 A raw TCP client asks the router, and the router asks its pair of workers, in the same frames; both
-use this table.  The table does not know which side we are; `Session` does, and says who broke it.
+use this table.  `Session` knows our side, and so the side at fault.
 
-Frames cross on the way: a CANCEL or DECODE_REQUEST may be under way when the end comes, and the
-answers to a cancelled request still arrive.  Those are in the table too, and change nothing.
+Frames cross: a CANCEL or DECODE_REQUEST may be under way when the end comes, and responses to a
+cancelled request still arrive.  The table has those too; they change nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Direction(StrEnum):
 
 
 class SessionState(Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     IDLE = "idle"
     PREFILLING = "prefilling"

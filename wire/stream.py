@@ -62,11 +62,7 @@ class StreamDecoder:
             self._buffer += chunk
 
     def receive_eof(self) -> None:
-        """Note that the peer will send no more.
-
-        Raises:
-            RemoteProtocolError: It stopped inside a message.
-        """
+        """Note that the peer will send no more.  Raises RemoteProtocolError."""
         if self._error is None and self._buffer:
             self._error = RemoteProtocolError("the stream ended inside a message")
         if self._error is not None:

@@ -1,1 +1,1 @@
-"""Compute: the engine, its executors, and the prefill and decode roles."""
+"""A worker: the engine, its executors, KV transfer, and the prefill and decode roles."""

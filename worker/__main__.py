@@ -8,14 +8,14 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    """Run to the end and return the exit status."""
-    gc.disable()  # what imports make is never garbage
+    """Run the worker until it ends and return the exit status."""
+    gc.disable()  # objects created by imports are never garbage
     try:
         from worker.start import start
 
         gc.enable()
         return start(argv)
-    except KeyboardInterrupt:  # while modules are imported, which takes a second
+    except KeyboardInterrupt:  # during the imports, which take a second
         return 128 + signal.SIGINT
 
 

@@ -1,8 +1,8 @@
 """One worker process: an engine on its thread, a role, and a connection to each router.
 
-`run` is the life of the process: warm up, register, beat until told to stop, drain, close.  The
-event loop only moves bytes; the engine thread only computes (`worker.engine.thread`), and the
-transfer thread only copies (`worker.transfer.thread`).
+`Worker.run` is the life of the process: warm up, register at the routers, serve until a stop is
+requested, drain, close.  The event loop only moves bytes, the engine thread computes
+(`worker.engine.thread`), and transfer threads copy KV (`worker.transfer.thread`).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from worker.transfer.thread import SMALL_BYTES
 
 log = structlog.get_logger("worker")
 
-# Between two checks of leases; far below any sensible lease.
+# Interval between two checks of leases; far below any sensible lease.
 TICK_S: Final = 0.1
-# Between heartbeats while one cannot hold all news of the prefix cache.
+# Interval between heartbeats while the changes of the prefix cache do not fit in one of them.
 REST_S: Final = 0.1
-# For a step to end after the drain: another process of the model may be stuck.
+# How long the last engine step may take after the drain: another process may be stuck.
 STOP_S: Final = 10.0
-# For all that follows the drain: copies of KV, the other processes, the sockets.
+# How long everything after the drain may take: copying KV, ending other processes and sockets.
 CLOSE_S: Final = 20.0
-EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
+EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts the worker
 
 
 class Worker:
@@ -58,7 +58,7 @@ class Worker:
 
     Raises:
         ValueError: The settings do not fit the model or the machine.
-        OSError: The address for KV is taken.
+        OSError: The address for KV transfer is already in use.
     """
 
     def __init__(
@@ -69,38 +69,38 @@ class Worker:
         *,
         draft: Executor | None = None,
     ) -> None:
-        outside = environment or Environment()
+        environment = environment or Environment()
         info = executor.info
         self._config = config
         self._models = [measured(model) for model in (executor, draft) if model is not None]
         self._executor = self._models[0]
-        self._engine = make_engine(config, *self._models, clock=outside.clock)
-        self._clock = outside.clock
+        self._engine = make_engine(config, *self._models, clock=environment.clock)
+        self._clock = environment.clock
         self._changed = asyncio.Event()  # wakes `run`
         call = asyncio.get_running_loop().call_soon_threadsafe
-        self._thread = outside.make_thread(
+        self._thread = environment.make_thread(
             self._engine,
             lambda outputs: call(self._on_outputs, outputs),
             lambda error: call(self._on_crash, error),
         )
         warm_ups = [model.warmup for model in self._models]
-        self._warmup = Warmup(warm_ups, outside.clock, lambda: call(self._changed.set))
-        self._thread.post(self._warmup.run)  # first of all: no block is used yet
+        self._warmup = Warmup(warm_ups, environment.clock, lambda: call(self._changed.set))
+        self._thread.post(self._warmup.run)  # must be the first call, while no block is in use
         cache = self._engine.cache
         small_bytes = 0 if cache.copies_wait else SMALL_BYTES
-        self._copies = outside.make_copies(cache.copies_at_once, small_bytes)
+        self._copies = environment.make_copies(cache.copies_at_once, small_bytes)
         keys = open_keys(config.keys, config.party)
-        self._plane = outside.make_plane(info.max_model_len, keys)
+        self._plane = environment.make_plane(info.max_model_len, keys)
         role = Role[config.role.upper()]
-        identity = Identity(role, config.rank, outside.epoch())
-        parts = cache, self._thread, self._copies, self._plane, outside
+        identity = Identity(role, config.rank, environment.epoch())
+        parts = cache, self._thread, self._copies, self._plane, environment
         context = WorkerContext(config, identity, *parts)
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)
         segments, bus = self.role.segment_traffic, Traffic()
         planes = {"bus": bus, "kv": self._plane.traffic, "kv_segments": segments}
         detail = self._detail(info)
-        connect = partial(outside.connect, keys=keys, traffic=bus)
+        connect = partial(environment.connect, keys=keys, traffic=bus)
         self.routers = [
             RouterLink(endpoint, identity, detail, self.role, self._on_link, connect)
             for endpoint in config.router
@@ -109,7 +109,7 @@ class Worker:
         api_keys = open_api_keys(config.api_keys) if config.metrics else None
         self.scrape = ScrapePort(self._metrics.render, api_keys)
         self._crashed: BaseException | None = None
-        self._is_beat_due = asyncio.Event()  # wakes the heartbeat
+        self._is_heartbeat_due = asyncio.Event()  # wakes `_send_heartbeats`
         self._was_busy = False
         self._is_announced = False
         self._pulse = Pulse(self._thread.post)
@@ -131,15 +131,15 @@ class Worker:
             stages=capabilities.num_stages,
             kv_endpoint=self.role.kv_endpoint,
             kv_unasked_bytes=self.role.kv_unasked_bytes,
-            # Every other core of thousands is a list that nobody takes, nor reads.
+            # A longer list, such as every second one of thousands of cores, would be refused.
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until told to stop, refused by every router, or broken; return the exit status."""
+        """Serve until `stop` is set, all routers refuse, or it crashes; return the exit status."""
         chores = [
             asyncio.create_task(self._watched(chore))
-            for chore in (self._beat(), self._tick(), keep_watchdog(self._pulse.is_felt))
+            for chore in (self._send_heartbeats(), self._tick(), keep_watchdog(self._pulse.is_felt))
         ]
         try:
             return await self._serve(stop)
@@ -173,7 +173,7 @@ class Worker:
             stopping.cancel()
 
     async def _drain(self) -> int:
-        """Take no new work, finish all requests, and leave when every router has agreed."""
+        """Refuse new requests, finish the others, and wait until every router confirms the end."""
         notify("STOPPING=1")
         log.info("draining", unfinished=self.role.num_unfinished, drain_s=self._config.drain_s)
         for router in self.routers:
@@ -185,7 +185,7 @@ class Worker:
                         return self._crash_status
                     await self._wait_for_change()
         except TimeoutError:
-            if self.role.num_unfinished:  # else only a router has not said that it knows
+            if self.role.num_unfinished:  # otherwise only a router's confirmation is missing
                 log.warning("not drained in time", unfinished=self.role.num_unfinished)
         return 0
 
@@ -209,7 +209,7 @@ class Worker:
             await router.close(1.0)
         if self._thread.stop(wait_s=STOP_S if self._warmup.is_over else 0.0):
             self._copies.close()
-            # A device that has failed takes no calls; the end of the process gives all back.
+            # A failed device accepts no calls; the end of the process frees its memory.
             for model in () if self._crash_status == EXIT_DEVICE_FAILED else self._models:
                 model.shutdown()
         elif self._warmup.is_over:
@@ -228,14 +228,14 @@ class Worker:
     def _on_outputs(self, outputs: list[Output]) -> None:
         try:
             self.role.on_outputs(outputs)
-        except Exception as error:  # the other outputs are lost, and their requests would hang
+        except Exception as error:  # the remaining outputs are lost: their requests would hang
             self._on_crash(error)
 
     def _on_crash(self, error: BaseException) -> None:
         sentence = device_error(error)
         if sentence is None:
             log.error("this worker is broken and ends", exc_info=error)
-        elif self._crash_status != EXIT_DEVICE_FAILED:  # else the same error, at a later call
+        elif self._crash_status != EXIT_DEVICE_FAILED:  # otherwise it was logged before
             noticed = "; ".join(getattr(error, "__notes__", ()))
             log.error("the GPU has failed, so this worker ends", reason=sentence, noticed=noticed)
         self._crashed = self._crashed or error
@@ -257,7 +257,7 @@ class Worker:
             log.error("refused by the router", router=router.endpoint, reason=router.refusal)
         elif router.state is LinkState.READY:
             self._thread.post(lambda engine: engine.pool.republish())
-            self._is_beat_due.set()
+            self._is_heartbeat_due.set()
             if not self._is_announced:
                 self._is_announced = True
                 notify("READY=1")
@@ -275,15 +275,15 @@ class Worker:
             self._standstill.tick(TICK_S, self._engine.steps, is_busy=is_stepping)
             was_busy, self._was_busy = self._was_busy, self._is_busy
             if was_busy and not self._was_busy:
-                self._is_beat_due.set()  # let the router see at once that everything is free
-            self._changed.set()  # a drain looks again at what is unfinished
+                self._is_heartbeat_due.set()  # the router learns at once that all blocks are free
+            self._changed.set()  # `_drain` checks again whether requests are unfinished
 
     @property
     def _is_busy(self) -> bool:
         return not self.role.is_idle or self._thread.is_busy
 
-    async def _beat(self) -> None:
-        """Send heartbeats at the routers' pace, and at once when the worker becomes idle."""
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats at the routers' interval, and at once when the worker becomes idle."""
         while True:
             load = self._engine.load()
             load = msgspec.structs.replace(
@@ -300,16 +300,16 @@ class Worker:
             self._report(
                 f"{running} running, {waiting} waiting, {load.used} blocks used, {tasks} tasks"
             )
-            self._is_beat_due.clear()
+            self._is_heartbeat_due.clear()
             pause_s = min(router.heartbeat_s for router in self.routers)
             if len(self._engine.pool.journal):
                 pause_s = min(pause_s, REST_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await self._is_beat_due.wait()
+                    await self._is_heartbeat_due.wait()
 
     def _report(self, figures: str) -> None:
-        """Report the status to systemd, and extend the start before the first WELCOME."""
+        """Report the status to systemd; until the first WELCOME, extend its start timeout."""
         if self._is_announced:
             notify(f"STATUS={figures}")
         else:

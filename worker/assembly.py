@@ -1,4 +1,4 @@
-"""Builds the engine of a worker's configuration: its blocks, its settings, its draft model."""
+"""Creates a worker's engine from its configuration: its blocks, settings and draft model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = structlog.get_logger("worker")
 
 
 def check_speculation(config: Config, executor: Executor) -> None:
-    """Raise ValueError if the executor cannot verify drafts, which the engine would ignore."""
+    """Raise ValueError if --speculate is set but the executor cannot verify draft tokens."""
     if config.role == "decode" and config.speculate and not executor.capabilities.speculative:
         raise ValueError(
             f"--speculate {config.speculate}: the executor {config.executor!r} samples one token "
@@ -34,7 +34,7 @@ def make_engine(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Make the engine.  Raises ValueError if the settings do not fit the model or the machine."""
+    """Create the engine; raise ValueError if the settings do not fit the model or the machine."""
     check_speculation(config, executor)
     if draft is not None and draft.info.layout.has_state:
         raise ValueError(
@@ -50,7 +50,7 @@ def make_engine(
     chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
     chosen["max_ubatch_tokens"] = config.step_tokens
     if config.role == "prefill":
-        chosen["speculate"] = None  # it generates no text to draft
+        chosen["speculate"] = None  # a prefill worker generates one token, so drafts are useless
     if draft is not None:
         chosen["speculate"] = ModelDrafter(
             draft,

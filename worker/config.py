@@ -1,4 +1,4 @@
-"""The settings of a worker: one declaration is flags, environment, validation and help."""
+"""A worker's settings: each field declares a flag, an environment variable, checks and help."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ WILDCARD_HOSTS: Final = ("*", "0.0.0.0", "[::]")
 
 
 class Config(SharedSettings):
-    """A worker: reads prompts (prefill) or generates from them (decode), as a router asks."""
+    """A worker: prefills prompts or decodes, as its --role says, when routers request it."""
 
-    role: Literal["prefill", "decode"] = setting("decode", "what this worker is asked for")
-    rank: int = setting(0, "its number among workers of its role", ge=0, lt=0xFFFFFFFE)
+    role: Literal["prefill", "decode"] = setting("decode", "prefill or decode")
+    rank: int = setting(0, "number of this worker among those of its role", ge=0, lt=0xFFFFFFFE)
     router: tuple[str, ...] = setting(
         ("tcp://127.0.0.1:5570",), "bus endpoints of the routers to serve"
     )
@@ -54,26 +54,28 @@ class Config(SharedSettings):
         1, "processes that share each layer: its heads, columns and experts", ge=1, le=64
     )
     pipeline_parallel: int = setting(
-        1, "processes that divide the layers; with both, the product", ge=1, le=64
+        1, "processes that divide the layers; times --tensor-parallel in all", ge=1, le=64
     )
     rendezvous: str = setting(
         "",
-        "where the processes of a worker meet: tcp://HOST:PORT of process 0 or file:///PATH of a "
-        "new file; empty: process 0 starts the others on this machine",
+        "address where the processes of a worker connect: tcp://HOST:PORT of process 0, or "
+        "file:///PATH of a new file; empty: process 0 starts the others on this machine",
     )
-    process: int = setting(0, "with --rendezvous, which of them this is; 0 leads", ge=0, lt=4096)
+    process: int = setting(
+        0, "with --rendezvous, the number of this process; 0 is the leader", ge=0, lt=4096
+    )
     threads: int = setting(
-        0, "threads of each process; 0: OMP_NUM_THREADS, or one a physical core", ge=0, le=1024
+        0, "threads of each process; 0: OMP_NUM_THREADS, or one per physical core", ge=0, le=1024
     )
     cores: str = setting(
         "", "cores of this machine that the worker runs on, as in 0-3,8; empty: any"
     )
     max_model_len: int = setting(
-        0, "longest sequence in tokens; 0 is what the model was made for", ge=0, le=MAX_COUNT
+        0, "longest sequence in tokens; 0: the model's own limit", ge=0, le=MAX_COUNT
     )
     block_size: int = setting(16, "tokens in a KV block", ge=1, le=4096)
     num_blocks: int = setting(
-        0, "KV blocks; 0 is as many as --kv-cache-bytes holds", ge=0, le=MAX_COUNT
+        0, "number of KV blocks; 0: those that fit in --kv-cache-bytes", ge=0, le=MAX_COUNT
     )
     kv_cache_bytes: int = setting(
         0,
@@ -82,42 +84,42 @@ class Config(SharedSettings):
         le=MAX_BYTES,
     )
     max_ubatch_tokens: int = setting(
-        0, "most tokens in one step; 0 is 512, or 1024 where prompts only are read", ge=0
+        0, "maximum tokens in one step; 0: 512, or 1024 on a prefill worker", ge=0
     )
-    max_sbatch_sequences: int = setting(256, "most sequences in one step", ge=1)
+    max_sbatch_sequences: int = setting(256, "maximum sequences in one step", ge=1)
     prefer_pure_decode: bool = setting(False, "no prompts in a step that generates tokens")
     dynamic_batching: bool = setting(
         True, "new requests join running ones; off: all have to end first"
     )
     prefix_cache: bool = setting(True, "keep the KV of ended requests for shared prefixes")
     ageing_s: float = setting(
-        1.0, "seconds of waiting that outweigh one priority step", gt=0, le=3600
+        1.0, "seconds of waiting after which a request's priority rises by one", gt=0, le=3600
     )
     swap_bytes: int = setting(0, "host memory for the KV of preempted requests; 0: recompute", ge=0)
     speculate: str = setting(
         "",
-        "draft up to K tokens a step, 64 at most: ngram:K from the text so far, or draft:K:MODEL "
-        "with a smaller model of the same tokenizer, on a decode worker; empty: off",
+        "draft up to K tokens per step, 64 at most: ngram:K from the text so far, or draft:K:MODEL "
+        "with a smaller model with the same tokenizer; decode workers only; empty: off",
     )
-    kv_bind: str = setting("tcp://127.0.0.1:0", "where a decode worker takes KV in")
+    kv_bind: str = setting("tcp://127.0.0.1:0", "where a decode worker listens for KV")
     kv_advertise: str = setting(
-        "", "the KV endpoint that others should connect to; empty is the bound one"
+        "", "KV endpoint that prefill workers connect to; empty: the one of --kv-bind"
     )
     segment_bytes: int = setting(
         2 * MIB, "size of a KV segment on the wire", ge=1 * MIB, le=4 * MIB
     )
     credit_bytes: int = setting(
         16 * MIB,
-        "unacknowledged bytes of one transfer; of KV in shared memory up to 32 MiB (512 MiB on a "
-        "GPU) if that is an eighth (a quarter) of --max-kv-inflight-bytes at most",
+        "maximum unacknowledged bytes of one transfer; through shared memory up to 32 MiB (512 MiB "
+        "on a GPU), if that is an eighth (a quarter) of --max-kv-inflight-bytes at most",
         ge=4 * MIB,
     )
     max_kv_inflight_bytes: int = setting(
-        512 * MIB, "bytes all transfers to a decode worker may have under way", ge=4 * MIB
+        512 * MIB, "maximum bytes in flight to a decode worker, all transfers together", ge=4 * MIB
     )
     kv_unasked_bytes: int = setting(
         2 * MIB,
-        "largest KV that may come with its offer, which saves a round trip; 0: none",
+        "largest KV that is sent with its offer, which saves a round trip; 0: none",
         ge=0,
         le=MAX_BYTES,
     )
@@ -128,18 +130,18 @@ class Config(SharedSettings):
     )
     kv_segment_port: str = setting(
         "auto",
-        "port on the host of --kv-bind for connections that carry KV only, faster, and sealed with "
-        "AES-GCM where there are keys; auto: any free one; off: neither opened here nor used there",
+        "port on the host of --kv-bind for faster connections that carry KV only, encrypted with "
+        "AES-GCM if there are keys; auto: any free port; off: neither listen nor connect",
     )
     lease_s: float = setting(
-        0.0, "time KV is kept for a silent peer; 0: as the router says", ge=0, le=3600
+        0.0, "seconds that KV is kept for a silent peer; 0: the router's value", ge=0, le=3600
     )
-    metrics: str = setting("", "HOST:PORT of a /metrics of this worker's own; empty: none")
+    metrics: str = setting("", "HOST:PORT where this worker serves /metrics; empty: nowhere")
     api_keys: Path | None = setting(
         None, "API keys for --metrics, one a line; none: the systemd credential api_keys, if any"
     )
     insecure: bool = setting(False, "allow ports beyond this machine without keys")
-    hash_step_ms: float = setting(0.0, "hash executor: time of a step", ge=0, le=60_000)
+    hash_step_ms: float = setting(0.0, "hash executor: duration of a step", ge=0, le=60_000)
 
     @field_validator("router")
     @classmethod
@@ -170,7 +172,7 @@ class Config(SharedSettings):
     @field_validator("kv_advertise")
     @classmethod
     def _check_kv_advertise(cls, endpoint: str) -> str:
-        try:  # What HELLO may say, so that the router does not refuse it.
+        try:  # validated as in HELLO, so that the router does not refuse it
             return msgspec.convert(endpoint, EndpointOrNone)
         except msgspec.ValidationError:
             raise ValueError(
@@ -183,7 +185,7 @@ class Config(SharedSettings):
     def _check_speculate(cls, setting: str) -> str:
         found = fullmatch(r"ngram:([0-9]+)|draft:([0-9]+):.+", check_printable(setting))
         if found is not None:
-            # Here: a router looks at this declaration too, and should not load an engine for it.
+            # A router imports this module too, and must not import the engine with it.
             from worker.engine.speculation import checked
 
             checked(int(found[1] or found[2]))
@@ -273,16 +275,16 @@ class Config(SharedSettings):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in one step at most; more where no generating request waits for it."""
+        """Maximum number of tokens in one step; larger for prefill, where no decode must wait."""
         return self.max_ubatch_tokens or (1024 if self.role == "prefill" else 512)
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model named by `speculate`, if this worker loads one."""
+        """The draft model in `speculate`, or None if this worker does not load one."""
         kind, _, rest = self.speculate.partition(":")
         return rest.partition(":")[2] if kind == "draft" and self.role == "decode" else None
 
     @property
     def num_drafts(self) -> int:
-        """K of `speculate`, 0 if it is off."""
+        """The number of draft tokens per step: K in `speculate`, or 0 if it is off."""
         return int(self.speculate.split(":")[1]) if self.speculate else 0

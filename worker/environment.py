@@ -1,7 +1,7 @@
-"""A worker's access to the outside: the clock, sockets, and the threads that compute and copy.
+"""Interfaces of the things that the simulation replaces: clock, sockets and threads.
 
-`Environment` has the real ones.  The simulation (`tests/simulation`) passes virtual time, simulated
-sockets, and events in place of threads, and so runs the very code that serves.
+The defaults of `Environment` are the real ones.  The simulation (`tests/simulation`) passes virtual
+time, simulated sockets, and events instead of threads.  So it runs the same code as production.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Listener(Protocol):
 
 
 class Plane(Protocol):
-    """Makes the sockets for KV (`worker.transfer.sockets.KVPlane`)."""
+    """Creates the sockets for KV transfer (`worker.transfer.sockets.KVPlane`)."""
 
     traffic: Traffic
 
@@ -67,7 +67,7 @@ class Plane(Protocol):
 
 
 class Computing(Protocol):
-    """Runs the engine (`worker.engine.thread.EngineThread`)."""
+    """A thread that runs the engine (`worker.engine.thread.EngineThread`)."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -77,7 +77,7 @@ class Computing(Protocol):
 
 
 class Copying(Protocol):
-    """Packs and unpacks KV (`worker.transfer.thread.Copies`)."""
+    """Threads that pack and unpack KV (`worker.transfer.thread.Copies`)."""
 
     num_at_once: int
 
@@ -86,7 +86,7 @@ class Copying(Protocol):
 
 
 class Port(Protocol):
-    """Offers a file descriptor under a name (`wire.aio.unix.DescriptorPort`)."""
+    """A local socket that sends a file descriptor to clients (`wire.aio.unix.DescriptorPort`)."""
 
     @property
     def name(self) -> str: ...
@@ -95,14 +95,14 @@ class Port(Protocol):
 
 # Connects to a router, with the arguments of `wire.aio.zmq.Link`.
 Connect = Callable[..., Connection]
-# As in `wire.aio.unix`: offer a descriptor; fetch one, and its description, by port and greeting.
+# Arguments and results are those of `DescriptorPort` and `fetch_descriptor` in `wire.aio.unix`.
 MakePort = Callable[[int, bytes], Port]
 Fetch = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """`clock` gives monotonic seconds, `epoch` a number that grows from process to process."""
+    """Factories, a monotonic `clock` in seconds, and `epoch`, which grows from start to start."""
 
     clock: Callable[[], float] = time.monotonic
     epoch: Callable[[], int] = time.time_ns
@@ -118,7 +118,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """A role's means: the worker's settings and identity, its threads, KV and sockets."""
+    """The parts of a worker that its prefill or decode role uses."""
 
     config: Config
     identity: Identity

@@ -1,9 +1,10 @@
-"""A worker's connection to one router: registration, heartbeats, and requests passed to the role.
+"""A worker's connection to one router: registration, timeouts, and requests passed to the role.
 
-The worker says HELLO when the connection comes up or the router does not know it; WELCOME makes it
-ready.  A refusal (another model) is fatal.  FENCED is fatal too, but not at once: the worker that
-has our rank may be dead without the router having noticed.  The requests of a lost router end.
-SPEC 5.
+The worker sends HELLO when the connection is established, or when the router replies that it does
+not know the worker.  WELCOME makes the link ready.  If the router refuses the worker, for example
+because it serves another model, the link stays refused.  FENCED (another worker has this rank) is
+retried first: the other worker may be dead without the router having noticed.  When a router is
+lost, its requests are cancelled.  SPEC 5.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from worker.environment import Connect, Connection
 log = structlog.get_logger("worker")
 
 FATAL_CODES: Final = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
-# A fenced worker says HELLO so many times while it waits for its rank.
+# How many HELLOs a fenced worker sends during the time that the router names.
 FENCED_TRIES: Final = 3
-# Codes with which one worker refuses another; the router is told TRANSFER_FAILED in their place.
-# CANCELLED: the other worker has lost the router, which may not have noticed it yet.
+# Error codes that one worker sends another about a transfer; the router gets TRANSFER_FAILED
+# instead.  CANCELLED: the other worker lost the router, which may not have noticed it yet.
 BETWEEN_WORKERS: Final = frozenset(
     {
         ErrorCode.PROTOCOL,
@@ -57,25 +58,25 @@ BETWEEN_WORKERS: Final = frozenset(
         ErrorCode.CANCELLED,
     }
 )
-# A router that is silent for three heartbeats is lost, but not before so many seconds: it may miss
-# quick ones while it reads a huge prompt.  A connection that closes is noticed at once.
+# A router is lost after three heartbeats without any message, but not before this time: it may miss
+# short heartbeats while it parses a huge prompt.  A closed connection is noticed at once.
 MIN_SILENCE_S: Final = 3.0
-# An unanswered HELLO is repeated, and then on another connection: a router never reads the second
-# connection of one identity.  A router that stood still accepts the second before it has read the
-# end of the first, and reads the third.  One that was cut off needs 25 to 30 s to see that the
-# first is gone.  A handshake costs it 1 ms with keys, and all workers may come at once: so each
-# connection gets more time than the one before.
+# If no WELCOME arrives, HELLO is sent again after HELLO_AGAIN_S, and after REOPEN_S on a new
+# connection.  The router never reads a connection that it accepted before it noticed the end of an
+# older one with the same identity.  A router that was only suspended reads the third connection.
+# One that was cut off from the network notices the end after 25 to 30 s.  The times increase
+# because a handshake with keys costs the router 1 ms, and all workers may reconnect at once.
 HELLO_AGAIN_S: Final = 3.0
 REOPEN_S: Final = (3.0, 6.0, 10.0)
-# A router that cannot be reached is named this often.
+# Interval between warnings about an unreachable router.
 UNREACHED_AGAIN_S: Final = 5.0
 HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 
 
 class Requests(Protocol):
-    """The handler of a router's frames: a role.
+    """Handles a router's frames: the prefill or decode role.
 
-    `on_request` raises WireError to refuse a request; `on_router_lost` ends all of a router's.
+    `on_request` raises WireError to refuse one; `on_router_lost` ends all requests of the router.
     """
 
     def on_registered(self, router: RouterLink) -> None: ...
@@ -93,7 +94,7 @@ class LinkState(StrEnum):
 
 @dataclass(eq=False)
 class RouterLink:
-    """One router, as this worker sees it."""
+    """The connection to one router, and its state."""
 
     endpoint: str
     identity: Identity
@@ -106,18 +107,18 @@ class RouterLink:
     heartbeat_s: float = 1.0
     lease_s: float = 30.0
     refusal: str = ""
-    is_fenced: bool = False  # its refusal was FENCED, and no other
-    drain_s: float | None = None  # set once we are leaving
+    is_fenced: bool = False  # whether the refusal was FENCED
+    drain_s: float | None = None  # set when this worker starts to drain
     is_drained: bool = False
     _silent_s: float = 0.0
-    _hello_due_s: float = 0.0
-    _num_unheard: int = 0  # connections since the last WELCOME that were made anew
-    _fenced_s: float | None = None  # what is left of waiting for a dead worker to be noticed
-    _is_stuck: bool = False
+    _hello_due_s: float = 0.0  # time until the next HELLO or warning
+    _num_reopened: int = 0  # since the last WELCOME
+    _fenced_s: float | None = None  # remaining time for the router to notice a dead worker
+    _is_stuck: bool = False  # whether the router does not read, so that a frame was dropped
     _link: Connection | None = None
 
     def open(self) -> None:
-        """Connect, and say HELLO as soon as the connection is up.  Raises OSError."""
+        """Connect, and send HELLO as soon as the connection is up.  Raises OSError."""
         self._silent_s, self._is_stuck = 0.0, False
         self._hello_due_s = HELLO_AGAIN_S
         self._link = self.connect(
@@ -133,7 +134,7 @@ class RouterLink:
             await self._link.close(linger_s)
 
     async def tick(self, elapsed_s: float) -> None:
-        """Notice a router that sends nothing or does not read; `elapsed_s` since the last call.
+        """Check timeouts, `elapsed_s` after the last call: reconnect to an unresponsive router.
 
         Time is counted in calls, so that a pause of this process is not taken for the router's.
         """
@@ -144,26 +145,26 @@ class RouterLink:
         if self.state is LinkState.READY:
             is_silent = self._silent_s > max(3 * self.heartbeat_s, MIN_SILENCE_S)
             if is_silent or self._is_stuck:
-                self._lose("it says nothing" if is_silent else "it does not read")
+                self._on_lost("it says nothing" if is_silent else "it does not read")
                 await self._reopen()
         elif self.state is LinkState.JOINING and self._link is not None:
             if not self._link.is_up:
-                self._complain()
-            elif self._silent_s > REOPEN_S[min(self._num_unheard, len(REOPEN_S) - 1)]:
-                self._num_unheard += 1
+                self._log_unreachable()
+            elif self._silent_s > REOPEN_S[min(self._num_reopened, len(REOPEN_S) - 1)]:
+                self._num_reopened += 1
                 await self._reopen()
             elif self._hello_due_s <= 0:
                 if self._fenced_s is None:
                     log.warning("no WELCOME from the router yet", router=self.endpoint)
-                self._say_hello()
+                self._send_hello()
         elif self.is_fenced and self._hello_due_s <= 0:
-            # Another router has accepted us, or this process would have ended: keep trying here.
-            self._say_hello()
+            # Keep trying.  Another router has accepted this worker: otherwise it would have ended.
+            self._send_hello()
 
     def send(self, frames: Frame | list[Frame], *payload: Buffer) -> None:
-        """Send to the router; dropped if its connection is down, for then it is lost anyway."""
+        """Send frames; drop them if the router is lost or too slow, as its requests end anyway."""
         if self._is_stuck:
-            return  # a frame is missing already: nothing may follow it
+            return  # a frame was dropped, so no later frame may be sent
         assert self._link is not None, "open comes first"
         try:
             self._link.send(encode(frames, *payload))
@@ -176,14 +177,14 @@ class RouterLink:
                 raise
 
     def refuse(self, request_id: int, error: WireError, stage: str) -> None:
-        """End a request with ERROR; the text is for the client."""
-        is_ours = stage == "transfer" and error.code in BETWEEN_WORKERS
-        code = ErrorCode.TRANSFER_FAILED if is_ours else error.code
+        """End a request with an ERROR frame; the error's message is shown to the client."""
+        is_between_workers = stage == "transfer" and error.code in BETWEEN_WORKERS
+        code = ErrorCode.TRANSFER_FAILED if is_between_workers else error.code
         detail = ErrorDetail(message=error.message, stage=stage, worker=str(self.identity))
         self.send(Error(request_id, code), encode_map(detail))
 
     def drain(self, deadline_s: float) -> None:
-        """Ask for no more work; `is_drained` turns true when the router has none left here."""
+        """Send DRAIN; `is_drained` is set when the router confirms that all requests have ended."""
         self.drain_s = deadline_s
         self.is_drained = self.state is not LinkState.READY
         if not self.is_drained:
@@ -193,17 +194,17 @@ class RouterLink:
 
     def _on_up(self) -> None:
         self._silent_s = 0.0
-        self._say_hello()
+        self._send_hello()
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         if self.state is LinkState.REFUSED and not self.is_fenced:
             return
         self._hello_due_s = HELLO_AGAIN_S
         hello = Hello(self.identity.epoch, self.identity.rank, self.identity.role)
         self.send(hello, encode_map(self.detail))
 
-    def _complain(self) -> None:
-        """Log from time to time that the router cannot be reached; the link keeps trying."""
+    def _log_unreachable(self) -> None:
+        """Log every UNREACHED_AGAIN_S that the router cannot be reached; the link keeps trying."""
         if self._hello_due_s <= 0:
             self._hello_due_s = UNREACHED_AGAIN_S
             waited = f"{self._silent_s:.0f} s"
@@ -212,20 +213,20 @@ class RouterLink:
     def _on_down(self) -> None:
         self._silent_s, self._is_stuck = 0.0, False
         if self.state is LinkState.READY:
-            self._lose("its connection closed")
+            self._on_lost("its connection closed")
 
-    def _lose(self, reason: str) -> None:
+    def _on_lost(self, reason: str) -> None:
         log.warning("router lost", router=self.endpoint, reason=reason)
         self.is_drained = self.drain_s is not None
         self.requests.on_router_lost(self)
-        self._become(LinkState.JOINING)
+        self._set_state(LinkState.JOINING)
 
     async def _reopen(self) -> None:
         log.warning("connecting to the router anew", router=self.endpoint)
         await self.close(0.0)
         self.open()
 
-    def _become(self, state: LinkState) -> None:
+    def _set_state(self, state: LinkState) -> None:
         self.state = state
         self.on_state(self)
 
@@ -282,35 +283,35 @@ class RouterLink:
         if self.epoch not in (0, frame.epoch):
             self.requests.on_router_lost(self)
         self.epoch, self._fenced_s, self.is_fenced = frame.epoch, None, False
-        self._num_unheard = 0
+        self._num_reopened = 0
         self.heartbeat_s = frame.heartbeat_ms / 1000
         self.lease_s = frame.lease_ms / 1000
         log.info("registered", router=self.endpoint, max_kv=detail.max_kv_transfer_bytes)
         self.requests.on_registered(self)
-        self._become(LinkState.READY)
+        self._set_state(LinkState.READY)
         if self.drain_s is not None:
             self.drain(self.drain_s)
 
     def _on_error(self, frame: Error, detail: ErrorDetail) -> None:
         if frame.code == ErrorCode.UNKNOWN_PEER:
             self._on_unknown()
-        elif frame.request_id == 0 and frame.code == ErrorCode.FENCED and self._may_wait(detail):
+        elif frame.request_id == 0 and frame.code == ErrorCode.FENCED and self._may_retry(detail):
             if self.state is LinkState.READY:
-                self._lose("another worker has our rank")
+                self._on_lost("another worker has our rank")
         elif frame.code in FATAL_CODES and frame.request_id == 0:
             self.refusal, was_fenced = detail.message, self.is_fenced
             self.is_fenced = frame.code == ErrorCode.FENCED
             if was_fenced and self.is_fenced:
                 return  # it was fenced before
             self.requests.on_router_lost(self)
-            self._become(LinkState.REFUSED)
+            self._set_state(LinkState.REFUSED)
         else:
             log.warning("error from router", router=self.endpoint, message=detail.message)
 
-    def _may_wait(self, detail: ErrorDetail) -> bool:
-        """Whether the worker with our rank may still turn out to be dead; if so, say HELLO again.
+    def _may_retry(self, detail: ErrorDetail) -> bool:
+        """Schedule another HELLO; return whether the other worker with this rank may be dead.
 
-        The router says for how long: it notices a lost machine only by missing heartbeats.
+        The router's `retry_after_s` is how long it needs to notice a dead machine.
         """
         if self._fenced_s is None:
             self._fenced_s = detail.retry_after_s or 0.0
@@ -322,10 +323,11 @@ class RouterLink:
         return self._fenced_s > 0.0
 
     def _on_unknown(self) -> None:
-        """Register again, once: the router sends this for every frame of an unknown worker.
+        """Register again after UNKNOWN_PEER, but send only one HELLO.
 
-        A second HELLO would end the requests that began after the first.
+        The router sends UNKNOWN_PEER for every frame of a worker that it does not know, and
+        a second HELLO would end the requests that started after the first one.
         """
         if self.state is LinkState.READY:
-            self._lose("it does not know us")
-            self._say_hello()
+            self._on_lost("it does not know us")
+            self._send_hello()

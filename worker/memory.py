@@ -1,4 +1,4 @@
-"""The number of KV blocks that fit in memory, once the weights are loaded."""
+"""Calculates how many KV blocks fit in memory after the weights are loaded."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from worker.config import Config
 from worker.executor.contract import MemoryRequirements
 
 HOST_KV_CACHE_BYTES = 256 << 20
-# For the CUDA context, libraries, kernels, recorded steps and copy buffers.  Chosen, not measured.
-BESIDE_TENSORS_BYTES = 1 << 30
+# For the CUDA context, libraries, kernels, CUDA graphs and copy buffers: a guess, not measured.
+GPU_OVERHEAD_BYTES = 1 << 30
 
 
 def default_kv_cache_bytes(memory: MemoryRequirements, config: Config) -> int:
-    """Return the default size of the KV cache.
+    """Return the default size of the KV cache in bytes.
 
-    On GPUs, of which each has as much free: this worker's share of their memory less the loaded
-    weights and the largest step.  Elsewhere `HOST_KV_CACHE_BYTES`.
+    On GPUs this is --memory-share of their memory, less the loaded weights and the activations of
+    the largest step.  All GPUs of the worker are assumed to have the same free memory as this one.
+    On a CPU it is `HOST_KV_CACHE_BYTES`.
 
     Raises:
-        ValueError: Less than a block is left; the message says what to change.
+        ValueError: Less than one block is left; the message names the settings to change.
     """
     if not _is_on_gpu(config.device):
         return HOST_KV_CACHE_BYTES
     cuda = sys.modules["torch"].cuda
     free, total = cuda.mem_get_info()
-    own = cuda.memory_reserved() + BESIDE_TENSORS_BYTES
+    used = cuda.memory_reserved() + GPU_OVERHEAD_BYTES
     share = int(config.memory_share * total)
     activation_bytes = memory.activation_bytes_per_token * config.step_tokens
-    left: int = min(free, share - own) * config.num_processes - activation_bytes
+    left: int = min(free, share - used) * config.num_processes - activation_bytes
     needed = memory.cache_bytes(1, config.block_size, config.step_tokens)
     if left >= needed:
         return left
     raise ValueError(
-        f"--memory-share is {config.memory_share}, {share} bytes of the GPU's {total}: {own} are "
+        f"--memory-share is {config.memory_share}, {share} bytes of the GPU's {total}: {used} are "
         f"taken and {free} free, and steps of {config.step_tokens} tokens take {activation_bytes}, "
         f"which leaves {max(0, left)} for KV, and a block takes {needed}; raise it, lower "
         "--max-ubatch-tokens, or take a smaller model"
@@ -42,10 +43,10 @@ def default_kv_cache_bytes(memory: MemoryRequirements, config: Config) -> int:
 
 
 def count_blocks(memory: MemoryRequirements, config: Config, free_bytes: int | None) -> int:
-    """Return --num-blocks, or if it is 0 the number that fits in --kv-cache-bytes.
+    """Return --num-blocks, or if it is 0 the number of blocks that fit in --kv-cache-bytes.
 
     Raises:
-        ValueError: There would be no block, or more than `free_bytes` hold beside the activations.
+        ValueError: There would be no block, or blocks and activations exceed `free_bytes`.
     """
     num_blocks, kv_cache_bytes = config.num_blocks, config.kv_cache_bytes
     if not (num_blocks or kv_cache_bytes):
@@ -54,12 +55,12 @@ def count_blocks(memory: MemoryRequirements, config: Config, free_bytes: int | N
     blocks = num_blocks or memory.blocks_in(kv_cache_bytes, *sizes)
     states = memory.num_states(blocks, config.block_size)
     windowed = memory.num_window_blocks(blocks, *sizes)
-    beside = f" with {states} states" if states else ""
-    beside += f" and {windowed} for layers with a window" if windowed else ""
+    extra = f" with {states} states" if states else ""
+    extra += f" and {windowed} for layers with a window" if windowed else ""
     if blocks < 1:
         raise ValueError(
             f"--kv-cache-bytes is {kv_cache_bytes}, and a block of {config.block_size} "
-            f"tokens{beside} takes {memory.cache_bytes(1, *sizes)}; raise it or lower --block-size"
+            f"tokens{extra} takes {memory.cache_bytes(1, *sizes)}; raise it or lower --block-size"
         )
     activation_bytes = memory.activation_bytes_per_token * config.step_tokens
     cache_bytes = memory.cache_bytes(blocks, *sizes)
@@ -72,7 +73,7 @@ def count_blocks(memory: MemoryRequirements, config: Config, free_bytes: int | N
     if num_blocks:
         most = memory.blocks_in(most, *sizes)
     raise ValueError(
-        f"{setting} is {value}: {blocks} blocks{beside} take {cache_bytes} bytes and steps of "
+        f"{setting} is {value}: {blocks} blocks{extra} take {cache_bytes} bytes and steps of "
         f"{config.step_tokens} tokens {activation_bytes}, but beside the model's "
         f"{memory.parameter_bytes} only {free_bytes} are free; lower {setting} "
         f"to {most} at most, or --max-ubatch-tokens, or take a smaller model"
@@ -86,7 +87,7 @@ def free_bytes(
     *,
     num_devices: int = 1,
 ) -> int | None:
-    """Return the free memory of a host or of `num_devices` equal GPUs; None if unknown."""
+    """Return the free memory in bytes of the host or `num_devices` equal GPUs; None if unknown."""
     if _is_on_gpu(device):
         free: int = sys.modules["torch"].cuda.mem_get_info()[0]
         return free * num_devices
@@ -95,7 +96,7 @@ def free_bytes(
 
 
 def _is_on_gpu(device: str) -> bool:
-    """Whether the model was loaded into a GPU's memory; torch would be imported by now."""
+    """Return whether the model was loaded into GPU memory, without importing torch."""
     torch = sys.modules.get("torch")
     return device != "cpu" and torch is not None and bool(torch.cuda.memory_allocated())
 
@@ -107,11 +108,11 @@ def _free_in_machine(meminfo: Path) -> int | None:
 
 
 def _free_in_container(control_group: Path) -> int | None:
-    """Return the memory left below the limit of our control group, if it has one."""
+    """Return the free memory below this process's cgroup limit; None if there is no limit."""
     limit, usage, stat = (control_group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.exists() or not limit.read_text().strip().isdecimal():  # "max" is no limit
         return None
-    # Pages of files count as used, but are given up when memory is needed.
+    # The page cache counts as used memory, but the kernel reclaims it when memory is needed.
     figures = _figures(stat.read_text())
     used = int(usage.read_text()) - figures["active_file"] - figures["inactive_file"]
     return max(0, int(limit.read_text()) - used)

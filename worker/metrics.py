@@ -1,7 +1,7 @@
-"""`GET /metrics` of a worker.
+"""The Prometheus metrics of a worker, for its `GET /metrics`.
 
-Metrics that a router has too mean the same here, but have no labels `role` and `rank`: Prometheus
-adds the instance.
+Metrics that the router also exports have the same meaning here, but no labels `role` and `rank`:
+Prometheus adds the label `instance`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worker.engine.stats import STEP_S, Slots, Stats
 
 
 class TransferCounts:
-    """Counts of ended transfers; `ends` by outcome: done, failed, cancelled."""
+    """Counts ended KV transfers; `ends` has the number by outcome: done, failed, cancelled."""
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class TransferCounts:
         )
 
     def end(self, how: str, kv_bytes: int, skipped_bytes: int, seconds: float | None) -> None:
-        """Count one; `seconds` since it was accepted, None if it was not."""
+        """Count one ended transfer, `seconds` after it was accepted (None if it was not)."""
         self.ends[how] += 1
         self.kv_bytes += kv_bytes
         self.skipped_bytes += skipped_bytes
@@ -50,7 +50,7 @@ class TransferCounts:
 
 
 class Role(Protocol):
-    """The role's figures that metrics read."""
+    """The values that metrics read from a prefill or decode role."""
 
     transfers: TransferCounts
 
@@ -59,7 +59,7 @@ class Role(Protocol):
 
 
 class Metrics(Collector):
-    """One worker's registry; `loop_lag_s` is set by whoever watches the loop."""
+    """Collects the metrics of one worker; `Worker` updates `loop_lag_s`, the event loop's lag."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Return no names beforehand; without this the registry would collect once to find them."""
+        """Return no metric names, so that registering does not call `collect` to find them."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
-"""Starts the processes that compute one model together, and makes them meet.
+"""Starts and connects the processes that compute one model together.
 
-Process 0 leads: it is the worker that routers know.  Without --rendezvous it starts the others on
-this machine.  When one of them is lost, the worker ends at once, and a restart starts all.
+Process 0 is the leader: only it connects to routers.  Without --rendezvous it starts the others on
+this machine.  If one of the processes dies, the whole worker ends at once; a restart restarts all.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 log = structlog.get_logger("worker")
 
 # Settings that must be equal in all processes.
-_NUMBERS: Final = ("dtype", "kv_dtype", "weights")
+_DTYPES: Final = ("dtype", "kv_dtype", "weights")
 # Settings that process 0 passes on to the others.
 _SHARED: Final = {
-    *(*SharedSettings.model_fields, *_NUMBERS, "threads"),
+    *(*SharedSettings.model_fields, *_DTYPES, "threads"),
     *("tensor_parallel", "pipeline_parallel"),
 }
-# For others to join, and for their part of a step; their death is noticed at once.
+# How long to wait for other processes to join, or for their part of a step.
 STEP_TIMEOUT_S: Final = 600.0
-# Of Linux: the address of an interface.
+# Linux's ioctl that returns the address of a network interface.
 _SIOCGIFADDR: Final = 0x8915
 _INTERFACE: Final = "NCCL_SOCKET_IFNAME"
-# Only torchrun sets this variable; other programs use the names of the others, too.
+# Only torchrun sets this variable.  Other programs set RANK, WORLD_SIZE and so on as well.
 _TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
 
 
-class Place(NamedTuple):
-    """The number of a process in its worker and on its machine, and where all meet."""
+class ProcessInfo(NamedTuple):
+    """A process's number in its worker and on its machine, and the rendezvous address."""
 
     number: int
     rendezvous: str
@@ -59,17 +59,19 @@ class Place(NamedTuple):
     num_local: int
 
     @property
-    def is_here(self) -> bool:
-        """Whether all of them are on this machine."""
+    def is_one_machine(self) -> bool:
+        """Whether all processes of the worker are on this machine."""
         return not self.rendezvous.startswith("tcp://")
 
 
-def place_of(config: Config, environ: Mapping[str, str]) -> Place:
-    """Return the place of this process; without a rendezvous it has to start the others.
+def process_info(config: Config, environ: Mapping[str, str]) -> ProcessInfo:
+    """Return this process's numbers and rendezvous, from --process or torchrun's variables.
+
+    If `rendezvous` is empty, this process must start the others.
 
     Raises:
-        ValueError: torchrun has started too many or too few processes, or on several machines
-            without keys.
+        ValueError: torchrun has started too many or too few processes, or it has started them on
+            several machines and there are no keys.
     """
     if config.num_processes > 1 and not config.rendezvous and _TORCHRUN in environ:
         number, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -81,65 +83,69 @@ def place_of(config: Config, environ: Mapping[str, str]) -> Place:
             )
         port, num_local = int(environ["MASTER_PORT"]), int(environ["LOCAL_WORLD_SIZE"])
         if num_local == count:
-            return Place(number, _on_this_machine(port), number, count)
+            return ProcessInfo(number, _on_this_machine(port), number, count)
         if not config.has_keys and not config.insecure:
             raise open_port("torchrun's processes on several machines", MAKE_KEYS)
-        # At its own port torchrun keeps a store.
+        # torchrun itself uses MASTER_PORT.
         rendezvous = f"tcp://{environ['MASTER_ADDR']}:{port + 1}"
-        return Place(number, rendezvous, int(environ["LOCAL_RANK"]), num_local)
+        return ProcessInfo(number, rendezvous, int(environ["LOCAL_RANK"]), num_local)
     if config.rendezvous.startswith("tcp://"):
         host, _, digits = config.rendezvous.removeprefix("tcp://").rpartition(":")
         if host not in LOOPBACK_HOSTS:
-            return Place(config.process, config.rendezvous, 0, 1)
-        return Place(config.process, _on_this_machine(int(digits)), 0, 1)
-    return Place(config.process, config.rendezvous, config.process, config.num_processes)
+            return ProcessInfo(config.process, config.rendezvous, 0, 1)
+        return ProcessInfo(config.process, _on_this_machine(int(digits)), 0, 1)
+    return ProcessInfo(config.process, config.rendezvous, config.process, config.num_processes)
 
 
 def _on_this_machine(port: int) -> str:
-    """Return the meeting point of processes that share nothing but a port of the loopback."""
+    """Return a local rendezvous address, the same in all processes that are given this port."""
     if sys.platform == "linux":
         return f"abstract://baton-{port}"
     return f"file://{gettempdir()}/baton-{port}"
 
 
-def settle(config: Config, place: Place) -> None:
-    """Choose the GPU and threads of this process in the environment, before torch is imported.
+def set_environment(config: Config, process: ProcessInfo) -> None:
+    """Set environment variables for torch and NCCL: this process's GPU, threads and interface.
 
-    NCCL uses the interface to process 0; on one machine the loopback, whatever is set.
+    Call it before torch is imported.  NCCL uses the network interface on the route to process 0,
+    unless NCCL_SOCKET_IFNAME names another.  On one machine it always uses the loopback.
     """
     if config.num_processes == 1:
         return
-    set_threads(config.threads, place.num_local)
+    set_threads(config.threads, process.num_local)
     if config.device == "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = [str(it) for it in range(place.num_local)]
-    gpus = every if visible is None else visible.split(",")  # "" says that there is none
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place.local_number :][:1])
-    host = place.rendezvous.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if (interface := interface_to(LOOPBACK_HOSTS[0] if place.is_here else host)) is None:
+    every = [str(gpu) for gpu in range(process.num_local)]
+    gpus = every if visible is None else visible.split(",")  # "" means that there is no GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[process.local_number :][:1])
+    host = process.rendezvous.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if (interface := interface_to(LOOPBACK_HOSTS[0] if process.is_one_machine else host)) is None:
         return
-    said = os.environ.setdefault(_INTERFACE, interface)
-    if place.is_here and said != interface:
+    configured = os.environ.setdefault(_INTERFACE, interface)
+    if process.is_one_machine and configured != interface:
         os.environ[_INTERFACE] = interface
         log.warning(
             "the processes of this worker are on one machine, and talk over the loopback only",
-            **{_INTERFACE: said, "used": interface},
+            **{_INTERFACE: configured, "used": interface},
         )
 
 
 def set_threads(num_threads: int, num_processes: int = 1) -> None:
-    """Set the size of torch's thread pools in the environment, before its import."""
-    if num_threads:  # the smaller of the two counts, so both are set
+    """Set environment variables for torch's thread pools; call it before torch is imported.
+
+    If `num_threads` is 0, keep OMP_NUM_THREADS, or divide the cores among `num_processes`.
+    """
+    if num_threads:  # torch uses the smaller of the two values, so set both
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, best_threads() // num_processes)))
-    # Idle OpenMP threads spin by default, on the cores that `kernels.cpu.threads` needs: the few
-    # operations that the sampler leaves to torch would slow a step by a quarter.
+    # Idle OpenMP threads spin by default, on the cores that `kernels.cpu.threads` needs.  So the
+    # few torch operations of the sampler would make a step a quarter slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface on the IPv4 route to a host; None if there is none."""
+    """Return the network interface on the IPv4 route to a host, or None if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
@@ -150,46 +156,48 @@ def interface_to(host: str) -> str | None:
             try:
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
             except OSError:
-                continue  # it has no address
+                continue  # the interface has no address
             if socket.inet_ntoa(found[20:24]) == own:
                 return name
     return None
 
 
-def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
-    """Join the other processes of the worker, after starting them if need be; None: no others.
+def join_processes(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
+    """Connect to this worker's other processes, after starting them if necessary.
+
+    Returns None if there are no others.
 
     Args:
-        on_lost: Called on a thread of its own with the exit status of a process that ends by
-            itself, negative for a signal.
+        on_lost: Called on a separate thread if another process dies, with its exit status, which
+            is negative for a signal.
 
     Raises:
-        ValueError: They cannot compute the model together.
-        TimeoutError, ConnectionError: Not all have joined, or one is gone.
+        ValueError: The processes cannot compute the model together.
+        TimeoutError, ConnectionError: Not all processes have joined, or one has died.
     """
     if config.num_processes == 1:
         return None
-    place, before = place_of(config, os.environ), dict(os.environ)
-    settle(config, place)
+    process, environ = process_info(config, os.environ), dict(os.environ)
+    set_environment(config, process)
     settings = equal_settings(config)
-    keys = None if place.is_here else open_keys(config.keys, config.party)
-    for ending in ending_signals():  # until this process serves or follows
+    keys = None if process.is_one_machine else open_keys(config.keys, config.party)
+    for ending in ending_signals():  # replaced when this process starts to serve or to follow
         signal.signal(ending, _interrupt)
-    # Here: it imports torch, whose threads are counted when it is imported.
+    # These import torch, which reads the environment when it is imported.
     from worker.compute.device import find_device
     from worker.compute.ranks import Ranks
     from worker.model.shard import Shard
 
-    shard = Shard.of_process(place.number, config.tensor_parallel, config.pipeline_parallel)
+    shard = Shard.of_process(process.number, config.tensor_parallel, config.pipeline_parallel)
     device = find_device(config.device)
-    rendezvous, followers = place.rendezvous, None
-    if device.type == "cuda" and not (place.is_here or config.insecure):
+    rendezvous, followers = process.rendezvous, None
+    if device.type == "cuda" and not (process.is_one_machine or config.insecure):
         raise ValueError(
             "NCCL, by which GPUs of several machines talk, knows no keys; use a network that is "
             "yours alone and add --insecure"
         )
     if not rendezvous:
-        followers = Followers(config, on_lost, before)
+        followers = Followers(config, on_lost, environ)
         rendezvous = followers.rendezvous
     try:
         secret = b"" if keys is None else keys.pair.secret.encode()
@@ -209,7 +217,7 @@ def equal_settings(config: Config) -> dict[str, object]:
     """Return the settings that must be equal in all processes.
 
     Raises:
-        ValueError: There is no such model, or it does not divide into these shards.
+        ValueError: The model does not exist, or it cannot be divided into these shards.
     """
     from worker.model.config import read_config
     from worker.model.shard import Shard
@@ -217,7 +225,7 @@ def equal_settings(config: Config) -> dict[str, object]:
     path = locate(config.model)
     check_files(path)
     Shard.of_process(0, config.tensor_parallel, config.pipeline_parallel).of(read_config(path))
-    flags = {f"--{it.replace('_', '-')}": getattr(config, it) for it in _NUMBERS}
+    flags = {f"--{name.replace('_', '-')}": getattr(config, name) for name in _DTYPES}
     return {"the fingerprint of --model": fingerprint(path), **flags}
 
 
@@ -226,7 +234,7 @@ def _interrupt(number: int, _: object) -> None:
 
 
 def _watch(ranks: Ranks, number: int, on_lost: Callable[[int], None]) -> None:
-    """Wait for the end of a process that this one has not started, perhaps elsewhere."""
+    """Report the death of a process that this one did not start; runs on its own thread."""
     try:
         ranks.watch(number)
     except RuntimeError as error:
@@ -235,11 +243,11 @@ def _watch(ranks: Ranks, number: int, on_lost: Callable[[int], None]) -> None:
 
 
 def follow(executor: Executor) -> int:
-    """Compute what the leader asks for, to the end; return the exit status."""
+    """Run the steps that the leader sends until it ends; return the exit status."""
     from worker.parallel.executor import ShardedExecutor
 
     assert isinstance(executor, ShardedExecutor)
-    for number in ending_signals():  # they are for the leader, who may drain
+    for number in ending_signals():  # the leader handles them, as it may have to drain
         signal.signal(number, signal.SIG_IGN)
     try:
         executor.follow()
@@ -253,12 +261,12 @@ def follow(executor: Executor) -> int:
 
 
 class Followers:
-    """The other processes of a worker, started on this machine; `on_lost` as for `meet`."""
+    """Starts a worker's other processes on this machine; `on_lost` is as in `join_processes`."""
 
     def __init__(
         self, config: Config, on_lost: Callable[[int], None], environ: Mapping[str, str]
     ) -> None:
-        # Private to this user, and nobody else can listen there first.
+        # The directory is private to this user, so no other user can listen there first.
         self.directory = TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True)
         self.rendezvous = f"file://{self.directory.name}/meet"
         self._on_lost = on_lost
@@ -287,14 +295,14 @@ class Followers:
 
 
 def command(config: Config, number: int, rendezvous: str) -> list[str]:
-    """Return the command line of another process of this worker."""
+    """Return the command line that starts process `number` of this worker."""
     shared = config.model_dump(include=_SHARED, exclude_none=True)
     settings = {**shared, "rendezvous": rendezvous, "process": number}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "worker", *flags]
 
 
-def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return our environment without settings and without systemd's variables."""
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without Baton's settings and systemd's variables, for another process."""
     dropped = ("BATON_", "NOTIFY_SOCKET", "WATCHDOG_")
-    return same_release({name: ours[name] for name in ours if not name.startswith(dropped)})
+    return same_release({name: environ[name] for name in environ if not name.startswith(dropped)})

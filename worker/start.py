@@ -1,4 +1,4 @@
-"""Loads the model, then serves requests or follows process 0."""
+"""Starts a worker process: loads the model, then serves requests or follows the leader."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
-from worker.processes import follow, meet, set_threads
+from worker.processes import follow, join_processes, set_threads
 
-if TYPE_CHECKING:  # it imports torch, which other executors do without
+if TYPE_CHECKING:  # `Ranks` imports torch, which some executors do not need
     from worker.compute.ranks import Ranks
 
 log = structlog.get_logger("worker")
 
 
 def load(config: Config, ranks: Ranks | None = None) -> Executor:
-    """Make the executor of the configuration, with other processes if `ranks` are given.
+    """Create the configured executor; `ranks` connects it to other processes of this worker.
 
     Raises:
-        WireError: There is no such model.
-        ValueError: There is no such executor, or it cannot run this model here.
+        WireError: The model does not exist.
+        ValueError: The executor does not exist, or it cannot run this model here.
     """
     set_threads(config.threads)
     set_stack_size()  # an executor may start threads
@@ -51,33 +51,33 @@ def load(config: Config, ranks: Ranks | None = None) -> Executor:
 
 
 def load_draft(config: Config, executor: Executor) -> Executor | None:
-    """Make the executor of the draft model, if there is one.
+    """Create the executor for the draft model, or return None if none is configured.
 
     Raises:
-        WireError: There is no such model.
-        ValueError: It cannot run here, or `executor` could not verify its drafts.
+        WireError: The draft model does not exist.
+        ValueError: The draft model cannot run here, or `executor` cannot verify drafts.
     """
     check_speculation(config, executor)
     return None if config.draft_model is None else _create(config, config.draft_model)
 
 
 def _choose_cores(cores: frozenset[int]) -> None:
-    """Run on these cores only, if any, so that memory is allocated near them.
+    """Pin this process to these cores, unless empty, so that memory is allocated near them.
 
     Raises:
-        ValueError: This process may not run there.
+        ValueError: This process may not run on these cores.
     """
     try:
         if cores:
             run_on(cores)
-    except OSError as error:  # a sandbox; slower, not wrong
+    except OSError as error:  # for example in a sandbox; the worker is slower, but works
         log.warning("cannot choose cores", cores=format_cores(cores), reason=str(error))
 
 
 def _create(config: Config, model: str, ranks: Ranks | None = None, **settings: Any) -> Executor:
     path = locate(model)
     check_files(path)
-    if config.executor == "torch":  # here, for importing torch takes seconds
+    if config.executor == "torch":  # before `create`, because importing torch takes seconds
         check_weights(path)
     chosen = {"kv_dtype": config.kv_dtype, "weights": config.weights}
     if ranks is not None:
@@ -108,23 +108,23 @@ async def serve(
     try:
         try:
             worker = Worker(config, executor, draft=draft)
-        except ValueError as error:  # from the constructor only; in `run` it would be a bug
+        except ValueError as error:  # only the constructor's: in `run` a ValueError is a bug
             log.error("cannot serve with these settings", reason=str(error))
             return EX_CONFIG
         return await worker.run(stop)
-    except OSError as error:  # the address may be free when the worker is started again
+    except OSError as error:  # not EX_CONFIG: at a restart the address may be free
         log.error("cannot bind or connect", reason=str(error))
         return 1
 
 
 def start(argv: list[str]) -> int:
-    """Run to the end and return the exit status; 78 when the settings cannot work."""
+    """Run the worker until it ends and return the exit status: EX_CONFIG for invalid settings."""
     open_standard_streams()
     config = parse(Config, argv, beside="router.config")
     configure(config.log_level)
     status = _live(config)
     if config.num_processes > 1 or is_computing() or status == EXIT_DEVICE_FAILED:
-        # A thread may still be in native code, where Python's own exit could abort the process.
+        # A thread may still run native code; then Python's normal exit could abort the process.
         end_at_once(status)
     return status
 
@@ -137,7 +137,7 @@ def _live(config: Config) -> int:
     try:
         _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
-            ranks = meet(config, on_lost)
+            ranks = join_processes(config, on_lost)
             executor = load(config, ranks)
             if ranks is not None and not ranks.is_leader:
                 return follow(executor)
@@ -145,17 +145,17 @@ def _live(config: Config) -> int:
     except (WireError, ConfigError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
-    except ConnectionError as error:  # a process that computes with this one: start all again
+    except ConnectionError as error:  # another process of this worker is lost: restart all
         log.error("the model is not loaded", reason=str(error))
         return EXIT_CRASHED
-    except KeyboardInterrupt as ended:  # with its number if `meet` has raised it
+    except KeyboardInterrupt as ended:  # `join_processes` passes the signal's number
         number = signal.Signals(*ended.args or (signal.SIGINT,))
         log.info("ended by a signal before there was anything to drain", signal=number.name)
         return 128 + number
-    except Exception as error:  # a plug-in's own, or a file that is not what it should be
+    except Exception as error:  # for example an executor plug-in's own, or a damaged file
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
         return EX_CONFIG
-    # What has been imported and loaded is never garbage: the collector need not look through it.
+    # Imported modules and the loaded model are never garbage, so the collector can skip them.
     gc.freeze()
     return run(lambda stop: serve(config, executor, draft, stop))

@@ -1,1 +1,4 @@
-"""The API that clients call: what is asked, and what is answered."""
+"""The HTTP API: parses request bodies and renders responses.
+
+An invalid request raises an `HttpError` that names the field, or a `WireError`.
+"""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation, and the assistant's next message."""
+"""POST /v1/chat/completions: generates the assistant's next message in a conversation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.api.completions.completion import Choice, CompletionRequest
 from router.api.completions.deltas import Delta
 from router.api.completions.logprobs import chat_logprobs, encoded, prompt_logprobs
 from router.api.errors import invalid
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.body import Positive, Sampled, parse
 from router.api.requests.conversation import (
     MAX_TOOLS,
@@ -33,7 +33,7 @@ from wire.options import NumTop
 
 
 class FunctionBody(Struct):
-    """A tool of type function: its name, and the JSON schema of its arguments."""
+    """The function of a tool; `parameters` is the JSON schema of its arguments."""
 
     name: ToolName
     description: str | None = None
@@ -42,39 +42,39 @@ class FunctionBody(Struct):
 
 
 class ToolBody(Struct):
-    """One of `tools`."""
+    """An entry of `tools`."""
 
     function: FunctionBody
     type: Literal["function"] = "function"
 
 
 class FunctionName(Struct):
-    """The function of a `tool_choice`."""
+    """The function that a `tool_choice` names."""
 
     name: str
 
 
 class NamedTool(Struct, tag_field="type", tag="function"):
-    """A `tool_choice` that names one."""
+    """A `tool_choice` that names one tool, or an entry of `allowed_tools`."""
 
     function: FunctionName
 
 
 class AllowedTools(Struct):
-    """Those of `tools` that may be called, or must be."""
+    """The subset of `tools` that the model may call (auto) or must call (required)."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
-    """A `tool_choice` that names several."""
+    """A `tool_choice` that names several tools."""
 
     allowed_tools: AllowedTools
 
 
 class ChatBody(Sampled, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The request body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
@@ -131,12 +131,8 @@ class ChatBody(Sampled, kw_only=True):
         return has_generation_prompt(self.add_generation_prompt, self.continue_final_message)
 
 
-def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
-    """Understand a body.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionRequest:
+    """Parse and validate a request body, and return its core requests."""
     body = parse(ChatBody, raw, CHAT)
     model.check_name(body.model)
     conversation = Conversation(
@@ -158,73 +154,73 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     )
     is_forced = conversation.tool_choice.mode in ("required", "named")
     answer = ForcedAnswer if is_forced else ChatAnswer
-    return model.converse(conversation, body, asker, answer)
+    return model.conversation_request(conversation, body, context, answer)
 
 
 class ChatAnswer(CompletionAnswer):
-    """A chat completion, whole or as chunks."""
+    """Renders a chat completion as one body or as chunks."""
 
     id_prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-    # What stands for the content of a message that only calls tools.
+    # The content of a message that consists of tool calls only.
     no_content: str | None = None
 
-    def entry(self, choice: Choice, piece: Delta) -> dict[str, Any]:
+    def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": _message(piece, choice.prefix, self.no_content),
-            "logprobs": encoded(chat_logprobs, choice, piece.scores),
-            **ending(choice, piece),
+            "message": _message(delta, choice.prefix, self.no_content),
+            "logprobs": encoded(chat_logprobs, choice, delta.scores),
+            **ending(choice, delta),
         }
 
-    def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
-        delta = _said(piece)
+    def delta(self, choice: Choice, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+        fields = _message_fields(delta)
         if is_first:
-            delta["content"] = choice.prefix + delta.get("content", "")
-            return {"delta": {"role": "assistant"} | delta}
-        if not delta and piece.finish_reason is None:
-            delta = {"content": ""}
-        return {"delta": delta}
+            fields["content"] = choice.prefix + fields.get("content", "")
+            return {"delta": {"role": "assistant"} | fields}
+        if not fields and delta.finish_reason is None:
+            fields = {"content": ""}
+        return {"delta": fields}
 
-    def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
-        scores = {} if choice.request.is_streamed else prompt_logprobs(choice, piece)
+    def about_prompt(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        scores = {} if choice.request.is_streamed else prompt_logprobs(choice, delta)
         return prompt_ids(choice) | scores
 
     logprobs = staticmethod(chat_logprobs)
 
 
 class ForcedAnswer(ChatAnswer):
-    """The answer where a tool must be called: clients of vLLM take the length of its content."""
+    """Renders an answer that must call a tool: vLLM's clients expect content "", not null."""
 
     no_content = ""
 
 
-def _message(piece: Delta, prefix: str, no_content: str | None) -> dict[str, Any]:
-    said = _said(piece)
+def _message(delta: Delta, prefix: str, no_content: str | None) -> dict[str, Any]:
+    message = _message_fields(delta)
     if prefix:
-        said["content"] = prefix + said.get("content", "")
-    calls = said.get("tool_calls", ())
+        message["content"] = prefix + message.get("content", "")
+    calls = message.get("tool_calls", ())
     for call in calls:
         del call["index"]
     empty = no_content if calls else ""
-    return {"role": "assistant", "content": empty, "refusal": None, "annotations": []} | said
+    return {"role": "assistant", "content": empty, "refusal": None, "annotations": []} | message
 
 
-def _said(piece: Delta) -> dict[str, Any]:
-    """Return what a piece adds to a message: content, reasoning, tool calls."""
-    said: dict[str, Any] = {}
+def _message_fields(delta: Delta) -> dict[str, Any]:
+    """Return the fields that a delta adds to a message: content, reasoning and tool calls."""
+    fields: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
-    for part in (Content(piece.text),) if piece.parts is None else piece.parts:
+    for part in (Content(delta.text),) if delta.parts is None else delta.parts:
         match part:
             case Content(text) if text:
-                said["content"] = said.get("content", "") + text
+                fields["content"] = fields.get("content", "") + text
             case Reasoning(text) if text:
-                said["reasoning_content"] = said.get("reasoning_content", "") + text
+                fields["reasoning_content"] = fields.get("reasoning_content", "") + text
             case CallStart(index, name):
                 function = {"name": name, "arguments": ""}
-                about = {"id": new_call_id(), "type": "function", "function": function}
-                calls[index] = {"index": index, **about}
+                head = {"index": index, "id": new_call_id(), "type": "function"}
+                calls[index] = head | {"function": function}
             case CallArguments(index, text):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
-    return said | {"tool_calls": list(calls.values())} if calls else said
+    return fields | {"tool_calls": list(calls.values())} if calls else fields

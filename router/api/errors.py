@@ -1,7 +1,4 @@
-"""Errors of the API: messages for clients, and their statuses.
-
-Errors have the shape that OpenAI clients parse.
-"""
+"""Errors of the API: HTTP statuses, and bodies in the format that OpenAI clients parse."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from wire.errors import ErrorCode, WireError, shown
 
 Header = tuple[bytes, bytes]
 
-# Seconds that the client is told to wait before it asks again.
+# Seconds after which the client should retry.
 RETRY_AFTER_S: Final = 1
-# Of what was sent wrongly, an error lists so many.
+# The maximum number of invalid values that an error message lists.
 MAX_LISTED: Final = 8
 
 HTTP_STATUS: Final[dict[ErrorCode, int]] = {
@@ -35,7 +32,7 @@ HTTP_STATUS: Final[dict[ErrorCode, int]] = {
 
 
 class HttpError(Exception):
-    """The request is answered with an error.  `code` is a word that a program can test for."""
+    """An error response.  `code` is a machine-readable word, `param` the invalid field."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class HttpError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON object, for a response as for an event in the middle of a stream."""
+        """The JSON object: the body of a response, or the data of an event in a stream."""
         return msgspec.json.encode(
             {
                 "error": {
@@ -68,12 +65,12 @@ class HttpError(Exception):
         )
 
 
-# The body of an answer that is an error, with the id of its request: APIs have shapes of their own.
+# Encodes an error and its request id in the format of one API.
 ErrorBody = Callable[[HttpError, str], bytes]
 
 
 def openai_error(error: HttpError, request_id: str) -> bytes:
-    """Return an error in OpenAI's shape; the id of the request is in the headers."""
+    """Return an error in OpenAI's format, which sends the request id in the headers only."""
     return error.body
 
 
@@ -86,16 +83,16 @@ def _type(status: int) -> str:
 
 
 def http_error(error: WireError) -> HttpError:
-    """Return the HTTP error for an error of the system.
+    """Convert an internal error to an HTTP error.
 
-    An error that is not in HTTP_STATUS is a fault of ours: the client is told its code alone.
+    An error that is not in HTTP_STATUS is a server fault: its message is not sent to the client.
     """
     status = HTTP_STATUS.get(error.code, 500)
     headers: tuple[Header, ...] = ()
     if status in (429, 503):
         headers = (retry_after(),)
     elif status == 408 or error.code is ErrorCode.MODEL_FAILED:
-        # The deadline has passed, or the model cannot; clients that retry 408 and 500 by themselves
+        # The deadline has passed, or the model failed: clients that retry 408 and 500 on their own
         # would only add load.
         headers = ((b"x-should-retry", b"false"),)
     message = error.message if status != 500 else f"the request failed: {error.code.label}"
@@ -103,17 +100,17 @@ def http_error(error: WireError) -> HttpError:
 
 
 def retry_after() -> Header:
-    """Return the header of an error that may be over when the client asks again."""
+    """Return the Retry-After header for a temporary error."""
     return b"retry-after", b"%d" % RETRY_AFTER_S
 
 
 def invalid(param: str | None, problem: str) -> HttpError:
-    """Return the 400 that names a field and what is wrong with it."""
+    """Return a 400 that names a field and its problem."""
     message = f"{param}: {problem}" if param else problem
     return HttpError(400, message, code="invalid_value", param=param)
 
 
 def listed(sent: Sequence[str]) -> str:
-    """Return what was sent as an error may list it: the first few."""
+    """Format the first few values as a list for an error message."""
     few = ", ".join([shown(each) for each in sent[:MAX_LISTED]])
     return few if len(sent) <= MAX_LISTED else f"{few} and {len(sent) - MAX_LISTED} more"

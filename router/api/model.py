@@ -1,7 +1,7 @@
-"""The served model as requests see it: its name, tokenizer, template and vocabulary.
+"""The served model: turns prompts and conversations into core requests.
 
-Synchronous and without side effects, so that the HTTP application can read a long prompt in a
-thread.
+Everything here is synchronous and free of side effects, so the HTTP application can tokenize a long
+prompt in a thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.api.requests.bad_words import bad_sequences
 from router.api.requests.body import Prompt, Sampled
 from router.api.requests.conversation import Conversation
 from router.api.requests.defaults import NEUTRAL, Defaults
-from router.api.requests.output_constraints import held
+from router.api.requests.output_constraints import constraint
 from router.api.requests.structures import Wanted
 from router.api.requests.value_count import MAX_NUMBERS
 from router.core.request import Request
@@ -32,20 +32,20 @@ from router.text.tokenizer import Tokenizer, TooManyTokens
 from wire.errors import ErrorCode, WireError, shown
 from wire.process.model import fingerprint, vocab_size
 
-# Variables of a chat template by which reasoning is switched off, and how much there is of it.
+# Chat template variables that switch reasoning off or set its effort.
 SWITCHES: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
-# One for all requests: Python makes a new one of 216 bytes each time.
+# Shared by all requests, because each new frozenset takes 216 bytes.
 _NO_IDS: Final = frozenset[int]()
-# Variables of a chat template that only the router sets.
+# Chat template variables that requests must not set.
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-class Asker(NamedTuple):
-    """The client of a request, and the limits that apply to it.
+class RequestContext(NamedTuple):
+    """The client of a request, its default seed, and the workers' sequence length limit.
 
-    `client` takes turns with the others that wait, `seed` is for who names none, `max_model_len` is
-    the longest sequence that the workers take.
+    `client` is the key for fair scheduling.  `seed` is used if the request sets none.
+    `max_model_len` is the maximum number of prompt and output tokens of a sequence.
     """
 
     client: str
@@ -54,10 +54,10 @@ class Asker(NamedTuple):
 
 
 class ServedModel:
-    """The one model of this router; `tokenizer` and template are read from its directory.
+    """The model of this router, with the tokenizer and chat template from its directory.
 
-    `tool_calls` and `reasoning` name what its answers are read as (`router.text.output_parser`);
-    with `trusts_templates` requests may bring a chat template of their own.
+    `tool_calls` and `reasoning` name the output parsers (`router.text.output_parser`).
+    `trusts_templates` allows requests to send their own chat template.
     """
 
     def __init__(
@@ -86,15 +86,11 @@ class ServedModel:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the model may reason before it answers."""
+        """Whether the model may generate reasoning before its answer."""
         return self._syntax.has_reasoning
 
     def check_name(self, name: str | None) -> None:
-        """Refuse any model but ours; no name at all means ours.
-
-        Raises:
-            HttpError: 404 model_not_found.
-        """
+        """Raise a 404 unless `name` is the served model or None."""
         if name is not None and name != self.name:
             raise HttpError(
                 404,
@@ -104,14 +100,10 @@ class ServedModel:
             )
 
     def render(self, conversation: Conversation) -> str:
-        """Return a conversation as the text that the model goes on from.
-
-        Raises:
-            HttpError, WireError: There is no template, or it refuses these messages.
-        """
+        """Render a conversation as the prompt text."""
         if taken := _RESERVED & conversation.variables.keys():
             raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
-        template, tools = self._template, conversation.told_tools
+        template, tools = self._template, conversation.visible_tools
         if conversation.template is not None:
             if not self._trusts_templates:
                 raise invalid(
@@ -136,47 +128,40 @@ class ServedModel:
         )
 
     def effort(self, word: str) -> dict[str, Any] | None:
-        """Return the variables that make the chat template ask for this much reasoning.
+        """Return the chat template variables that set this reasoning effort.
 
-        None: it cannot.  A template that says nothing of reasoning has no efforts to tell apart.
+        Return None if the template does not support it.  Any template supports "medium", and one
+        without reasoning ignores the effort.
         """
-        if word != "none" and self._speaks_of(_EFFORT):
+        if word != "none" and self._template_has(_EFFORT):
             return {_EFFORT: word}
-        known = [name for name in SWITCHES if self._speaks_of(name)] if word == "none" else []
+        known = [name for name in SWITCHES if self._template_has(name)] if word == "none" else []
         is_nothing = word == "medium" or detect(self._template.source) is None
         return dict.fromkeys(known, False) if known or is_nothing else None
 
     def variables_of_effort(self, param: str, word: str | None) -> dict[str, Any]:
-        """Return the same for a field of a body, which may leave it to the model.
-
-        Raises:
-            HttpError: 400; the chat template cannot.
-        """
+        """Return the variables for the effort in field `param`; a null field needs none."""
         variables = {} if word is None else self.effort(word)
         if variables is None:
             raise invalid(param, f"this model's chat template has no way to say {word}")
         return variables
 
-    def _speaks_of(self, variable: str) -> bool:
+    def _template_has(self, variable: str) -> bool:
         return re.search(rf"\b{variable}\b", self._template.source) is not None
 
-    def converse(
-        self, conversation: Conversation, body: Sampled, asker: Asker, answer: NewAnswer
+    def conversation_request(
+        self, conversation: Conversation, body: Sampled, context: RequestContext, answer: NewAnswer
     ) -> CompletionRequest:
-        """Return the core requests of a body that continues a conversation.
-
-        Raises:
-            HttpError, WireError: It cannot be rendered, is too long, or asks for what is not here.
-        """
+        """Convert a body with a conversation to core requests."""
         text = self.render(conversation)
         special = conversation.add_special_tokens
-        token_ids = self.prompt(text, body, asker, add_special_tokens=special)
+        token_ids = self.prompt(text, body, context, add_special_tokens=special)
         is_reasoning = self._syntax.has_open_reasoning(text, conversation.continued)
-        wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
-        has_tools = bool(conversation.told_tools)
+        wanted = constraint(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
+        has_tools = bool(conversation.visible_tools)
         echo = conversation.continued if conversation.is_echoed else ""
-        asked = self.request(body, [(token_ids, echo)], asker, answer, wanted)
-        asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
+        request = self.request(body, [(token_ids, echo)], context, answer, wanted)
+        request = structs.replace(request, shows_reasoning=conversation.shows_reasoning)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
                 self._syntax.reader,
@@ -184,43 +169,47 @@ class ServedModel:
                 has_tools=has_tools,
                 max_calls=None if conversation.has_parallel_calls else 1,
             )
-            shown = asked.shown | self._syntax.shown(has_tools=has_tools)
-            asked = structs.replace(asked, reader=reader, shown=shown)
-        return asked
+            shown = request.shown | self._syntax.shown(has_tools=has_tools)
+            request = structs.replace(request, reader=reader, shown=shown)
+        return request
+
+    def encode(self, param: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenize the text of field `param`, which may be longer than the context."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        try:
+            return encode(text, max_tokens=MAX_NUMBERS)
+        except TooManyTokens as count:
+            raise invalid(param, f"has {count} tokens, over {MAX_NUMBERS}") from None
 
     def prompt(
-        self, prompt: Prompt, body: Sampled, asker: Asker, *, add_special_tokens: bool
+        self, prompt: Prompt, body: Sampled, context: RequestContext, *, add_special_tokens: bool
     ) -> Sequence[int]:
-        """Return the ids of a prompt, cut to as many as the body says.
-
-        Raises:
-            HttpError, WireError: It is too long, or has ids that the model does not know.
-        """
-        wanted = 1 if body.token_limit is None else body.token_limit
-        # A prompt that is only echoed may fill the context: the token after it is never read.
-        most, num_kept = asker.max_model_len - min(wanted, 1), body.truncate_prompt_tokens
-        if num_kept is not None and num_kept > most:
-            raise invalid("truncate_prompt_tokens", f"the context has room for {most} tokens")
-        max_tokens = most if num_kept is None else MAX_NUMBERS
+        """Return the token ids of a prompt, truncated as the body requests."""
+        num_new = 1 if body.token_limit is None else body.token_limit
+        # A prompt that is only echoed may fill the context, as no generated token follows it.
+        limit, num_kept = context.max_model_len - min(num_new, 1), body.truncate_prompt_tokens
+        if num_kept is not None and num_kept > limit:
+            raise invalid("truncate_prompt_tokens", f"the context has room for {limit} tokens")
+        max_tokens = limit if num_kept is None else MAX_NUMBERS
         try:
-            found = self._token_ids(prompt, max_tokens, add_special_tokens=add_special_tokens)
+            token_ids = self._token_ids(prompt, max_tokens, add_special_tokens=add_special_tokens)
         except TooManyTokens as count:
             if num_kept is not None:
                 raise invalid(
                     "truncate_prompt_tokens",
                     f"the prompt has {count} tokens; one that is to be cut may have {MAX_NUMBERS}",
                 ) from None
-            more = ", and at least one more is to be generated" if wanted else ""
+            more = ", and at least one more is to be generated" if num_new else ""
             raise WireError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the model's context length is {asker.max_model_len} tokens; the prompt has "
+                f"the model's context length is {context.max_model_len} tokens; the prompt has "
                 f"{count}{more}",
             ) from None
         if num_kept is None:
-            return found
+            return token_ids
         if num_kept == -1:
-            num_kept = max(asker.max_model_len - wanted, 1)
-        return found[-num_kept:] if body.truncation_side == "left" else found[:num_kept]
+            num_kept = max(context.max_model_len - num_new, 1)
+        return token_ids[-num_kept:] if body.truncation_side == "left" else token_ids[:num_kept]
 
     def _token_ids(
         self, prompt: Prompt, max_tokens: int, *, add_special_tokens: bool
@@ -239,16 +228,14 @@ class ServedModel:
         self,
         body: Sampled,
         prompts: Sequence[tuple[Sequence[int], str]],
-        asker: Asker,
+        context: RequestContext,
         answer: NewAnswer,
         wanted: Wanted | None,
     ) -> CompletionRequest:
-        """Return what a body asks of the core, for prompts as ids, each with the text to echo.
+        """Convert a body to core requests, one for each choice of each prompt.
 
-        The answers are not held to what is `wanted` of them yet: see `CompletionRequest.held_to`.
-
-        Raises:
-            HttpError: It names what this model does not have.
+        `prompts` are token ids, each with the text to echo.  The structure `wanted` is only stored:
+        `CompletionRequest.constrained_to` applies it later.
         """
         if body.stops and not self.tokenizer.has_text:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
@@ -258,12 +245,14 @@ class ServedModel:
         bad = bad_sequences(self.tokenizer, body.bad_words or (), structure)
         requests = []
         for token_ids, echo in prompts:
-            # Workers always generate a token; where none is asked for, it is not shown.
-            max_tokens = max(self._most_tokens(body, asker.max_model_len - len(token_ids)), 1)
-            options = body.options(seed=asker.seed, max_tokens=max_tokens, defaults=self._defaults)
+            # Workers always generate a token; with max_tokens 0 the response omits it.
+            max_tokens = max(self._max_new_tokens(body, context.max_model_len - len(token_ids)), 1)
+            options = body.options(
+                seed=context.seed, max_tokens=max_tokens, defaults=self._defaults
+            )
             for choice in range(body.num_choices):
-                told = structs.replace(options, choice=choice, bad_sequences=bad)
-                request = Request(tuple(token_ids), told, max_tokens - 1, asker.client)
+                of_choice = structs.replace(options, choice=choice, bad_sequences=bad)
+                request = Request(tuple(token_ids), of_choice, max_tokens - 1, context.client)
                 requests.append((request, echo))
         return CompletionRequest(
             requests=requests,
@@ -290,11 +279,11 @@ class ServedModel:
             has_baton_usage=bool(body.baton_usage),
         )
 
-    def _most_tokens(self, body: Sampled, room: int) -> int:
-        """Return how many tokens to generate, where there is room for so many."""
+    def _max_new_tokens(self, body: Sampled, num_free: int) -> int:
+        """Return how many tokens to generate at most, with `num_free` left in the context."""
         if body.token_limit is not None:
-            return min(body.token_limit, room) if body.is_cut_to_room else body.token_limit
-        return min(room, self._defaults.max_tokens or room)
+            return min(body.token_limit, num_free) if body.is_cut_to_context else body.token_limit
+        return min(num_free, self._defaults.max_tokens or num_free)
 
     def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:
         largest = max(token_ids, default=0)

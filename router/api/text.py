@@ -1,4 +1,4 @@
-"""POST /v1/completions: a prompt, as text or token ids, and the text that follows it."""
+"""POST /v1/completions: generates the text after a prompt of text or token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.api.completions.completion import Choice, CompletionRequest
 from router.api.completions.deltas import Delta
 from router.api.completions.logprobs import completion_logprobs, encoded, prompt_logprobs
 from router.api.errors import invalid
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.body import MAX_CHOICES, Prompt, Sampled, parse
 from router.api.requests.unsupported_fields import COMPLETIONS
 from wire.options import NumTop, TokenId
@@ -21,7 +21,7 @@ DEFAULT_MAX_TOKENS: Final = 16
 
 
 class CompletionBody(Sampled, kw_only=True):
-    """POST /v1/completions."""
+    """The request body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -47,11 +47,7 @@ class CompletionBody(Sampled, kw_only=True):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts, each text or token ids.
-
-        Raises:
-            HttpError: 400; none, an empty one, or strings and ids in one list.
-        """
+        """The prompts as a list; each is text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if set(map(type, self.prompt)) == {int}:
@@ -77,22 +73,18 @@ class CompletionBody(Sampled, kw_only=True):
             raise invalid("max_tokens", "must be at least 1 without echo")
 
 
-def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
-    """Understand a body.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionRequest:
+    """Parse and validate a request body, and return its core requests."""
     body = parse(CompletionBody, raw, COMPLETIONS)
     model.check_name(body.model)
     special = body.add_special_tokens is not False
-    asked, prompts = body.prompts, []
-    if len(asked) * body.num_choices > MAX_CHOICES:
+    sent, prompts = body.prompts, []
+    if len(sent) * body.num_choices > MAX_CHOICES:
         raise invalid("prompt", f"times n is over {MAX_CHOICES} choices")
-    for prompt in asked:
-        token_ids = model.prompt(prompt, body, asker, add_special_tokens=special)
+    for prompt in sent:
+        token_ids = model.prompt(prompt, body, context, add_special_tokens=special)
         prompts.append((token_ids, _echo(model, body, prompt, token_ids)))
-    return model.request(body, prompts, asker, TextAnswer, body.wanted)
+    return model.request(body, prompts, context, TextAnswer, body.wanted)
 
 
 def _echo(
@@ -102,30 +94,30 @@ def _echo(
         return ""
     if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
         return prompt
-    # Special tokens that a client has sent as ids are part of its prompt.
+    # Special tokens that the client sent as ids are part of its prompt.
     return model.tokenizer.decode(token_ids, skip_special_tokens=isinstance(prompt, str))
 
 
 class TextAnswer(CompletionAnswer):
-    """A text completion, whole or as chunks."""
+    """Renders a text completion as one body or as chunks."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def entry(self, choice: Choice, piece: Delta) -> dict[str, Any]:
+    def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "text": choice.prefix + piece.text,
-            "logprobs": encoded(completion_logprobs, choice, piece.scores),
-            **ending(choice, piece),
+            "text": choice.prefix + delta.text,
+            "logprobs": encoded(completion_logprobs, choice, delta.scores),
+            **ending(choice, delta),
             "prompt_token_ids": None,
             **prompt_ids(choice),
-            **prompt_logprobs(choice, piece),
+            **prompt_logprobs(choice, delta),
         }
 
-    def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
+    def delta(self, choice: Choice, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         if not is_first:
-            return {"text": piece.text}
-        return {"text": choice.prefix + piece.text, **prompt_ids(choice)}
+            return {"text": delta.text}
+        return {"text": choice.prefix + delta.text, **prompt_ids(choice)}
 
     logprobs = staticmethod(completion_logprobs)

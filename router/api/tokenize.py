@@ -1,15 +1,15 @@
-"""POST /tokenize and POST /detokenize: between text and token ids, with the model's tokenizer."""
+"""POST /tokenize and POST /detokenize: convert between text and token ids."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from router.api.errors import invalid
 from router.api.model import ServedModel
-from router.api.requests.body import parse
+from router.api.requests.body import Body, parse
 from router.api.requests.conversation import (
     ChatMessage,
     Conversation,
@@ -17,15 +17,12 @@ from router.api.requests.conversation import (
     has_generation_prompt,
 )
 from router.api.requests.unsupported_fields import TOKENIZE
-from router.api.requests.value_count import MAX_NUMBERS
-from router.text.tokenizer import TooManyTokens
 from wire.options import TokenId
 
 
-class TokenizeBody(Struct, kw_only=True):
-    """POST /tokenize: a prompt or messages."""
+class TokenizeBody(Body, kw_only=True):
+    """The request body of POST /tokenize: either a prompt or messages."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -42,22 +39,14 @@ class TokenizeBody(Struct, kw_only=True):
             self.messages = flat_messages(self.messages)
 
 
-class DetokenizeBody(Struct, kw_only=True):
-    """POST /detokenize."""
+class DetokenizeBody(Body, kw_only=True):
+    """The request body of POST /detokenize."""
 
     tokens: list[TokenId]
-    model: str | None = None
-
-    def check(self) -> None:
-        """The types say everything."""
 
 
 def tokenize(model: ServedModel, raw: bytes, max_model_len: int | None) -> bytes:
-    """Answer /tokenize, in JSON.
-
-    Raises:
-        HttpError, WireError: There is no tokenizer, or no template, or a bad body.
-    """
+    """Return the JSON response of POST /tokenize."""
     body = parse(TokenizeBody, raw, TOKENIZE)
     model.check_name(body.model)
     if body.messages is not None:
@@ -74,11 +63,8 @@ def tokenize(model: ServedModel, raw: bytes, max_model_len: int | None) -> bytes
         special = bool(body.add_special_tokens)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
-    try:
-        token_ids = model.tokenizer.encode(text, add_special_tokens=special, max_tokens=MAX_NUMBERS)
-    except TooManyTokens as count:
-        sent = "prompt" if body.messages is None else "messages"
-        raise invalid(sent, f"has {count} tokens, over {MAX_NUMBERS}") from None
+    sent = "prompt" if body.messages is None else "messages"
+    token_ids = model.encode(sent, text, add_special_tokens=special)
     answer: dict[str, Any] = {
         "tokens": token_ids,
         "count": len(token_ids),
@@ -91,11 +77,7 @@ def tokenize(model: ServedModel, raw: bytes, max_model_len: int | None) -> bytes
 
 
 def detokenize(model: ServedModel, raw: bytes) -> bytes:
-    """Answer /detokenize, in JSON; unknown ids give no text.
-
-    Raises:
-        HttpError: A bad body.
-    """
+    """Return the JSON response of POST /detokenize; unknown ids have no text."""
     body = parse(DetokenizeBody, raw)
     model.check_name(body.model)
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The state of the workers for `GET /v1/cluster`, readiness and systemd."""
+"""Reports on the workers and requests, for `GET /v1/cluster`, readiness checks and systemd."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from wire.payloads import Load
 
 log = structlog.get_logger("router")
 
-# Between two log lines about missing workers.
+# The interval between two log lines about missing workers.
 AGAIN_S: Final = 10.0
 
 
 class ProcessState(Struct):
-    """The state of one router process: its requests, its workers as JSON, why it cannot serve."""
+    """One router process: request counts, workers as JSON, and the reasons why it is not ready."""
 
     pid: int
     running: int
@@ -38,8 +38,8 @@ def state_of(
 ) -> ProcessState:
     """Return the state of this process.
 
-    Workers' figures are from their last heartbeat, `last_seen_s` seconds ago, except `placed`: the
-    attempts that this router has there now.
+    The figures of a worker are from its last heartbeat, `last_seen_s` seconds ago.  Only `placed`
+    is current: the number of attempts that this process has on the worker.
     """
     return ProcessState(
         pid=os.getpid(),
@@ -51,9 +51,10 @@ def state_of(
 
 
 def together(states: Sequence[ProcessState], *, are_several: bool = False) -> dict[str, Any]:
-    """Merge the states of processes: each worker as the first process sees it, all requests.
+    """Merge the states of the router's processes into the body of `GET /v1/cluster`.
 
-    If the router has several processes (`are_several`), each that answered is listed.
+    Each worker is listed as the first process reports it, and request counts are summed.  If the
+    router has several processes (`are_several`), each of `states` is listed too.
     """
     workers: dict[tuple[str, int], dict[str, Any]] = {}
     for row in (row for state in states for row in state.workers):
@@ -73,18 +74,18 @@ def together(states: Sequence[ProcessState], *, are_several: bool = False) -> di
 
 
 def reasons_of(states: Sequence[ProcessState]) -> list[str]:
-    """Return the reasons why a process cannot serve, without repetition."""
+    """Return the reasons why any of the processes is not ready, without duplicates."""
     return list(dict.fromkeys(reason for state in states for reason in state.reasons))
 
 
 def is_free(states: Sequence[ProcessState], role: str, rank: int) -> bool:
-    """Whether no process knows a worker with this rank; False while no state is known."""
+    """Whether no process has a worker with this rank.  False if `states` is empty."""
     rows = [row for state in states for row in state.workers if row["state"] != "lost"]
     return bool(states) and (role, rank) not in [(row["role"], row["rank"]) for row in rows]
 
 
 def status_line(states: Sequence[ProcessState]) -> str:
-    """Return the status line for systemd: the numbers of requests and of ready workers."""
+    """Return the status line for systemd: the numbers of requests and ready workers."""
     now = together(states)
     ready = Counter(row["role"] for row in now["workers"] if row["state"] == "ready")
     workers = " and ".join([f"{ready[role]} {role}" for role in ("prefill", "decode")])
@@ -132,8 +133,8 @@ def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
 
 
 class Readiness:
-    """Logs when the router becomes ready, with a command to try, and every `AGAIN_S` until then
-    the workers that are missing."""
+    """Logs which workers are missing, every `AGAIN_S` seconds, and, once the router is ready, an
+    example command."""
 
     def __init__(self, try_this: str) -> None:
         self._ready = f"ready; try {try_this}"
@@ -141,20 +142,20 @@ class Readiness:
         self._next_at = 0.0
 
     def on_look(self, reasons: Sequence[str], now: float) -> None:
-        """Log a change of `reasons`; call it about once a second."""
+        """Log changes of the reasons for not being ready.  Call it about once a second."""
         if not reasons:
             if not self._is_ready:
                 log.info(self._ready)
             self._is_ready = self._has_been_ready = True
         elif self._is_ready or now >= self._next_at:
             self._is_ready, self._next_at = False, now + AGAIN_S
-            # At the start, workers are about to come: no reason for a warning.
+            # At startup it is normal that workers have not joined yet, so do not warn.
             note = log.warning if self._has_been_ready else log.info
             note("waiting for workers", reasons=list(reasons))
 
 
 def try_this(url: str, model: str, *, has_text: bool, has_keys: bool) -> str:
-    """Return a shell command for a first completion."""
+    """Return a shell command that sends an example completion request."""
     prompt = '"Once upon a time"' if has_text else "[1, 2, 3]"
     key = " -H 'authorization: Bearer '$API_KEY" if has_keys else ""
     body = f'{{"model": {json.dumps(model)}, "prompt": {prompt}, "max_tokens": 16}}'

@@ -1,13 +1,16 @@
-"""The life of a request inside the router, from `submit` to its one end.
+"""The life cycle of a request inside the router, from `submit` to its end.
 
     WAITING -> PREFILL -> (HELD ->) DECODE
     any of them -> done | error | cancelled
 
-HTTP and raw TCP submit and cancel requests, the bus passes on frames of workers
-(`router.core.replies`), and each request's sink gets the results.  Every end goes through `_end`:
-its first call takes the request off the table, later ones do nothing.  A failed attempt goes
-through `fail_attempt`: another one continues at the next token (`router.core.failover`), or the
-request ends.  Pure: the transport and the clock are arguments, and `tick` finds overdue requests.
+A HELD request is prefilled and waits for DECODE_REQUEST from a raw TCP client.
+
+HTTP and raw TCP submit and cancel requests, the bus passes in frames from workers
+(`router.core.replies`), and each request's sink receives the results.  Every request ends in
+`_end`: the first call removes the request from the table, and later calls do nothing.  A failed
+attempt ends in `fail_attempt`: either another attempt continues at the next token
+(`router.core.failover`), or the request ends.  This module does no I/O: the transport and the
+clock are arguments, and `tick` ends overdue requests.
 """
 
 from __future__ import annotations
@@ -45,21 +48,21 @@ from wire.process.log_limit import RepeatedLine
 
 log = structlog.get_logger("router")
 
-# A held request keeps its KV this long even if others wait: PREFILL_DONE and DECODE_REQUEST have to
-# travel, perhaps around the world.  SPEC 7.
+# A held request keeps its KV this long even if other requests wait for memory, because PREFILL_DONE
+# and DECODE_REQUEST may need a long round trip.  SPEC 7.
 HOLD_GRACE_S: Final = 1.0
 
 
 class Dispatcher:
-    """Every request of this router.
+    """Accepts requests, places them on workers and ends them.
 
-    `request_ids` name the attempts (`router.core.state.RequestIds`).
+    `request_ids` generates the ids of attempts (`router.core.state.RequestIds`).
 
     Attributes:
         is_draining: New requests are refused.
-        rejected: Requests that `submit` and `check_prompt` refused, by error code.
-        failovers: Attempts that were followed by another, by the error code of the first.
-        observers: Called at every end; append to it.
+        rejected: The number of requests that `submit` and `check_prompt` refused, by error code.
+        failovers: The number of failed attempts that were retried, by error code.
+        observers: Notified when a request ends.  Append to this list to subscribe.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Dispatcher:
         self._open: dict[int, RequestState] = {}  # by handle
         self._attempts: dict[int, Attempt] = {}  # by request id
         self._waiting = Queue(limits.queue_timeout_s)
-        # Requests that pause before another attempt, with the end of their pause.
+        # Requests that back off before another attempt, with the time at which to queue them.
         self._resting: list[tuple[float, RequestState]] = []
 
         self.rejected: Counter[str] = Counter()
@@ -100,16 +103,16 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for a worker with room or for another attempt."""
+        """The number of requests that wait for a worker with capacity or for another attempt."""
         return len(self._open) - len(self._attempts)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Dropped frames of workers, by reason."""
+        """The number of dropped frames from workers, by reason."""
         return self._replies.dropped
 
     def check_prompt(self, num_tokens: int) -> None:
-        """Refuse a prompt that is too long for every worker, before its token ids are decoded."""
+        """Raise WireError for a prompt too long for every worker, before decoding its token ids."""
         try:
             self._placement.check_tokens(num_tokens, 1)
         except WireError as error:
@@ -120,7 +123,7 @@ class Dispatcher:
         """Accept a request, whose results go to `sink`, and return its handle.
 
         Raises:
-            WireError: The request is refused; no worker has seen it, and `sink` is not called.
+            WireError: The request is refused.  Nothing was sent to a worker or to `sink`.
         """
         now = self._clock()
         deadline_ms = request.options.deadline_ms
@@ -145,7 +148,7 @@ class Dispatcher:
         return state.handle
 
     def decode(self, handle: int, max_new_tokens: int) -> None:
-        """Set the number of tokens that a raw TCP client wants; only the first call counts."""
+        """Start decoding up to `max_new_tokens` for a raw TCP client.  Later calls do nothing."""
         state = self._open.get(handle)
         if state is None or state.is_decode_asked:
             return
@@ -163,7 +166,7 @@ class Dispatcher:
         self._place_waiting()
 
     def stop(self, handle: int) -> None:
-        """End a request at a stop string; its sink gets only `on_end`."""
+        """End a request successfully at a stop string.  On its sink only `on_end` is called."""
         state = self._open.get(handle)
         if state is not None:
             usage = Usage(finish_reason="stop", kv_bytes=state.kv_bytes)
@@ -171,7 +174,7 @@ class Dispatcher:
             self._place_waiting()
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
-        """Drop a request; its sink gets only `on_end`.  An unknown handle is ignored."""
+        """Cancel a request.  On its sink only `on_end` is called.  Ignore an unknown handle."""
         state = self._open.get(handle)
         if state is not None:
             self._end(state, code)
@@ -183,7 +186,7 @@ class Dispatcher:
             self._fail(state, WireError(code, message))
 
     def tick(self) -> None:
-        """End overdue requests, and held ones while others wait for their KV; call it often."""
+        """End overdue requests, and held requests whose KV blocks others need.  Call it often."""
         self._fail_overdue()
         self._place_waiting()
         self._make_way()
@@ -191,17 +194,17 @@ class Dispatcher:
         self._followed.tick()
 
     def on_message(self, peer: bytes, message: Message) -> None:
-        """Handle a message of a registered worker.
+        """Handle a message from a registered worker.
 
         Raises:
-            RemoteProtocolError: Workers do not send such messages.  A frame that breaks the rules
-                for one request only fails that attempt.
+            RemoteProtocolError: Workers do not send this type of message.  A frame that violates
+                the protocol for one request does not raise, but fails the attempt.
         """
         self._replies.on_message(peer, message)
         self._place_waiting()
 
     def on_lost(self, peer: bytes) -> None:
-        """Move the requests of a worker that is lost, restarted or stalled."""
+        """Retry or fail the requests of a worker that is lost, restarted or stalled."""
         self._fail_worker(peer)
         self._place_waiting()
 
@@ -221,13 +224,13 @@ class Dispatcher:
         return state.handle in self._open
 
     def go_on(self, state: RequestState) -> None:
-        """Start decoding once the first token is there and the client wants more."""
+        """Start decoding if prefill is done and the client has requested the next tokens."""
         if state.phase is not Phase.HELD or not state.is_decode_asked:
             return
         attempt, num_left = state.attempt, state.num_left
         if num_left == 0:
             self.finish_early(state, Usage(finish_reason="length"))
-        elif attempt is None:  # it failed while the request was held
+        elif attempt is None:  # the attempt failed while the request was held
             self._requeue(state)
         elif num_left is not None and attempt.decode is not None:
             state.phase, state.due = Phase.DECODE, state.deadline
@@ -239,14 +242,14 @@ class Dispatcher:
             )
 
     def finish_early(self, state: RequestState, usage: Usage) -> None:
-        """End a request well whose prefill token was its last."""
+        """Complete a request after prefill: its first token was also its last."""
         attempt = state.attempt
         if attempt is not None and attempt.decode is None:
-            self.release_prefill(attempt)  # no KV is handed over: the worker is done
+            self.release_prefill(attempt)  # no KV transfer: the worker is done
         self.finish(state, structs.replace(usage, kv_bytes=state.kv_bytes))
 
     def finish(self, state: RequestState, usage: Usage) -> None:
-        """End a request well; its usage counts the tokens that the client got."""
+        """Complete a request successfully; `usage` gets the number of tokens sent to the client."""
         usage = structs.replace(usage, completion_tokens=len(state.generated))
         if self._end(state, None, usage=usage):
             try:
@@ -255,7 +258,7 @@ class Dispatcher:
                 log.exception("a sink failed", client=state.request.client)
 
     def drop_sink(self, state: RequestState) -> None:
-        """End a request whose sink raised; call it in the except clause."""
+        """End a request whose sink raised an exception.  Call it in the except clause."""
         log.exception("a sink failed", client=state.request.client)
         self._fail(state, WireError(ErrorCode.INTERNAL, "internal error of the router"))
 
@@ -267,13 +270,13 @@ class Dispatcher:
         blamed: Worker | None = None,
         spare: Worker | None = None,
     ) -> None:
-        """Follow a failed attempt by another one, or end its request with `error`.
+        """Retry after a failed attempt if possible, else end its request with `error`.
 
-        Its workers get CANCEL, except `spare`, which knows already or is gone.  The next attempt
-        avoids the worker that is `blamed`, if it can.
+        CANCEL is sent to the attempt's workers except `spare`, a worker that has reported the
+        failure itself or is gone.  The next attempt avoids the worker `blamed` if possible.
         """
         state, now = attempt.state, self._clock()
-        if state.num_left == 0:  # the client has every token: only DECODE_DONE was missing
+        if state.num_left == 0:  # every token was sent to the client: only DECODE_DONE is missing
             self.finish(state, Usage(finish_reason="length", kv_bytes=state.kv_bytes))
             return
         reason = self._no_retry(state, error, now)
@@ -286,7 +289,7 @@ class Dispatcher:
         self.failovers[error.code.label] += 1
         self._followed.add({"reason": error.message, "code": error.code.label})
         if state.phase is Phase.HELD:
-            return  # `go_on` queues it when the client wants more
+            return  # `go_on` queues the request when DECODE_REQUEST comes
         pause = pause_s(state, error)
         if pause:
             state.phase, state.due = Phase.WAITING, state.deadline
@@ -295,19 +298,19 @@ class Dispatcher:
             self._requeue(state)
 
     def release_prefill(self, attempt: Attempt) -> None:
-        """Take the attempt off its prefill worker, which is done with it."""
+        """Remove the attempt from its prefill worker, which has finished with it."""
         worker = self._placement.release_prefill(attempt)
         if worker is not None:
             self.let_go(worker)
 
     def release_decode(self, attempt: Attempt) -> None:
-        """Take the attempt off its decode worker, which is done with it."""
+        """Remove the attempt from its decode worker, which has finished with it."""
         worker = self._placement.release_decode(attempt)
         if worker is not None:
             self.let_go(worker)
 
     def let_go(self, worker: Worker) -> None:
-        """Answer DRAIN if the worker drains and has no attempt left."""
+        """Reply to DRAIN if the worker is draining and has no attempts left."""
         if worker.state is WorkerState.DRAINING and not worker.attempts:
             self._send(worker.identity, Drain(worker.epoch, 0))
 
@@ -317,8 +320,8 @@ class Dispatcher:
         """Place a request or queue it.
 
         Raises:
-            WireError: It can never be served, or the queue is full: OVERLOADED, or NO_WORKER if
-                there is no worker.
+            WireError: The request can never be served, or the queue is full (OVERLOADED, or
+                NO_WORKER if there is no worker).
         """
         self._placement.check(state)
         if self._waiting.is_behind(state) or not self._place(state):
@@ -329,20 +332,20 @@ class Dispatcher:
         self._budget.earn()
 
     def _requeue(self, state: RequestState) -> None:
-        """Queue a request for another attempt, before those that had none yet."""
+        """Queue a request for another attempt, ahead of requests that were never placed."""
         state.phase = Phase.WAITING
         state.due = min(state.deadline, self._clock() + self._limits.queue_timeout_s)
         self._waiting.add_first(state)
 
     def _place_waiting(self) -> None:
-        """Place waiting requests while there is room."""
+        """Place waiting requests while workers have capacity."""
         if self._resting:
             self._wake()
         while (state := self._waiting.first()) is not None and self._place(state):
             self._waiting.take(state, self._clock())
 
     def _make_way(self) -> None:
-        """Place waiting requests; if there is no room, end held ones past their grace."""
+        """Place waiting requests, ending held ones past their grace period if blocks are needed."""
         while (state := self._waiting.first()) is not None:
             if self._place(state):
                 self._waiting.take(state, self._clock())
@@ -365,10 +368,10 @@ class Dispatcher:
         usage: Usage | None = None,
         spare: Worker | None = None,
     ) -> bool:
-        """Take a request off the table and report its end to its sink and the observers.
+        """Remove a request from the table and notify its sink and the observers.
 
-        Returns False if it has ended already.  Its workers get CANCEL, except `spare`, which knows
-        already or is gone.
+        Return False if the request had already ended.  CANCEL is sent to its workers except
+        `spare`, a worker that has ended it itself or is gone.
         """
         if self._open.pop(state.handle, None) is None:
             return False
@@ -395,13 +398,13 @@ class Dispatcher:
         for attempt in tuple(self._attempts.values()):
             for worker in (attempt.prefill, attempt.decode):
                 if worker is not None and worker.identity == peer:
-                    # A worker that is still here may be working on it, so it gets CANCEL.
+                    # A worker that is still connected may be computing the attempt: send CANCEL.
                     spare = None if is_here else worker
                     self.fail_attempt(attempt, PeerLost(worker.name), spare=spare)
                     break
 
     def _fail_overdue(self) -> None:
-        """End every request that is overdue."""
+        """Fail every request whose `due` time has passed."""
         now = self._clock()
         for state in [state for state in self._open.values() if state.due <= now]:
             error = state.overdue(now)
@@ -410,6 +413,7 @@ class Dispatcher:
             self._fail(state, error)
 
     def _place(self, state: RequestState) -> bool:
+        """Start an attempt on two workers; return False if none has capacity."""
         attempt = self._placement.place(state)
         if attempt is None:
             return False
@@ -432,12 +436,13 @@ class Dispatcher:
         return [state for state in table if state.is_parked]
 
     def _giving_way(self) -> Iterator[RequestState]:
-        """Yield held requests past their grace, those of the client that holds most first."""
+        """Yield held requests past their grace period, first from the client with the most."""
         parked, limit = self._parked(), self._clock() - HOLD_GRACE_S
         is_late = [state.first_at is not None and state.first_at <= limit for state in parked]
         return heaviest_first(parked, is_late)
 
     def _make_room(self, state: RequestState) -> None:
+        """If the queue is full, drop a request of a heavier client, or raise WireError."""
         if len(self._waiting) < self._limits.max_waiting:
             return
         message = f"{len(self._waiting)} requests are waiting for a worker already; try later"
@@ -449,9 +454,10 @@ class Dispatcher:
         self._fail(displaced, self._missing_worker(displaced) or overloaded)
 
     def _no_retry(self, state: RequestState, error: WireError, now: float) -> str | None:
-        """Return why there is no further attempt ("" if the error says it); None if there is one.
+        """Return why a failed request is not retried, or None if it is retried.
 
-        The checks of `submit` are repeated, because generated tokens lengthen the prompt.
+        The reason is "" if `error` needs no addition.  The checks of `submit` are repeated, because
+        the tokens generated so far lengthen the prompt of the next attempt.
         """
         if error.code not in AGAIN:
             return ""
@@ -474,6 +480,7 @@ class Dispatcher:
                 self._requeue(state)
 
     def _abandon(self, attempt: Attempt, code: ErrorCode, spare: Worker | None) -> None:
+        """Remove an attempt and send CANCEL to its workers except `spare`."""
         del self._attempts[attempt.request_id]
         attempt.state.attempt = None
         for worker, release in (

@@ -1,8 +1,8 @@
-"""Retries of failed attempts: for which errors, how often, how soon.
+"""The retry policy for failed attempts: which errors, how many retries, and the backoff.
 
 The next attempt prefills the prompt and the tokens generated so far under a new request id, and
-continues at the next token.  Retries are limited per request and by a budget of all requests (as in
-Finagle: a burst, then a fraction of the traffic).  Pure.
+continues at the next token.  Retries are limited for each request, and by a budget shared by all
+requests (as in Finagle: a burst, then a fraction of the traffic).  This module does no I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from router.core.fleet import Worker
 from router.core.state import Attempt, RequestState
 from wire.errors import ErrorCode, WireError
 
-# Errors of a worker, of a transfer, or of the moment: another attempt may go well (SPEC 8).
+# Errors of a worker or a transfer, and temporary ones: another attempt may succeed (SPEC 8).
 AGAIN: Final = frozenset(
     {
         ErrorCode.INTERNAL,
@@ -26,15 +26,15 @@ AGAIN: Final = frozenset(
         ErrorCode.UNKNOWN_REQUEST,
     }
 )
-# The retries that the budget earns with each request and each second.
+# The number of retries added to the budget for each accepted request and each second.
 PER_REQUEST: Final = 0.2
 PER_S: Final = 10.0
-# Before another attempt, doubled each time; after a lost worker there is no pause.
+# The backoff before the first retry, doubled each time; after a lost worker there is none.
 PAUSE_S: Final = 0.1
 
 
 class RetryBudget:
-    """The retries that the router may still make: at most `burst`, earned by requests and time."""
+    """A token bucket for retries: at most `burst`, refilled by accepted requests and over time."""
 
     def __init__(self, burst: int, now: float) -> None:
         self._burst = float(burst)
@@ -42,11 +42,11 @@ class RetryBudget:
         self._earned_at = now
 
     def earn(self) -> None:
-        """Count an accepted request."""
+        """Add `PER_REQUEST` retries for an accepted request."""
         self._left = min(self._burst, self._left + PER_REQUEST)
 
     def spend(self, now: float) -> bool:
-        """Take one retry; False if there is none left."""
+        """Use up one retry; return False if none is left."""
         self._left = min(self._burst, self._left + PER_S * (now - self._earned_at))
         self._earned_at = now
         if self._left < 1.0:
@@ -56,14 +56,14 @@ class RetryBudget:
 
 
 def pause_s(state: RequestState, error: WireError) -> float:
-    """Return the pause before the next attempt of a request."""
+    """Return the backoff before the next attempt of a request, in seconds."""
     if error.code is ErrorCode.WORKER_LOST:
         return 0.0
     return float(PAUSE_S * 2 ** (state.num_attempts - 1))
 
 
 def given_up(state: RequestState, error: WireError, reason: str) -> WireError:
-    """Return the client's error: the last one, with the reason why no attempt follows."""
+    """Return the error for the client: `error`, and the reason why it is not retried."""
     if state.num_attempts <= 1 and not reason:
         return error
     tries = f"attempt {state.num_attempts} failed"
@@ -71,7 +71,8 @@ def given_up(state: RequestState, error: WireError, reason: str) -> WireError:
 
 
 def at_fault(attempt: Attempt, error: WireError, blamed: Worker | None) -> set[bytes]:
-    """Return the workers that the next attempt should avoid: after a failed transfer both ends."""
-    is_between = error.code is ErrorCode.TRANSFER_FAILED
-    workers = (attempt.prefill, attempt.decode) if is_between else (blamed,)
+    """Return the workers that the next attempt should avoid: both ends of a failed transfer, else
+    the worker `blamed`."""
+    is_transfer = error.code is ErrorCode.TRANSFER_FAILED
+    workers = (attempt.prefill, attempt.decode) if is_transfer else (blamed,)
     return {worker.identity for worker in workers if worker is not None}

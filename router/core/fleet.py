@@ -1,9 +1,10 @@
 """The table of workers: admission, liveness and load.
 
-A worker joins with HELLO and gets requests from its first HEARTBEAT on, which says how many blocks
-are free.  It is suspect, and gets no requests, after a short silence or while its engine stalls.
-It drains when it asks to, and is lost when it stays silent or its connection closes.  A live worker
-keeps its role and rank.  A limit that a worker states is its own, not the fleet's.  Pure.
+A worker joins with HELLO and gets requests after its first HEARTBEAT, which contains the number of
+free blocks.  It becomes suspect, and gets no requests, after a short silence or while its engine is
+stalled.  It drains after sending DRAIN, and is lost after a longer silence or when its connection
+closes.  No other worker can take the role and rank of a live one.  Limits in a HELLO apply to that
+worker only.  This module does no I/O.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from wire.payloads import HelloDetail, Load, PeerDetail
 
 # A worker is lost after this many heartbeat intervals of silence.
 MISSED_BEATS: Final = 3
-# After this many it gets no more requests until its next message.
+# After this many intervals it is suspect, and gets no more requests until its next heartbeat.
 SUSPECT_BEATS: Final = 2
-# Requests wait this long for a lost worker to be restarted.
+# While a worker was lost less than this long ago, requests wait for it to be restarted.
 REJOIN_S: Final = 10.0
-# The latest lost workers are listed until their rank is taken.
+# This many lost workers, the latest ones, are listed until another worker takes their rank.
 MAX_LOST: Final = 64
 MAX_WORKERS: Final = 4096
 
@@ -46,7 +47,7 @@ class WorkerState(StrEnum):
 class Worker:
     """One worker process, and the attempts that this router has placed on it.
 
-    `is_stalled`: its engine stays in one step for too long, though heartbeats come.
+    `is_stalled` means that heartbeats arrive, but the engine has been in one step for too long.
     """
 
     identity: bytes
@@ -54,11 +55,11 @@ class Worker:
     rank: int
     epoch: int
     detail: HelloDetail
-    # The times of its last HEARTBEAT and of its last message: a heartbeat may wait behind tokens.
+    # When its last HEARTBEAT and its last message came; a heartbeat may be queued behind tokens.
     last_seen: float
     last_heard: float
     state: WorkerState = WorkerState.JOINING
-    # Ties go to the lowest.
+    # Breaks ties between workers of equal load: the lowest is chosen.
     turn: int = 0
 
     lost_at: float = 0.0
@@ -69,20 +70,20 @@ class Worker:
     step: int = 0
     running: int = 0
     waiting: int = 0
-    # Of these, requests of other routers.
+    # The part of `running` and `waiting` that other routers placed.
     num_others: int = 0
 
-    # Of this router: the ids of its attempts there, the number of those that keep it busy, and the
-    # prompt tokens still to be read.
+    # For this router only: the ids of its attempts on the worker, how many of them are being
+    # computed, and the number of prompt tokens not yet prefilled.
     attempts: set[int] = field(default_factory=set)
     num_active: int = 0
     prompt_tokens: int = 0
-    # Blocks reserved by attempts, and their sum, until a heartbeat counts them as used.
+    # Blocks reserved for each attempt, and their sum, until a heartbeat counts them as used.
     promised: dict[int, int] = field(default_factory=dict)
     promised_blocks: int = 0
-    # Blocks of attempts ended to make room, until a heartbeat counts them as free.
+    # Blocks of attempts that were ended to free them, until a heartbeat counts them as free.
     returning_blocks: int = 0
-    # Attempts that took their blocks since the last heartbeat.
+    # Attempts whose blocks the worker allocated since its last heartbeat.
     _settling: set[int] = field(default_factory=set)
 
     @property
@@ -95,7 +96,7 @@ class Worker:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks for a new request: free or cached, minus reserved ones."""
+        """The number of blocks for a new request: free and cached blocks minus reserved ones."""
         if self.load is None:
             return 0
         return self.load.free + self.load.cached - self.promised_blocks
@@ -106,29 +107,29 @@ class Worker:
         self.promised_blocks += num_blocks
 
     def settle(self, request_id: int) -> None:
-        """Note that the attempt has taken its blocks: the next heartbeat counts them."""
+        """Drop the attempt's reservation at the next heartbeat, which counts its blocks as used."""
         if request_id in self.promised:
             self._settling.add(request_id)
 
     def unpromise(self, request_id: int) -> None:
-        """Drop the reservation of an attempt; idempotent."""
+        """Drop the reservation of an attempt now.  Idempotent."""
         self.promised_blocks -= self.promised.pop(request_id, 0)
         self._settling.discard(request_id)
 
     def on_beat(self, beat: Heartbeat) -> None:
-        """Take the request counts of a heartbeat, which are those of all routers."""
+        """Store the step and the request counts of a heartbeat, which include other routers."""
         self.step, self.running, self.waiting = beat.step, beat.running, beat.waiting
         self.num_others = max(0, beat.running + beat.waiting - len(self.attempts))
 
     def on_load(self, load: Load) -> None:
-        """Take the block counts of a heartbeat."""
+        """Store the block counts of a heartbeat; drop the reservations they include."""
         self.load, self.returning_blocks = load, 0
         for request_id in tuple(self._settling):
             self.unpromise(request_id)
 
 
 class Joined(NamedTuple):
-    """An accepted HELLO; `replaced` had the rank before: a silent worker, or the same one."""
+    """The worker of an accepted HELLO, and the silent or restarted worker that it replaced."""
 
     worker: Worker
     replaced: Worker | None
@@ -137,13 +138,15 @@ class Joined(NamedTuple):
 class Fleet:
     """The table of workers, by ZeroMQ identity.
 
-    `own_max_kv_transfer_bytes` is the router's own limit.  An engine that is longer than `stall_s`
-    in one step is stalled.  Each `process` of `num_processes` breaks ties differently.
+    Args:
+        max_kv_transfer_bytes: The router's own limit; workers may have a lower one.
+        stall_s: An engine is stalled if one step takes longer than this.
+        process: The index of this router process.  Each process breaks ties differently.
 
     Attributes:
-        max_model_len: The longest sequence in tokens that a worker of each role takes; None without
+        max_model_len: The longest sequence in tokens that both roles can serve; None without
             workers.
-        last_max_model_len: The same, kept when the last worker leaves.
+        last_max_model_len: The same, but kept after the last worker has left.
     """
 
     def __init__(
@@ -164,27 +167,27 @@ class Fleet:
         self.max_model_len: int | None = None
         self.last_max_model_len: int | None = None
         self._workers: dict[bytes, Worker] = {}
-        # By role, the largest KV transfer that a worker takes.
+        # For each role, the largest KV transfer that one of its workers accepts.
         self._kv_bytes: list[int] = []
-        self._looked_at: float | None = None  # the last call of `overdue`
+        self._looked_at: float | None = None  # when `overdue` was last called
         self._ranks: dict[tuple[Role, int], Worker] = {}
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
 
     def __iter__(self) -> Iterator[Worker]:
-        """Yield all workers, and the lost ones whose rank is still free."""
+        """Yield all workers, including lost ones whose rank is still free."""
         yield from self._workers.values()
         yield from self._lost.values()
 
     def get(self, identity: bytes) -> Worker | None:
-        """Return the worker of this identity unless it is lost."""
+        """Return the worker with this identity, or None if it is unknown or lost."""
         return self._workers.get(identity)
 
     def live(self, role: Role) -> list[Worker]:
-        """Return the workers of a role, in any state but lost."""
+        """Return all workers of a role that are not lost."""
         return [worker for worker in self._workers.values() if worker.role is role]
 
     def expected(self, role: Role, now: float) -> list[Worker]:
-        """Return the workers of a role that are ready or may be soon."""
+        """Return the workers of a role that are ready or may become ready soon."""
         lost = (worker for worker in self._lost.values() if now - worker.lost_at <= REJOIN_S)
         return [
             worker
@@ -204,16 +207,16 @@ class Fleet:
 
     @property
     def max_kv_transfer_bytes(self) -> int:
-        """The largest KV transfer that a worker of each role takes, within the router's limit."""
+        """The largest KV transfer in bytes that the router and both roles accept."""
         return min([self.own_max_kv_transfer_bytes, *self._kv_bytes])
 
     @property
     def fence_s(self) -> float:
-        """The time for which a vanished worker keeps its rank."""
+        """How long a silent worker keeps its rank, in seconds."""
         return MISSED_BEATS * self.heartbeat_s
 
     def peers(self) -> list[PeerDetail]:
-        """Return the decode workers for PEERS, draining ones too: they may be receiving KV."""
+        """Return the decode workers for PEERS, with draining ones, which may be receiving KV."""
         return [
             PeerDetail(
                 rank=worker.rank,
@@ -227,16 +230,16 @@ class Fleet:
 
     @property
     def arithmetics(self) -> list[str]:
-        """The kinds of arithmetic of the workers; with one kind, outputs are the same on all."""
+        """The distinct kinds of arithmetic of the workers; with one kind, all compute the same."""
         return sorted({worker.detail.arithmetic for worker in self._workers.values()})
 
     def hello(self, identity: bytes, hello: Hello, detail: HelloDetail, now: float) -> Joined:
         """Admit a worker.
 
         Raises:
-            WireError: MISMATCH, FENCED or OVERLOADED; the message says what to fix.
-            RemoteProtocolError: HELLO differs from the ZeroMQ identity, against which the worker's
-                key was checked.
+            WireError: MISMATCH, FENCED or OVERLOADED.  The message explains what to fix.
+            RemoteProtocolError: HELLO does not match the ZeroMQ identity, for which the worker's
+                key was authenticated.
         """
         if reason := self._mismatch(hello, detail):
             raise WireError(ErrorCode.MISMATCH, reason)
@@ -258,10 +261,10 @@ class Fleet:
         return Joined(worker, replaced)
 
     def heartbeat(self, identity: bytes, beat: Heartbeat, load: Load, now: float) -> Worker | None:
-        """Update the load of a worker; None if it is unknown.
+        """Update the load of a worker and return it, or None if it is unknown.
 
         Raises:
-            RemoteProtocolError: Its block counts do not match HELLO.
+            RemoteProtocolError: The block counts do not match HELLO.
         """
         worker = self._workers.get(identity)
         if worker is None:
@@ -280,14 +283,14 @@ class Fleet:
         return worker
 
     def drain(self, identity: bytes) -> Worker | None:
-        """Place nothing more on this worker; None if it is unknown."""
+        """Mark a worker as draining and return it, or None if it is unknown."""
         worker = self._workers.get(identity)
         if worker is not None:
             worker.state = WorkerState.DRAINING
         return worker
 
     def lose(self, identity: bytes, now: float) -> Worker | None:
-        """Remove a worker; None if it is unknown.  One that drained is not listed as lost."""
+        """Remove a worker and return it, or None.  It is listed as lost unless it has drained."""
         worker = self._workers.pop(identity, None)
         if worker is None:
             return None
@@ -303,10 +306,10 @@ class Fleet:
         return worker
 
     def overdue(self, now: float) -> list[Worker]:
-        """Return the workers that are silent for too long; mark those that may be as suspect.
+        """Return the workers that were silent for too long, and mark less late ones as suspect.
 
-        Call it several times per heartbeat: a longer gap is a pause of this process, whose
-        incoming messages are still unread.
+        Call it several times per heartbeat interval.  A longer gap between two calls means that
+        this process was paused and has not read its messages yet, so the gap is not counted.
         """
         pause_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
@@ -321,7 +324,7 @@ class Fleet:
         return [worker for worker in self._workers.values() if worker.last_heard < limit]
 
     def _fence(self, incumbent: Worker, now: float) -> None:
-        """Refuse a rank whose worker is alive."""
+        """Raise WireError FENCED if the worker that has the rank is alive."""
         if now - incumbent.last_heard <= SUSPECT_BEATS * self.heartbeat_s:
             raise WireError(
                 ErrorCode.FENCED,
@@ -330,13 +333,13 @@ class Fleet:
             )
 
     def _note_limits(self) -> None:
-        """Update the limits of all workers, which every request reads."""
+        """Recompute the limits of the fleet, which every request reads."""
         self._kv_bytes = self._best(lambda detail: detail.max_kv_transfer_bytes)
         self.max_model_len = min(self._best(lambda detail: detail.max_model_len), default=None)
         self.last_max_model_len = self.max_model_len or self.last_max_model_len
 
     def _best(self, limit: Callable[[HelloDetail], int]) -> list[int]:
-        """Return the highest limit of each role that has workers."""
+        """Return, for each role that has workers, the highest value of a limit."""
         found = [
             [limit(worker.detail) for worker in self.live(role)]
             for role in (Role.PREFILL, Role.DECODE)
@@ -344,7 +347,7 @@ class Fleet:
         return [max(limits) for limits in found if limits]
 
     def _layout_beside(self, role: Role, rank: int) -> KVLayout | None:
-        """Return the KV layout of the other workers; a lone worker may return with another one."""
+        """Return the KV layout of all other workers, or None: a sole worker may change its own."""
         return next(
             (
                 worker.detail.layout
@@ -355,6 +358,7 @@ class Fleet:
         )
 
     def _mismatch(self, hello: Hello, detail: HelloDetail) -> str:
+        """Return why a worker does not fit this cluster, or ""."""
         if hello.role not in (Role.PREFILL, Role.DECODE):
             return f"role {hello.role}: only prefill and decode workers join the bus"
         if hello.rank >= NO_RANK:
@@ -381,7 +385,7 @@ class Fleet:
 
 
 def check_version(hello: Hello) -> None:
-    """Refuse a HELLO of another version, whose payload may differ.  Raises WireError MISMATCH."""
+    """Raise WireError MISMATCH for a HELLO of another version, whose payload may differ."""
     if hello.version != VERSION:
         raise WireError(
             ErrorCode.MISMATCH,
@@ -391,13 +395,13 @@ def check_version(hello: Hello) -> None:
 
 
 def _is_reachable(endpoint: str) -> bool:
-    """Whether prefill workers can connect there: no wildcard, no multicast."""
+    """Whether prefill workers can connect to it: no wildcard or multicast address."""
     if not endpoint.startswith("tcp://"):
         return bool(endpoint)
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     try:
         address = ip_address(host.strip("[]"))
     except ValueError:
-        return True  # a name
+        return True  # a host name
     is_group = address.is_multicast or address == ip_address("255.255.255.255")
     return not (address.is_unspecified or is_group)

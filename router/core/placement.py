@@ -1,8 +1,8 @@
-"""Places requests on workers, releases them, and keeps the counts of each worker.
+"""Places requests on workers, releases them, and keeps the request counts of each worker.
 
-`check` refuses requests that can never be served, `check_workers` those that no worker will have
-room for.  `place` picks two workers (`router.core.policy`) and counts the request there; only
-`release_prefill` and `release_decode` undo that.  Pure.
+`check` refuses requests that can never be served, `check_workers` those too large for any current
+worker.  `place` picks a prefill and a decode worker (`router.core.policy`) and counts the attempt
+on them; only `release_prefill` and `release_decode` undo that.  This module does no I/O.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wire.logprobs import prompt_logprobs_problem
 
 
 class Placement:
-    """Chooses workers and keeps their counts; `request_ids` name the attempts."""
+    """Chooses workers and updates their counts; `request_ids` generates the ids of attempts."""
 
     def __init__(
         self, fleet: Fleet, index: PrefixIndex, *, limits: Limits, request_ids: Iterator[int]
@@ -38,7 +38,7 @@ class Placement:
         self._request_ids = request_ids
 
     def check(self, state: RequestState) -> None:
-        """Refuse a request that can never be served.
+        """Check that a request can be served at all.
 
         Raises:
             WireError: INVALID_REQUEST, CONTEXT_LENGTH_EXCEEDED or KV_TRANSFER_TOO_LARGE.
@@ -56,7 +56,7 @@ class Placement:
         problem = prompt_logprobs_problem(seq_len, options.prompt_logprobs)
         if problem is not None:
             raise WireError(ErrorCode.INVALID_REQUEST, problem)
-        # Before `max`, which is slow for a prompt that is too long.
+        # Checked before `max`, which is slow for a very long prompt.
         self.check_length(state)
         if (largest := max(state.request.token_ids)) >= self._vocab_size:
             raise WireError(
@@ -68,7 +68,7 @@ class Placement:
             raise TransferTooLarge(size, limit)
 
     def check_workers(self, state: RequestState, now: float) -> None:
-        """Refuse a request that no worker will ever have room for.
+        """Check that a worker of each role has enough KV blocks in total for a request.
 
         Raises:
             WireError: NO_WORKER or OUT_OF_BLOCKS.
@@ -79,12 +79,12 @@ class Placement:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, state: RequestState) -> None:
-        """Refuse a request that is longer than any worker takes."""
+        """Check the length of a request; see `check_tokens`."""
         seq_len = len(state.request.token_ids)
         self.check_tokens(seq_len, state.total_tokens - seq_len)
 
     def check_tokens(self, seq_len: int, wanted: int) -> None:
-        """Refuse a prompt of `seq_len` tokens with `wanted` after it if no worker takes so many.
+        """Check that `seq_len` prompt tokens and `wanted` generated ones fit the context length.
 
         Raises:
             WireError: CONTEXT_LENGTH_EXCEEDED.
@@ -101,7 +101,7 @@ class Placement:
         """Return the number of tokens after the first that fit the model's context.
 
         Raises:
-            WireError: NO_WORKER; no worker has stated the context length yet.
+            WireError: NO_WORKER, if no worker has reported the context length yet.
         """
         limit = self._fleet.last_max_model_len
         if limit is None:
@@ -109,7 +109,7 @@ class Placement:
         return max(0, limit - len(state.request.token_ids) - 1)
 
     def place(self, state: RequestState) -> Attempt | None:
-        """Choose workers and count an attempt there; return None if there is no room now."""
+        """Choose workers and count a new attempt on them; None if no worker has capacity now."""
         num_left = state.num_left
         token_ids = state.token_ids
         prefill = pick_prefill(
@@ -146,10 +146,10 @@ class Placement:
         return attempt
 
     def give_way(self, state: RequestState, parked: Iterable[RequestState]) -> list[RequestState]:
-        """Return those of `parked`, in this order, that must end so that `state` can be placed.
+        """Return which of `parked` the caller must end so that `state` can be placed.
 
-        Return none if that would not help, or if enough have ended already and the next heartbeat
-        will show it.  The caller ends those that are returned.
+        The requests are considered in order.  Return an empty list if ending them would not
+        suffice, or if enough blocks are being freed already and the next heartbeat will show it.
         """
         seq_len, num_left = state.seq_len, state.num_left
         prefills = self._candidates(Role.PREFILL, state)
@@ -162,7 +162,7 @@ class Placement:
         }
         new_tokens = None if num_left is None else num_left - 1
         giving: dict[bytes, list[RequestState]] = {identity: [] for identity in workers}
-        # Blocks that come back: at once if only reserved, with a heartbeat if taken.
+        # Blocks that would be freed by worker: reserved ones at once, allocated ones later.
         promised, held = Counter[bytes](), Counter[bytes]()
 
         def has_room(worker: Worker) -> bool:
@@ -192,9 +192,9 @@ class Placement:
         return []
 
     def _candidates(self, role: Role, state: RequestState) -> list[Worker]:
-        """Return the ready workers whose own limits allow this request.
+        """Return the ready workers whose limits allow this request.
 
-        Workers that failed it are left out unless no other could ever serve it.
+        Workers on which the request failed are excluded unless no other worker could serve it.
         """
         num_tokens, kv_bytes = state.total_tokens, self._transfer_bytes(state)
         workers = [
@@ -214,7 +214,7 @@ class Placement:
         return others or workers
 
     def finish_reading(self, attempt: Attempt) -> None:
-        """Stop counting the attempt's prompt as unread; idempotent."""
+        """Stop counting the attempt's prompt as not yet prefilled.  Idempotent."""
         if attempt.is_reading:
             assert attempt.prefill is not None
             attempt.is_reading = False
@@ -224,7 +224,7 @@ class Placement:
                 attempt.decode.settle(attempt.request_id)
 
     def release_prefill(self, attempt: Attempt) -> Worker | None:
-        """Take the attempt off its prefill worker and return that worker; idempotent."""
+        """Remove the attempt from its prefill worker and return that worker.  Idempotent."""
         worker = attempt.prefill
         if worker is not None:
             self.finish_reading(attempt)
@@ -233,7 +233,7 @@ class Placement:
         return worker
 
     def release_decode(self, attempt: Attempt) -> Worker | None:
-        """Take the attempt off its decode worker and return that worker; idempotent."""
+        """Remove the attempt from its decode worker and return that worker.  Idempotent."""
         worker = attempt.decode
         if worker is not None:
             worker.attempts.discard(attempt.request_id)
@@ -243,11 +243,12 @@ class Placement:
         return worker
 
     def _transfer_bytes(self, state: RequestState) -> int:
-        """Return the most bytes of KV that a request's decode worker receives."""
+        """Return the maximum size of the KV that a request's decode worker receives, in bytes."""
         layout = self._fleet.layout
         return 0 if layout is None or state.num_left == 1 else layout.transfer_bytes(state.seq_len)
 
     def _check_role(self, role: Role, seq_len: int, now: float) -> None:
+        """Check that a worker of this role has enough KV blocks in total."""
         workers = self._fleet.expected(role, now)
         if not workers:
             raise no_worker(role)

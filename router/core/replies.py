@@ -1,10 +1,10 @@
-"""Checks frames of workers about requests and passes them on.
+"""Validates frames from workers and applies them to requests.
 
-A frame about an attempt that is over, or from a worker that does not serve it, is counted and
-dropped.  A frame out of order or with impossible values fails the attempt.  `wire.payloads` checks
-what it can without the request; the checks here need the vocabulary, the length of the prompt, the
-requested logprobs or the elapsed time.  Clients never see a worker's own error text, but a fixed
-sentence for each code (`SENTENCES`).
+A frame for an attempt that has ended, or from a worker that does not serve the attempt, is counted
+and dropped.  A frame out of order or with impossible values fails the attempt.  `wire.payloads`
+checks what does not depend on the request; the checks here need the vocabulary, the length of the
+prompt, the requested logprobs or the elapsed time.  Clients never receive a worker's own error
+text, but a fixed sentence for each code (`SENTENCES`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from wire.process.log_limit import RepeatedLine
 
 log = structlog.get_logger("router")
 
-# The error codes with which a worker may end a request, and the text for the client.  SPEC 5.6.
+# The error codes that a worker may send for a request, and the text for the client.  SPEC 5.6.
 SENTENCES: Final = {
     ErrorCode.INTERNAL: "the worker failed",
     ErrorCode.PROTOCOL: "the worker does not understand the router; run the same release on both",
@@ -59,12 +59,12 @@ SENTENCES: Final = {
     ErrorCode.MISMATCH: "the workers do not fit each other",
     ErrorCode.MODEL_FAILED: "the model cannot compute this request",
 }
-# Characters of a worker's own text in the log.
+# The maximum length of a worker's own error text in the log, in characters.
 MAX_LOGGED: Final = 200
 
 
 class Requests(Protocol):
-    """The part of `router.core.dispatcher.Dispatcher` that is used here."""
+    """The methods of `router.core.dispatcher.Dispatcher` that are used here."""
 
     @property
     def attempts(self) -> Mapping[int, Attempt]: ...
@@ -86,7 +86,7 @@ class Requests(Protocol):
 
 
 class Replies:
-    """Passes frames of workers on to requests; `dropped` counts rejected frames by reason."""
+    """Applies frames from workers to requests; `dropped` counts rejected frames by reason."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Replies:
         self._refused.tick()
 
     def on_message(self, peer: bytes, message: Message) -> None:
-        """Handle a message; raises RemoteProtocolError for one that workers do not send."""
+        """Handle a message.  Raise RemoteProtocolError for a type that workers do not send."""
         frame = message.frame
         if message.tokens:
             self._on_tokens(peer, message)
@@ -135,6 +135,7 @@ class Replies:
         frame: PrefillDone | DecodeDone | Error,
         message: Message,
     ) -> None:
+        """Validate and apply a PREFILL_DONE, DECODE_DONE or ERROR."""
         state = attempt.state
         if isinstance(frame, PrefillDone):
             if not attempt.is_reading:
@@ -159,7 +160,7 @@ class Replies:
     def _on_read(
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
     ) -> None:
-        """Handle the token of a prefill: the first, or the next one after a failover."""
+        """Handle the token of a prefill: the first token, or the next one after a failover."""
         self._placement.finish_reading(attempt)
         now = self._clock()
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
@@ -188,7 +189,7 @@ class Replies:
             self._requests.go_on(state)
 
     def _on_tokens(self, peer: bytes, message: Message) -> None:
-        """Handle the tokens of a step: the hot path of the router."""
+        """Handle the tokens of one decode step: the hot path of the router."""
         tokens, logprobs = message.tokens, _scores(message)
         find, vocab_size = self._requests.attempts.get, self._vocab_size
         for i, (request_id, token_id) in enumerate(tokens):
@@ -224,7 +225,7 @@ class Replies:
         _check_logprobs(scores, attempt.state.request.options.logprobs, self._vocab_size)
 
     def _failure(self, worker: Worker, frame: Error, message: Message) -> RequestFailed:
-        """Return a worker's ERROR with our text, and its name if another worker may succeed."""
+        """Convert a worker's ERROR to the client's error, which names it if a retry may help."""
         code, said = ErrorCode(frame.code), decode_error(message.body()).message
         if code not in SENTENCES:
             raise RemoteProtocolError(f"a worker does not end a request with {code.label}")
@@ -233,7 +234,7 @@ class Replies:
         return RequestFailed(code, SENTENCES[code] + where)
 
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
-        """Fail an attempt whose worker broke the protocol, without details for the client."""
+        """Fail an attempt whose worker violated the protocol.  Only the log gets the details."""
         self.dropped["protocol"] += 1
         log.warning("bad frame", worker=worker.name, reason=error.message)
         message = f"{worker.name} broke the protocol"
@@ -241,7 +242,7 @@ class Replies:
 
 
 def _scores(message: Message) -> list[Logprobs | None] | None:
-    """Return the logprobs of a message's tokens, if it has any."""
+    """Return the logprobs for each token of a message, or None if it has none."""
     if not message.payload:
         return None
     logprobs = decode_map(list[Logprobs | None], message.body())
@@ -253,7 +254,7 @@ def _scores(message: Message) -> list[Logprobs | None] | None:
 def _sender(
     attempt: Attempt, peer: bytes, frame: PrefillDone | DecodeDone | Error
 ) -> Worker | None:
-    """Return the attempt's worker with this identity if its role sends such frames."""
+    """Return the worker that sent a frame, or None if it may not send it for the attempt."""
     prefill = None if isinstance(frame, DecodeDone) else attempt.prefill
     decode = None if isinstance(frame, PrefillDone) else attempt.decode
     for worker in (prefill, decode):
@@ -263,13 +264,13 @@ def _sender(
 
 
 def _check_vocabulary(token_id: int, vocab_size: int) -> None:
-    """Refuse a token that the model does not have (RemoteProtocolError, like all checks)."""
+    """Check that a token is in the vocabulary.  Like all checks, raise RemoteProtocolError."""
     if token_id >= vocab_size:
         raise RemoteProtocolError(f"token {token_id} is not below {vocab_size}, the vocabulary")
 
 
 def _check_stop(reason: str | None, token_id: int | None, vocab_size: int) -> None:
-    """Refuse a stop token outside the vocabulary or with another finish reason."""
+    """Check that a stop token is in the vocabulary and the finish reason is `STOP`."""
     if token_id is None:
         return
     if reason != STOP:
@@ -278,7 +279,7 @@ def _check_stop(reason: str | None, token_id: int | None, vocab_size: int) -> No
 
 
 def _check_logprobs(logprobs: Logprobs | None, num_top: int | None, vocab_size: int) -> None:
-    """Refuse logprobs that were not requested, or more than `num_top`."""
+    """Check that logprobs were requested, and at most `num_top` of them."""
     if logprobs is None:
         return
     if num_top is None or len(logprobs.top) > num_top:
@@ -290,7 +291,7 @@ def _check_logprobs(logprobs: Logprobs | None, num_top: int | None, vocab_size: 
 def _check_read(
     worker: Worker, attempt: Attempt, frame: PrefillDone, result: PrefillResult, vocab_size: int
 ) -> None:
-    """Refuse a PREFILL_DONE with impossible values."""
+    """Check the values of a PREFILL_DONE."""
     options = attempt.state.request.options
     _check_size(worker, attempt, frame.kv_bytes, result.cached_tokens)
     _check_vocabulary(result.token_id, vocab_size)
@@ -307,7 +308,7 @@ def _check_read(
 
 
 def _checked_usage(worker: Worker, attempt: Attempt, usage: Usage, now: float) -> Usage:
-    """Return the usage of a DECODE_DONE, its times capped by the time since placement."""
+    """Check the usage of a DECODE_DONE; return it with times capped by the time since placement."""
     _check_size(worker, attempt, usage.kv_bytes, usage.kv_skipped_tokens)
     placed_at = attempt.state.placed_at
     elapsed_s = 0.0 if placed_at is None else now - placed_at

@@ -1,6 +1,6 @@
-"""Requests to the core, and the sinks that get their results; types only.
+"""The types of requests to the core and of the sinks that receive their results.
 
-HTTP (`router.http`) and raw TCP (`router.tcp`) give a `Request` and a `Sink` to
+HTTP (`router.http`) and raw TCP (`router.tcp`) pass a `Request` and a `Sink` to
 `router.core.dispatcher.Dispatcher.submit`.
 """
 
@@ -16,11 +16,11 @@ from wire.payloads import Logprobs, PrefillResult, Usage
 
 
 class Request(Struct, frozen=True):
-    """One prompt that gets one answer.
+    """One prompt, for which one sequence of tokens is generated.
 
-    `max_new_tokens` counts the tokens after the first; None until DECODE_REQUEST (raw TCP).
-    `client` is for fair scheduling and the log: the digest of an API key, or the address without
-    its port.
+    `max_new_tokens` is the number of tokens after the first, or None for a raw TCP client, which
+    sets it with DECODE_REQUEST.  `client` identifies the client for fair scheduling and the log:
+    the name of its API key, or its address without the port.
     """
 
     token_ids: tuple[int, ...]
@@ -30,11 +30,12 @@ class Request(Struct, frozen=True):
 
 
 class RequestEnd(Struct, frozen=True, kw_only=True):
-    """The end of an accepted request, with its counts and times in seconds (None if not reached).
+    """The summary of an accepted request that has ended.
 
-    `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` is from
-    `submit` to the placement, `ttft_s` from `submit` to the first token, `decode_s` from there to
-    the end, `total_s` all of it.
+    `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  Times are in
+    seconds: `queue_s` from `submit` to the first placement, `ttft_s` from `submit` to the first
+    token, `decode_s` from the first token to the end, `total_s` from `submit` to the end.  A time
+    is None if the request did not get that far.
     """
 
     outcome: str
@@ -55,23 +56,24 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
 
 
 class Sink(Protocol):
-    """Gets the results of a request: `on_prefill`, `on_token` for each further token, its end.
+    """Receives the results of one request.
 
-    Every request ends with one call of `on_end`, and then one of `on_done` or `on_error`, unless
-    its submitter stopped or cancelled it.  No method may block or raise.
+    The calls are `on_prefill` with the first token, `on_token` for each further token, one call of
+    `on_end`, and last `on_done` or `on_error`, unless the submitter has stopped or cancelled the
+    request.  No method may block or raise.
     """
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
-        """The prompt is read; `result` holds the first token."""
+        """Receive the result of prefill, with the first token."""
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
-        """One more token."""
+        """Receive the next token."""
 
     def on_done(self, usage: Usage) -> None:
-        """The request ended well."""
+        """Receive the usage of a request that succeeded."""
 
     def on_error(self, error: WireError) -> None:
-        """The request ended badly."""
+        """Receive the error of a request that failed."""
 
     def on_end(self, end: RequestEnd) -> None:
-        """The request ended, well or not: for metrics and the log."""
+        """Receive the summary of a request that ended for any reason, for metrics and the log."""

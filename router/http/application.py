@@ -1,8 +1,8 @@
-"""The ASGI application: routes, conversion of errors to responses, one log line per request.
+"""The ASGI application: routes requests, converts errors to responses, logs a line per request.
 
 A completion takes four steps: `router.http.limits` reads the body, the endpoint (`router.api.text`,
 `router.api.chat`) converts it to core requests, `router.api.completions.completion` submits them,
-and `router.http.writer` sends the results, while a task watches for the client to leave.
+and `router.http.writer` sends the results, while a task waits for the client to disconnect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from router.api.errors import HttpError, http_error
 from router.api.messages.body import count_tokens
 from router.api.messages.body import read as read_message
 from router.api.messages.errors import check_version, message_error
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.responses import endpoint as responses
 from router.api.responses.store import KeptResponse, KeptResponses
 from router.api.tokenize import detokenize, tokenize
@@ -49,23 +49,24 @@ from wire.process.frame_counters import Traffic
 
 log = structlog.get_logger("router")
 
-# Between two checks for silent streams, which get a comment.
+# The interval between two checks for idle streams, to which a comment is sent.
 TICK_S: Final = 1.0
-# Logged, never sent, if the client left before the response (nginx's number).
+# The status logged if the client disconnected before the response (as in nginx).  Never sent.
 CLIENT_CLOSED: Final = 499
-# Methods that an allowed web page may use.
+# The methods that allowed web pages may use.
 METHODS: Final = b"GET, HEAD, POST, DELETE, OPTIONS"
-# Parses a body.
+# Parses a request body.
 Read = Callable[..., CompletionRequest]
-# Finds the stored response that a body continues.
+# Returns the stored response that a request body continues (`previous_response_id`).
 PreviousOf = Callable[[HttpExchange, bytes], Awaitable[KeptResponse | None]]
 T = TypeVar("T")
 
 
 class Application:
-    """The application; `await application(scope, receive, send)`.
+    """The ASGI application of one router process: `await application(scope, receive, send)`.
 
-    `draining` makes it unready and refuse new completions; open ones go on.
+    While `draining` is True, it reports that it is not ready and refuses new completions, and open
+    ones continue.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Application:
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._writers: set[ResponseWriter] = set()
-        self._turns = FairWrites()
+        self._fair_writes = FairWrites()
         self._tick_due: float | None = None
         dispatcher.observers.append(self.metrics)
         status = Status(
@@ -108,15 +109,15 @@ class Application:
         )
         if siblings is not None:
             siblings.serve(status.state, self.metrics.families, self._kept)
-        kept_ones = ResponseHandlers(self._kept, self._threads, siblings)
-        self.routes = Routes(self._table(status, kept_ones))
+        stored = ResponseHandlers(self._kept, self._threads, siblings)
+        self.routes = Routes(self._table(status, stored))
 
-    def _table(self, status: Status, kept: ResponseHandlers) -> list[Route]:
-        def asks(read: Read) -> dict[str, Handler]:
+    def _table(self, status: Status, stored: ResponseHandlers) -> list[Route]:
+        def completes(read: Read) -> dict[str, Handler]:
             return {"POST": partial(self._complete, read)}
 
         respond = partial(
-            self._complete, partial(responses.read, self._kept), previous_of=kept.previous
+            self._complete, partial(responses.read, self._kept), previous_of=stored.previous
         )
 
         def messages(path: str, name: str, handler: Handler) -> Route:
@@ -124,14 +125,16 @@ class Application:
 
         probe = partial(Route, is_open=True)
         return [
-            Route("/v1/completions", "completions", asks(text.read)),
-            Route("/v1/chat/completions", "chat_completions", asks(chat.read)),
+            Route("/v1/completions", "completions", completes(text.read)),
+            Route("/v1/chat/completions", "chat_completions", completes(chat.read)),
             Route("/v1/responses", "responses", {"POST": respond}),
-            # The first route that fits is used.
-            Route("/v1/responses/{response}/input_items", "responses", {"GET": kept.input_items}),
-            Route("/v1/responses/{response}/cancel", "responses", {"POST": kept.cancel}),
+            # The first match is used, so the longer paths come first.
+            Route("/v1/responses/{response}/input_items", "responses", {"GET": stored.input_items}),
+            Route("/v1/responses/{response}/cancel", "responses", {"POST": stored.cancel}),
             Route(
-                "/v1/responses/{response}", "responses", {"GET": kept.show, "DELETE": kept.delete}
+                "/v1/responses/{response}",
+                "responses",
+                {"GET": stored.show, "DELETE": stored.delete},
             ),
             messages("/v1/messages", "messages", partial(self._complete, read_message)),
             messages("/v1/messages/count_tokens", "count_tokens", self._count_tokens),
@@ -143,7 +146,7 @@ class Application:
             Route("/version", "version", {"GET": status.version}),
             Route("/metrics", "metrics", {"GET": status.metrics}),
             Route("/load", "load", {"GET": status.load}),
-            # Open, since browsers send no key when a page is opened.
+            # These need no API key, since browsers send none when they open a page.
             Route("/openapi.json", "openapi", {"GET": status.openapi}, is_open=True),
             Route("/docs", "docs", {"GET": status.docs}, is_open=True),
             probe("/livez", "livez", {"GET": status.livez}),
@@ -154,7 +157,7 @@ class Application:
 
     @property
     def has_text(self) -> bool:
-        """Whether the model has a tokenizer, so that prompts may be text."""
+        """Whether the model has a tokenizer, so that prompts can be text."""
         return self._model.tokenizer.has_text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,6 +166,7 @@ class Application:
         await self._serve(HttpExchange(scope, receive, send, request_id, time.monotonic()))
 
     async def _serve(self, exchange: HttpExchange) -> None:
+        """Run a request, converting exceptions to an error response."""
         try:
             await self._route(exchange)
         except Disconnected:
@@ -176,7 +180,7 @@ class Application:
             internal = WireError(ErrorCode.INTERNAL, "")
             await self._refuse(exchange, http_error(internal))
         finally:
-            self._note(exchange)
+            self._log_request(exchange)
 
     async def _refuse(self, exchange: HttpExchange, error: HttpError) -> None:
         exchange.status, exchange.outcome = error.status, error.code or "error"
@@ -187,9 +191,9 @@ class Application:
             body = exchange.error_body(error, exchange.request_id)
             await exchange.respond(error.status, body, *error.headers)
 
-    def _note(self, exchange: HttpExchange) -> None:
+    def _log_request(self, exchange: HttpExchange) -> None:
         self.metrics.on_response(exchange.endpoint, exchange.outcome)
-        # Probes come every second, and are 503 while workers start.
+        # Probes come every second, and get 503 while workers start.
         is_work = exchange.scope["method"] == "POST" or exchange.status >= 400
         is_work = is_work and not exchange.is_open
         (log.info if is_work else log.debug)(
@@ -206,6 +210,7 @@ class Application:
         )
 
     async def _route(self, exchange: HttpExchange) -> None:
+        """Check origin and API key, and call the handler for the path and method."""
         path, method = exchange.scope["path"], exchange.scope["method"]
         route, exchange.named = self.routes.find(path) or (None, "")
         if route is not None:
@@ -230,19 +235,21 @@ class Application:
     async def _complete(
         self, read: Read, exchange: HttpExchange, *, previous_of: PreviousOf | None = None
     ) -> None:
+        """Serve a completion of any endpoint, whose `read` parses the body."""
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
-        # Known even after all workers left: a prompt that is too long gets 400, not 503.
+        # It is known even after all workers have left: a prompt that is too long gets 400, not 503.
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        asker = Asker(exchange.asker, secrets.randbits(63), max_model_len)
-        understand = lambda raw, **found: read(self._model, raw, asker, **found)  # noqa: E731
-        asked = await self._read(exchange, understand, previous_of)
-        if asked.wanted is not None:
-            asked = asked.held_to(await self._structures.settle(exchange, asked.wanted))
+        context = RequestContext(exchange.client_id, secrets.randbits(63), max_model_len)
+        parse = lambda raw, **found: read(self._model, raw, context, **found)  # noqa: E731
+        request = await self._read(exchange, parse, previous_of)
+        if request.wanted is not None:
+            structure = await self._structures.validate(exchange, request.wanted)
+            request = request.constrained_to(structure)
         writer = self._writer(exchange)
-        completion = Completion(self._dispatcher, asked, writer)
+        completion = Completion(self._dispatcher, request, writer)
         completion.submit()
         watch = asyncio.create_task(_watch(exchange, writer))
         self._writers.add(writer)
@@ -252,28 +259,29 @@ class Application:
             self._writers.discard(writer)
             watch.cancel()
             completion.cancel()
-            completion.let_go()
+            completion.drop_callbacks()
             exchange.is_streaming = writer.is_started
             exchange.outcome, exchange.facts = completion.outcome, completion.facts
 
     async def _deliver(
         self, exchange: HttpExchange, completion: Completion, writer: ResponseWriter
     ) -> None:
+        """Send the results of a submitted completion, streamed or whole."""
         head = Head(exchange.request_id, int(time.time()), self._model.name)
         answer = completion.request.answer(completion, head)
         exchange.failure = answer.failure
         if completion.request.is_streamed:
             await writer.stream(completion, answer)
             return
-        pieces = await writer.collect(completion)
-        size = size_of_scores(pieces) + sum([len(piece.text) for piece in pieces])
-        render = partial(answer.whole, pieces)
+        deltas = await writer.collect(completion)
+        size = size_of_scores(deltas) + sum([len(delta.text) for delta in deltas])
+        render = partial(answer.whole, deltas)
         await exchange.respond(200, await self._threads.run(exchange, size, render))
 
     def _writer(self, exchange: HttpExchange) -> ResponseWriter:
         return ResponseWriter(
             exchange.send,
-            self._turns,
+            self._fair_writes,
             find_push=find_push,
             headers=exchange.headers,
             clock=time.monotonic,
@@ -309,7 +317,7 @@ class Application:
     async def _read(
         self, exchange: HttpExchange, read: Callable[..., T], previous_of: PreviousOf | None = None
     ) -> T:
-        """Read and parse the body, a large one in a thread."""
+        """Read and parse the request body; a large one is parsed in a thread."""
         raw = await self._bodies.read(exchange)
         try:
             size = len(raw)
@@ -320,7 +328,7 @@ class Application:
             await self._admission.wait(exchange)
             return await self._threads.run(exchange, size, partial(read, raw))
         finally:
-            self._bodies.let_go(exchange, raw)
+            self._bodies.release(exchange, raw)
 
 
 async def _watch(exchange: HttpExchange, writer: ResponseWriter) -> None:

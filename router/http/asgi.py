@@ -1,4 +1,4 @@
-"""One HTTP request as ASGI delivers it; bodies are read in `router.http.limits`."""
+"""One HTTP request received over ASGI.  `router.http.limits` reads its body."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
-# Appends to a body; returns False if it would have to wait.
+# Appends to a response body; returns False, writing nothing, if the client reads too slowly.
 Push = Callable[[bytes], bool]
 
 T = TypeVar("T")
 
 JSON: Final = b"application/json"
 # Whole responses are sent in chunks, so that little is buffered for a slow reader.
-PIECE_BYTES: Final = 256 << 10
-# Request ids come from clients and go into the log.
+CHUNK_BYTES: Final = 256 << 10
+# Accepted x-request-id headers: clients send them, and they are written to the log.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
-# W3C Trace Context: version, trace, parent and flags; later versions may append fields.
+# W3C Trace Context: version, trace id, parent id and flags; later versions may append fields.
 _TRACEPARENT: Final = re.compile(
     rb"(?!ff)([0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-[!-~]*)?"
 )
@@ -36,11 +36,11 @@ _TRACESTATE: Final = re.compile(rb"[ -~]{1,512}")
 
 
 class Disconnected(Exception):
-    """The client left, or was cut off as a slow reader."""
+    """The client disconnected, or was disconnected as a slow reader."""
 
 
 def find_header(scope: Scope, name: bytes) -> bytes | None:
-    """Return the first header of this lower-case name."""
+    """Return the value of the first header with this lower-case name, or None."""
     for key, value in scope["headers"]:  # a generator would take twice as long
         if key == name:
             return bytes(value)
@@ -48,13 +48,13 @@ def find_header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def request_id(scope: Scope, fresh: str) -> str:
-    """Return the client's x-request-id if it is one we may log and echo, else `fresh`."""
+    """Return the client's x-request-id if it is safe to log and echo, else `fresh`."""
     given = find_header(scope, b"x-request-id")
     return given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else fresh
 
 
 def trace(scope: Scope) -> dict[str, str]:
-    """Return `traceparent` and `tracestate` if they follow W3C Trace Context."""
+    """Return those of `traceparent` and `tracestate` that are valid by W3C Trace Context."""
     parents = [value for key, value in scope["headers"] if key == b"traceparent"]
     parent = _TRACEPARENT.fullmatch(parents[0]) if len(parents) == 1 else None
     if parent is None or (parent[2] and parent[1].startswith(b"00")):
@@ -72,7 +72,7 @@ def has_body(scope: Scope) -> bool:
 
 
 def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
-    """Return the name of the request's API key, in OpenAI's header or Anthropic's.
+    """Check the API key in OpenAI's or Anthropic's header and return its name.
 
     Raises:
         HttpError: 401.
@@ -102,17 +102,17 @@ async def respond(
     """Send a whole response."""
     described = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": described})
-    last = max(len(body) - 1, 0) // PIECE_BYTES * PIECE_BYTES
-    for start in range(0, last, PIECE_BYTES):
-        piece = body[start : start + PIECE_BYTES]
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
+    for start in range(0, last, CHUNK_BYTES):
+        chunk = body[start : start + CHUNK_BYTES]
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": body[last:]})
 
 
 class HttpExchange(Struct, eq=False):
-    """A request and its result; `started_at` is on the monotonic clock.
+    """An HTTP request and the state of its response.
 
-    `status`, `outcome` and `facts` are for its line in the log.
+    `started_at` is on the monotonic clock.  `status`, `outcome` and `facts` are for the log line.
     """
 
     scope: Scope
@@ -123,16 +123,16 @@ class HttpExchange(Struct, eq=False):
     endpoint: str = "unknown"
     # The route needs no API key.
     is_open: bool = False
-    # The text in the path for the route's name in braces.
+    # The text in the path that matched the name in braces of the route.
     named: str = ""
     status: int = 200
     outcome: str = "ok"
     key_name: str = ""
-    # The whole body was received.
+    # The whole request body was received.
     is_body_read: bool = False
-    # A stream has started: an error can only be one more event.
+    # A stream has started, so an error can only be sent as one more event.
     is_streaming: bool = False
-    # Formats of an error, as a whole response and as the end of a stream.
+    # Format an error as a whole response and as the last event of a stream.
     error_body: ErrorBody = openai_error
     failure: Callable[[HttpError], bytes] = lambda error: error.body
     # Headers that let an allowed web page read the response.
@@ -141,39 +141,39 @@ class HttpExchange(Struct, eq=False):
 
     @property
     def headers(self) -> tuple[Header, ...]:
-        """Headers of every response, with the request id for OpenAI's and Anthropic's clients."""
+        """The headers of every response: CORS headers and the request id under two names."""
         request_id = self.request_id.encode()
         return ((b"x-request-id", request_id), (b"request-id", request_id), *self.cors)
 
     @property
     def client(self) -> str:
-        """The client's address, empty if unknown."""
+        """The client's address, or "" if unknown."""
         address = self.scope.get("client")
         return address[0] if address else ""
 
     @property
-    def asker(self) -> str:
-        """The identity for fair scheduling: the name of the API key, or the address."""
+    def client_id(self) -> str:
+        """The name of the client's API key, or else its address; for fair scheduling."""
         return self.key_name or self.client
 
-    async def unless_left(self, future: asyncio.Future[T]) -> T:
-        """Await a future, and cancel it if the client leaves or the caller is cancelled.
+    async def while_connected(self, future: asyncio.Future[T]) -> T:
+        """Await a future; cancel it if the client disconnects or the caller is cancelled.
 
         Raises:
-            Disconnected: The client left before.
+            Disconnected: The client disconnected before the result.
         """
-        leaving = asyncio.create_task(self.until_disconnected())
+        disconnect = asyncio.create_task(self.until_disconnected())
         try:
-            await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((future, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 raise Disconnected
             return future.result()
         finally:
-            leaving.cancel()
+            disconnect.cancel()
             future.cancel()
 
     async def until_disconnected(self) -> None:
-        """Wait for the client to leave; the body must have been read whole."""
+        """Wait for the client to disconnect.  The request body must have been read completely."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
@@ -184,7 +184,7 @@ class HttpExchange(Struct, eq=False):
         self.status = status
         named = {name: (name, value) for name, value in (*self.headers, *headers)}
         if not self.is_body_read and has_body(self.scope):
-            # The server closes a connection with an unread body: the client must not reuse it.
+            # The server closes a connection with an unread body, so the client must not reuse it.
             named |= {b"connection": (b"connection", b"close")}
         all_headers = tuple(named.values())
         await respond(self.send, status, body, content_type=content_type, headers=all_headers)
@@ -196,9 +196,10 @@ class HttpExchange(Struct, eq=False):
 
 @coroutine
 def resume(started: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
-    """Run a coroutine to its end that was started by `send(None)` and then awaited `awaited`.
+    """Run a coroutine to its end after a first `send(None)`, which yielded `awaited`.
 
-    Most of these finish in that first step, and then cost neither a task nor a timer.
+    Callers make that first step themselves, because most coroutines finish in it and then need
+    neither a task nor a timer.
     """
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Framing of HTTP messages: checks of requests, and how responses are written."""
+"""Framing of HTTP messages: checks requests, and adapts how uvicorn writes responses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def framing_problem(headers: Sequence[Header], http_version: str) -> str:
-    """Return why two servers might read these headers differently, "" if they would not.
+    """Return why another server might interpret the headers differently, or "" if it could not.
 
-    RFC 9112: a request has one Host (3.2), and chunked is the only transfer coding read here (6.1).
+    By RFC 9112 a request must have one Host header (3.2).  The only transfer coding supported here
+    is chunked (6.1).
     """
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1:
@@ -31,7 +32,7 @@ def framing_problem(headers: Sequence[Header], http_version: str) -> str:
 
 
 def error_response(error: HttpError) -> bytes:
-    """Return a whole HTTP/1.1 response, for bytes that are no request."""
+    """Return a whole HTTP/1.1 response to bytes that are not a valid request."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(error.body)),
@@ -42,10 +43,10 @@ def error_response(error: HttpError) -> bytes:
     return b"HTTP/1.1 %d \r\n%s\r\n%s" % (error.status, lines, error.body)
 
 
-class Beginning:
-    """The transport before a response starts: writes its head together with its first bytes.
+class HeadBuffer:
+    """The transport of a new response: writes its head together with the first bytes of its body.
 
-    Two writes would take twice as long and wake the client for nothing.
+    Two writes would take twice as long and wake the client up once more for nothing.
     """
 
     __slots__ = ("_cycle", "_head", "_transport")
@@ -63,24 +64,24 @@ class Beginning:
         if not self._cycle.response_started:  # "100 Continue"
             self._transport.write(data)
         elif self._head:
-            self._begin(data)
+            self._flush(data)
         else:
             self._head = data
 
     def close(self) -> None:
-        """Close, also after a response that broke off after its head."""
-        self._begin(b"")
+        """Flush the head, which is pending if the response was aborted after it, and close."""
+        self._flush(b"")
         self._transport.close()
 
-    def _begin(self, data: bytes) -> None:
+    def _flush(self, data: bytes) -> None:
         self._cycle.transport = self._transport
         self._transport.write(self._head + data)
 
 
 class Unchunked:
-    """Responds to HTTP/1.0: a body of unknown length ends with the connection.
+    """Sends a response to an HTTP/1.0 client: a body of unknown length ends with the connection.
 
-    uvicorn gets the length of each chunk as that of the body.
+    Before each chunk, uvicorn's expected body length is set to the chunk's, so that it accepts it.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -99,9 +100,9 @@ class Unchunked:
 
 
 def unchunked(app: App) -> App:
-    """Return the application for requests of HTTP/1.0."""
+    """Wrap the application for HTTP/1.0 requests."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, Unchunked(cast(Any, send).__self__).send)
 
-    return answer
+    return run

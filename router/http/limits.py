@@ -1,9 +1,10 @@
-"""Limits on request bodies: their size, their pace, and the time they take on the event loop.
+"""Limits on request bodies: their size, transfer rate, and processing time on the event loop.
 
-A body must be JSON, small enough (also when inflated) and fast enough.  All bodies together have a
-limit too.  A body beyond it is refused at once: a client that waits holds memory, and may do so on
-purpose.  Large bodies and large responses are processed in a few threads, where clients take turns
-(`wire.process.fair_threads`) and ordinary bodies do not wait behind the largest.
+A body must be JSON, small enough (also when decompressed) and fast enough.  The bodies of all
+requests together have a limit too.  A body that exceeds it is refused at once instead of queued,
+because a waiting client uses memory, perhaps on purpose.  Large bodies and large responses are
+processed in a few threads, which are shared fairly between clients (`wire.process.fair_threads`).
+Ordinary bodies have threads of their own, so that they do not wait for the largest bodies.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from wire.errors import ErrorCode, WireError
 from wire.process.fair_queue import FairQueue
 from wire.process.fair_threads import FairThreads
 
-# Half a million tokens as text, or 300,000 as decimal ids.  Parsing JSON and freeing the result of
-# the tokenizer hold the GIL, for 4 MB longer than other requests should wait.
+# About half a million tokens as text, or 300,000 as decimal ids.  Parsing JSON and freeing the
+# result of the tokenizer hold the GIL: for 4 MB, longer than other requests should wait.
 MAX_BODY_BYTES: Final = 2 * 1024 * 1024
-# The slowest rate of a body, after a grace; slower is an attack or a broken link.
+# The minimum transfer rate of a body after the grace period; slower is an attack or a broken link.
 BODY_BYTES_PER_S: Final = 64 * 1024
 MAX_TOTAL_BYTES: Final = 256 * 1024 * 1024
 
-# Bodies up to this size are processed on the event loop: about a millisecond.
+# Bodies up to this size are processed on the event loop, which takes about a millisecond.
 INLINE_BYTES: Final = 16 * 1024
-# Up to here it takes some ten milliseconds; far more beyond.
+# Bodies up to this size take some ten milliseconds, larger ones far longer.
 ORDINARY_BYTES: Final = 128 * 1024
-# Two for a client that is alone, and one that is free for the next.
+# One client may use all of these threads but one, which is free for the next client.
 NUM_ORDINARY: Final = 3
 NUM_LARGE: Final = 1
 
@@ -40,22 +41,22 @@ T = TypeVar("T")
 
 
 class Admission:
-    """Lets one request start in each iteration of the event loop; clients take turns.
+    """Lets one request start in each iteration of the event loop, in a round-robin over clients.
 
-    Tokenizing a small body and placing its request take about a millisecond of the loop.  So a
-    thousand requests of one client at once delay neither the first of another client nor the
-    tokens of open streams.
+    Tokenizing a small body and placing its request block the loop for about a millisecond.  With
+    this limit a thousand simultaneous requests of one client delay neither the first request of
+    another client nor the tokens of open streams.
     """
 
     def __init__(self) -> None:
         self._waiting: FairQueue[str, asyncio.Future[None]] = FairQueue()
-        self._has_started = False  # a request, in this iteration
+        self._has_started = False  # whether a request has started in this iteration
 
     async def wait(self, exchange: HttpExchange) -> None:
-        """Return when the request may start: at once if none has started in this iteration.
+        """Wait until the request may start: not at all if none has started in this iteration.
 
         Raises:
-            Disconnected: The client left before.
+            Disconnected: The client disconnected meanwhile.
         """
         loop = asyncio.get_running_loop()
         if not self._has_started:
@@ -63,13 +64,14 @@ class Admission:
             loop.call_soon(self._start_next)
             return
         turn = loop.create_future()
-        self._waiting.add(exchange.asker, turn)
+        self._waiting.add(exchange.client_id, turn)
         try:
-            await exchange.unless_left(turn)
+            await exchange.while_connected(turn)
         finally:
-            self._waiting.remove(exchange.asker, turn)
+            self._waiting.remove(exchange.client_id, turn)
 
     def _start_next(self) -> None:
+        """Let the next client's request start; called once per iteration of the event loop."""
         first = self._waiting.first()
         if first is None:
             self._has_started = False
@@ -83,10 +85,12 @@ class Admission:
 
 
 class Bodies:
-    """Reads bodies: each of `max_bytes`, started within `grace_s`, then at `min_bytes_per_s`.
+    """Reads request bodies of up to `max_bytes`, which must arrive fast enough.
 
-    `total_bytes` counts all bodies until `let_go`.  A client may hold as many bytes as are free:
-    half if it is alone, and the more it holds, the more is left for others.
+    After `grace_s` seconds, a body must have arrived at `min_bytes_per_s` on average.
+
+    `total_bytes` is the size of all bodies that were not released yet.  A client's bodies may not
+    be larger than the memory left for others, so a client alone may use half of `max_total_bytes`.
     """
 
     def __init__(
@@ -105,22 +109,22 @@ class Bodies:
         self._bytes_of_client: Counter[str] = Counter()
 
     async def read(self, exchange: HttpExchange) -> bytes:
-        """Return the body of a request; its bytes count until `let_go`.
+        """Return the body of a request, whose bytes are counted until `release`.
 
         Raises:
             HttpError: 400, 408, 413 or 415.
-            WireError: OVERLOADED; there are too many at a time.
-            Disconnected: The client left before its end.
+            WireError: OVERLOADED, if there are too many large bodies at a time.
+            Disconnected: The client disconnected before the end of the body.
         """
         check_content_type(exchange.scope)
-        held = 0
+        counted = 0
 
-        def hold(size: int) -> None:
-            nonlocal held
-            self._count(exchange.asker, size - held)
-            held = size
+        def count(size: int) -> None:
+            nonlocal counted
+            self._count(exchange.client_id, size - counted)
+            counted = size
             num_free = max(self._max_total_bytes - self.total_bytes, 0)
-            if self._bytes_of_client[exchange.asker] > num_free:
+            if self._bytes_of_client[exchange.client_id] > num_free:
                 raise WireError(
                     ErrorCode.OVERLOADED,
                     f"too many large bodies at a time: this client's come to more than the "
@@ -128,16 +132,16 @@ class Bodies:
                 )
 
         try:
-            raw = await self._read(exchange, hold)
+            raw = await self._read(exchange, count)
         except BaseException:
-            self._count(exchange.asker, -held)
+            self._count(exchange.client_id, -counted)
             raise
         exchange.is_body_read = True
         return raw
 
-    def let_go(self, exchange: HttpExchange, raw: bytes) -> None:
-        """Stop counting a body that `read` returned."""
-        self._count(exchange.asker, -len(raw))
+    def release(self, exchange: HttpExchange, raw: bytes) -> None:
+        """Stop counting the bytes of a body that `read` returned."""
+        self._count(exchange.client_id, -len(raw))
 
     def _count(self, client: str, num_bytes: int) -> None:
         self.total_bytes += num_bytes
@@ -145,23 +149,23 @@ class Bodies:
         if not self._bytes_of_client[client]:
             del self._bytes_of_client[client]
 
-    async def _read(self, exchange: HttpExchange, hold: Callable[[int], None]) -> bytes:
+    async def _read(self, exchange: HttpExchange, count: Callable[[int], None]) -> bytes:
         due = asyncio.get_running_loop().time() + self._grace_s
-        patience = Patience(due)
+        deadline = MovingDeadline(due)
 
-        def on_bytes(num_came: int, num_kept: int) -> None:
-            # Only bytes that came move the deadline, not an announced size.
-            patience.deadline = due + num_came / self._min_bytes_per_s
-            hold(num_kept)
+        def on_bytes(num_received: int, num_kept: int) -> None:
+            # Only received bytes extend the deadline, not the announced size.
+            deadline.at = due + num_received / self._min_bytes_per_s
+            count(num_kept)
 
         reading = read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
         try:
             awaited = reading.send(None)
-        except StopIteration as end:  # the body had come with its headers, as it mostly does
+        except StopIteration as end:  # the usual case: the body arrived with the headers
             raw: bytes | None = end.value
         else:
             try:
-                raw = await patience.resume(reading, awaited)
+                raw = await deadline.resume(reading, awaited)
             except TimeoutError:
                 raise HttpError(408, "the body came too slowly", code="body_timeout") from None
         if raw is None:
@@ -169,23 +173,23 @@ class Bodies:
         return raw
 
 
-class Patience:
-    """Waits for a body until a `deadline` that its bytes move as they come.
+class MovingDeadline:
+    """A timeout for reading a body; the caller moves the deadline `at` when bytes arrive.
 
-    If the whole process paused, the deadline may pass before bytes that came in time are read.  So
-    reading goes on for LAST_LOOK_S more, and ends then unless the deadline has moved beyond.
+    If the whole process was paused, the deadline may pass before bytes that arrived in time are
+    read.  So reading continues for LAST_LOOK_S, and times out if the deadline was not moved then.
     """
 
-    __slots__ = ("_is_last_look", "_timeout", "_timer", "deadline")
+    __slots__ = ("_is_last_look", "_timeout", "_timer", "at")
 
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
+    def __init__(self, at: float) -> None:
+        self.at = at
         self._is_last_look = False
         self._timeout: asyncio.Timeout
         self._timer: asyncio.TimerHandle
 
     async def resume(self, started: Coroutine[Any, Any, T], awaited: Any) -> T:
-        """Run `router.http.asgi.resume` with this deadline.  Raises TimeoutError."""
+        """Run `router.http.asgi.resume` until the deadline.  Raises TimeoutError."""
         async with asyncio.timeout(None) as self._timeout:
             self._watch()
             try:
@@ -195,9 +199,9 @@ class Patience:
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        if self.deadline > loop.time():
+        if self.at > loop.time():
             self._is_last_look = False
-            self._timer = loop.call_at(self.deadline, self._watch)
+            self._timer = loop.call_at(self.at, self._watch)
         elif not self._is_last_look:
             self._is_last_look = True
             self._timer = loop.call_later(LAST_LOOK_S, self._watch)
@@ -206,10 +210,10 @@ class Patience:
 
 
 def check_content_type(scope: Scope) -> None:
-    """Refuse a body that is not declared as JSON.  Raises HttpError 415."""
+    """Check that the body is declared as JSON.  Raises HttpError 415."""
     kind = find_header(scope, b"content-type") or b""
     if kind.split(b";")[0].strip().lower() != JSON:
-        # Browsers let any web page send other types without a preflight request.
+        # Browsers let any web page send some other types without a preflight request.
         raise HttpError(
             415,
             "send the header Content-Type: application/json (curl: -H 'content-type: "
@@ -222,15 +226,15 @@ async def read_body(
     scope: Scope,
     receive: Receive,
     limit: int = MAX_BODY_BYTES,
-    on_bytes: Callable[[int, int], None] = lambda num_came, num_kept: None,
+    on_bytes: Callable[[int, int], None] = lambda num_received, num_kept: None,
 ) -> bytes | None:
-    """Return the whole body, inflated; None if the client left before its end.
+    """Return the whole body, decompressed, or None if the client disconnected before its end.
 
-    `on_bytes` gets the number of bytes received and of bytes kept after inflating; an error that it
-    raises ends the reading.
+    `on_bytes` is called with the number of bytes received and the number of bytes kept in memory
+    after decompression.  It may raise an error to stop reading.
 
     Raises:
-        HttpError: 413, before more than `limit` bytes are kept.  400 or 415: it cannot be inflated.
+        HttpError: 413 if the body is over `limit`, 400 or 415 if it cannot be decompressed.
     """
     announced = find_header(scope, b"content-length") or b"0"
     if announced.isdigit() and int(announced) > limit:
@@ -238,21 +242,21 @@ async def read_body(
     encoding = (find_header(scope, b"content-encoding") or b"identity").decode("latin-1")
     inflation = None if encoding.lower() == "identity" else Inflation(encoding)
     kept: list[bytes] = []
-    num_came = num_kept = 0
+    num_received = num_kept = 0
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
             return None
         chunk = event.get("body", b"")
-        num_came += len(chunk)
+        num_received += len(chunk)
         for step in (chunk,) if inflation is None else inflation.steps(chunk):
             num_kept += len(step)
-            if max(num_came, num_kept) > limit:
+            if max(num_received, num_kept) > limit:
                 raise _too_large(limit)
-            on_bytes(num_came, num_kept)
+            on_bytes(num_received, num_kept)
             kept.append(step)
             if len(step) == STEP_BYTES:
-                await asyncio.sleep(0)  # let others run between two steps
+                await asyncio.sleep(0)  # let other tasks run between two steps
         if not event.get("more_body", False):
             if inflation is not None:
                 inflation.end()
@@ -265,9 +269,9 @@ def _too_large(limit: int) -> HttpError:
 
 
 class Threads:
-    """Runs work on the loop or in a thread, by the size of its input.
+    """Runs work on the event loop or in a thread, depending on the size of its input.
 
-    In a thread it must release the GIL, or hold it for a few milliseconds at a time.
+    Work in a thread must release the GIL, or hold it for only a few milliseconds at a time.
     """
 
     def __init__(self) -> None:
@@ -278,10 +282,11 @@ class Threads:
         """Run `work` and return its result.
 
         Raises:
-            Disconnected: The client left before; work that waits is dropped.
-            WireError: OVERLOADED; too much work of this client waits.
+            Disconnected: The client disconnected before the result; queued work is cancelled.
+            WireError: OVERLOADED, if too much work of this client is queued.
         """
         if size <= INLINE_BYTES:
             return work()
         threads = self.ordinary if size <= ORDINARY_BYTES else self._large
-        return await exchange.unless_left(asyncio.wrap_future(threads.submit(exchange.asker, work)))
+        result = asyncio.wrap_future(threads.submit(exchange.client_id, work))
+        return await exchange.while_connected(result)

@@ -1,12 +1,12 @@
-"""Checks of web pages (CORS) and host names.
+"""Checks the headers Origin (CORS) and Host, against requests from foreign web pages.
 
-A browser inside the network sends requests for any page, to any address that a name leads to.
+A browser inside the network sends requests on behalf of any web page, to any address.
 
-    Origin          of a foreign page is refused, and so is Sec-Fetch-Site, which browsers may send
-                    in place of Origin; programs send neither
-    Host            without API keys it must be a name of this router: a page may use a name of its
-                    own that leads to our address (DNS rebinding)
-    allowed pages   get CORS headers, in preflight responses and in all others
+    Origin          a foreign web page is refused.  So is a cross-site Sec-Fetch-Site, which
+                    browsers may send instead of Origin; programs send neither
+    Host            without API keys, it must be a name of this router, because a web page may use
+                    its own name that resolves to the router's address (DNS rebinding)
+    allowed pages   get CORS headers in all responses, including those to preflight requests
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wire.errors import shown
 ANY: Final = "*"
 # Browsers may cache a preflight response this long.
 PREFLIGHT_S: Final = 600
-# Response headers that a page's script may read.
+# Response headers that the scripts of a web page may read.
 _EXPOSED: Final = b"x-request-id, request-id, retry-after"
 _HOST: Final = re.compile(
     r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@]*))(:[0-9]{1,5})?", re.ASCII
@@ -33,9 +33,9 @@ _NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}")
 
 
 class Origins:
-    """The rules of one router: allowed origins of pages and host names; "*" allows all.
+    """The allowed origins of web pages and the allowed host names; "*" allows all.
 
-    `checks_host` may be False if clients need API keys.
+    `checks_host` may be False if API keys are required.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Origins:
         self._checks_host = checks_host and ANY not in hosts
 
     def admit(self, scope: Scope) -> tuple[Header, ...]:
-        """Return the headers that let an allowed page read the response.  Raises HttpError 403."""
+        """Check a request and return CORS headers for an allowed page.  Raises HttpError 403."""
         host = (find_header(scope, b"host") or b"").decode("latin-1").lower()
-        if self._checks_host and not self._is_ours(_name(host)):
+        if self._checks_host and not self._is_safe_host(_name(host)):
             raise HttpError(
                 403,
                 f"the Host {shown(host)} is not a name of this router: use localhost or its "
@@ -77,13 +77,13 @@ class Origins:
             )
         return ()
 
-    def _is_ours(self, name: str) -> bool:
-        """Whether no foreign web page can have this host name."""
+    def _is_safe_host(self, name: str) -> bool:
+        """Whether a foreign web page cannot have this host name."""
         return name == "localhost" or name in self._hosts or _is_address(name)
 
 
 def preflight(scope: Scope, allow: bytes) -> tuple[Header, ...] | None:
-    """Return the response headers of a preflight request; None for any other request."""
+    """Return the response headers for a preflight request, or None for any other request."""
     if scope["method"] != "OPTIONS" or not find_header(scope, b"access-control-request-method"):
         return None
     wanted = find_header(scope, b"access-control-request-headers") or b""
@@ -98,7 +98,7 @@ def preflight(scope: Scope, allow: bytes) -> tuple[Header, ...] | None:
 
 
 def check_origin(origin: str) -> str:
-    """Return an origin written as browsers do.  Raises ValueError."""
+    """Check that an origin is written as browsers send it, and return it.  Raises ValueError."""
     if origin in (ANY, "null"):
         return origin
     parts = urlsplit(origin)
@@ -108,7 +108,7 @@ def check_origin(origin: str) -> str:
 
 
 def _name(host: str) -> str:
-    """Return a Host without its port and brackets, "" if it is malformed."""
+    """Return a Host header without port and brackets, or "" if it is malformed."""
     match = _HOST.fullmatch(host)
     return match["address"] or match["name"] or "" if match else ""
 

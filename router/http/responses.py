@@ -1,4 +1,4 @@
-"""Handlers for stored responses: show, list input items, delete, cancel."""
+"""Handlers for stored responses: retrieve, list input items, delete, cancel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.processes.siblings import Siblings
 
 
 class ResponseHandlers:
-    """The handlers of /v1/responses/{response}; `exchange.named` is the id."""
+    """The handlers of /v1/responses/{response}; `exchange.named` is the id in the path."""
 
     def __init__(
         self, kept: KeptResponses, threads: Threads, siblings: Siblings | None = None
@@ -26,9 +26,9 @@ class ResponseHandlers:
         self._siblings = siblings
 
     async def previous(self, exchange: HttpExchange, raw: bytes) -> KeptResponse | None:
-        """Return the stored response that a body continues; None if it names none."""
+        """Return the response for the body's `previous_response_id`; None if it has none."""
         name = await self._threads.run(exchange, len(raw), partial(previous_id, raw))
-        return await self._get(exchange.asker, name) if name else None
+        return await self._get(exchange.client_id, name) if name else None
 
     async def show(self, exchange: HttpExchange) -> None:
         """GET /v1/responses/{response}."""
@@ -44,16 +44,16 @@ class ResponseHandlers:
 
     async def delete(self, exchange: HttpExchange) -> None:
         """DELETE /v1/responses/{response}."""
-        asker, name = exchange.asker, exchange.named
-        is_gone = self._kept.pop(asker, name)
-        if not is_gone and self._siblings is not None:
-            is_gone = await self._siblings.delete(asker, name)
-        if not is_gone:
+        client, name = exchange.client_id, exchange.named
+        is_deleted = self._kept.pop(client, name)
+        if not is_deleted and self._siblings is not None:
+            is_deleted = await self._siblings.delete(client, name)
+        if not is_deleted:
             raise self._kept.missing(name)
         await exchange.reply({"id": exchange.named, "object": "response", "deleted": True})
 
     async def cancel(self, exchange: HttpExchange) -> None:
-        """POST /v1/responses/{response}/cancel: every stored response has ended."""
+        """POST /v1/responses/{response}/cancel: an error, since every stored response has ended."""
         await self._find(exchange)
         raise invalid(
             None,
@@ -62,15 +62,15 @@ class ResponseHandlers:
         )
 
     async def _find(self, exchange: HttpExchange) -> KeptResponse:
-        kept = await self._get(exchange.asker, exchange.named)
+        kept = await self._get(exchange.client_id, exchange.named)
         if kept is None:
             raise self._kept.missing(exchange.named)
         return kept
 
-    async def _get(self, asker: str, name: str) -> KeptResponse | None:
-        kept = self._kept.get(asker, name)
+    async def _get(self, client: str, name: str) -> KeptResponse | None:
+        kept = self._kept.get(client, name)
         if kept is None and self._siblings is not None:
-            kept = await self._siblings.find(asker, name)
+            kept = await self._siblings.find(client, name)
         return kept
 
 

@@ -1,4 +1,4 @@
-"""Routes from paths and methods to endpoints, with a hint for wrong paths."""
+"""Maps paths and methods to endpoints, with a hint for mistyped paths."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from wire.errors import shown
 
 Handler = Callable[[HttpExchange], Awaitable[None]]
 
-# Versions before the path, one or by mistake several.
+# The version prefix of a path, which may be repeated by mistake.
 _VERSIONS: Final = re.compile(r"^(/v1(?=/))+")
 
 
 class Route(NamedTuple):
-    """A path and its handlers by method; `name` is the endpoint's in logs and metrics.
+    """A path and its handlers by method; `name` identifies the endpoint in logs and metrics.
 
-    A name in braces in the path stands for any text that is not empty, slashes included, since
-    names of models have them.  The handler finds the text as `exchange.named`.
+    A name in braces in the path matches any text that is not empty, including slashes, which model
+    names contain.  The handler gets the text as `exchange.named`.
 
-    `is_open` routes need no API key and accept any Host.
+    Routes with `is_open` need no API key and accept any Host header.
     """
 
     path: str
@@ -33,14 +33,14 @@ class Route(NamedTuple):
 
     @property
     def allow(self) -> bytes:
-        """The value of the header Allow; GET includes HEAD."""
+        """The value of the Allow header; GET includes HEAD."""
         methods = [*self.handlers, "OPTIONS"]
         if "GET" in self.handlers:
             methods.insert(1, "HEAD")
         return ", ".join(methods).encode()
 
     def handler(self, method: str) -> Handler:
-        """Return the handler of a method.  Raises HttpError 405."""
+        """Return the handler for a method.  Raises HttpError 405."""
         found = self.handlers.get("GET" if method == "HEAD" else method)
         if found is None:
             raise HttpError(
@@ -53,7 +53,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The table of routes; of those with a name in braces the first that fits is used."""
+    """The table of routes.  Of routes with a name in braces, the first match is used."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.all = routes
@@ -61,7 +61,7 @@ class Routes:
         self._named = [(*_around_name(route.path), route) for route in routes if "{" in route.path]
 
     def find(self, path: str) -> tuple[Route, str] | None:
-        """Return the route of a path and the text for its name in braces."""
+        """Return the route for a path and the text that matched its name in braces."""
         path = path.rstrip("/")
         if route := self._whole.get(path):
             return route, ""
@@ -72,7 +72,7 @@ class Routes:
         return None
 
     def missing(self, path: str) -> HttpError:
-        """Return the 404 for a path without a route, with the path that was likely meant."""
+        """Return the error 404 for an unknown path, with a hint if another version of it exists."""
         rest = _VERSIONS.sub("", path)
         meant = next((each for each in ("/v1" + rest, rest) if self.find(each)), None)
         hint = f": use {shown(meant)}" if meant else ""

@@ -1,15 +1,16 @@
-"""The HTTP server: uvicorn on our loop, with the limits that uvicorn lacks.
+"""The HTTP server: uvicorn on the router's event loop, with limits that uvicorn lacks.
 
-    headers      at most MAX_HEADERS and MAX_HEADER_BYTES, complete within `grace_s` of the start of
-                 the connection, of their first byte after a response, or of the response's end
-    framing      requests that two servers might read differently get 400
-    bodies       are read by the application; bytes after its response are discarded
-    responses    slow readers are cut off (`wire.aio.slow_readers`); HTTP/1.0 clients, which do not
-                 know chunks, get a stream that ends with the connection
-    connections  at most `max_connections`; the next gets 503 and Retry-After, many more at a time
-                 are just closed; as many TLS handshakes
+    headers      at most MAX_HEADERS and MAX_HEADER_BYTES.  They must be complete within `grace_s`
+                 after the connection was opened, or, for a later request, after their first byte
+                 or the end of the previous response
+    framing      requests that another server might interpret differently get 400
+    bodies       the application reads them; what arrives after its response is discarded
+    responses    slow readers are disconnected (`wire.aio.slow_readers`); HTTP/1.0 clients, which do
+                 not support chunks, get a stream that ends with the connection
+    connections  above `max_connections`, new connections get 503 with Retry-After, or are just
+                 closed if there are too many; concurrent TLS handshakes have the same limit
 
-Only this file and `router.http.framing` use uvicorn's undocumented parts.
+Only this file and `router.http.framing` use undocumented parts of uvicorn.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
-from router.http.framing import Beginning, error_response, framing_problem, unchunked
-from wire.aio.listener import LAST_LOOK_S, bind, is_told, listen
+from router.http.framing import HeadBuffer, error_response, framing_problem, unchunked
+from wire.aio.listener import LAST_LOOK_S, bind, gets_refusal, listen
 from wire.aio.slow_readers import STALL_S, SlowReader, has_left
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
-# 64 KiB of the shortest headers are 13,000, which would take the loop 40 ms.
+# 64 KiB may hold 13,000 short headers, which would block the event loop for 40 ms.
 MAX_HEADERS: Final = 256
 _TOO_MANY: Final = (431, f"there are over {MAX_HEADERS} headers", "headers_too_large")
 _TOO_LARGE: Final = (431, f"the headers are over {MAX_HEADER_BYTES} bytes", "headers_too_large")
-# A body that comes byte by byte takes the loop forty times as long as in one chunk.
-SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
-# When the router stops, written bytes have this long to be sent.
+# A body that arrives byte by byte takes the loop forty times as long as in one chunk.
+SMALL_CHUNK, MAX_SMALL_CHUNKS = 64, 4096
+# When the router stops, it waits this long for written bytes to be sent.
 FLUSH_S: Final = 2.0
-# Requests of one connection that may wait for earlier responses.
+# The most requests of one connection that may wait for earlier responses.
 MAX_PIPELINED: Final = 64
 
 
@@ -52,9 +53,9 @@ MAX_PIPELINED: Final = 64
 class Limits:
     """Limits on HTTP clients.
 
-    `idle_s` is between two requests.  It is longer than clients keep idle connections (5 s in httpx
-    and openai): if the server closed first, it might do so just as the next request is sent.
-    `stall_s` is for slow readers, `flush_s` for closing (`LingeringTransport`).
+    `idle_s` is the timeout between two requests.  Clients close idle connections earlier (httpx and
+    openai after 5 s): if the server closed first, it might do so just as a request is being sent.
+    `stall_s` is the timeout for slow readers, `flush_s` the one for closing (`LingeringTransport`).
     """
 
     max_connections: int = 4096
@@ -65,24 +66,24 @@ class Limits:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection.
+    """The protocol of one HTTP connection.
 
-    `_num_owed` requests have no complete response yet.  If the bytes after them are wrong, the
-    error is sent after those responses, none of which is cut short.
+    `_num_pending` requests have no complete response yet.  If invalid bytes follow them, the error
+    is sent after those responses, so that none of them is truncated.
     """
 
-    # Slots, because uvicorn's own attributes are in the instance's dict: with over 30 names in it,
-    # CPython gives every connection a table of all names, 1.2 kB each.
+    # These are slots, because uvicorn's attributes are in the instance's dict already: with over 30
+    # names in it, CPython no longer shares the table of names between connections (1.2 kB each).
     __slots__ = (
-        "_complaint",
         "_has_started",
         "_header_bytes",
         "_is_in_body",
         "_is_in_headers",
         "_is_resuming",
-        "_num_owed",
+        "_num_pending",
         "_num_small",
-        "_refusal",
+        "_parse_error",
+        "_pending_error",
         "_running",
         "_timer",
     )
@@ -91,36 +92,36 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        # The parser is fed framing headers again after an upgrade offer.
+        # After an upgrade offer, a new parser is being fed the framing headers again.
         self._is_resuming = False
         self._timer: asyncio.TimerHandle | None = None
-        self._num_owed = 0
-        # The next bytes are headers; the first of them has come.
+        self._num_pending = 0
+        # Whether the next bytes are headers, and whether the first of them was received.
         self._is_in_headers, self._has_started = True, False
         self._is_in_body = False
         self._header_bytes = self._num_small = 0
-        self._complaint = (400, "this is not HTTP/1.1", "invalid_http")
-        # The error to send once nothing is owed.  While it is set, nothing more is read.
-        self._refusal: HttpError | None = None
-        # The request whose response is under way; `cycle` is the latest request.
+        self._parse_error = (400, "this is not HTTP/1.1", "invalid_http")
+        # The error to send once no response is pending.  While it is set, nothing more is read.
+        self._pending_error: HttpError | None = None
+        # The request that is being processed; `cycle` is the latest request.
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.parser = _Parser(self)
         super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self)))
-        self._arm()
+        self._start_timer()
         num, most = len(self.connections), self.limits.max_connections
-        if num > most and is_told(num, most):
+        if num > most and gets_refusal(num, most):
             self._refuse(503, "too many connections", ErrorCode.OVERLOADED.label)
         elif num > most:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        self._end_running()  # uvicorn tells only the latest request
+        self._stop_timer()
+        self._disconnect_running()  # uvicorn notifies only the latest request
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn does not after a reset
-        # Pipelined requests refer to this connection: leave no cycle to the garbage collector.
+        # Pipelined requests refer to this connection: break the cycle, for the garbage collector.
         self.pipeline.clear()
         self.cycle = None  # type: ignore[assignment]
         cast(LingeringTransport, self.transport).forget()
@@ -131,59 +132,59 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        cast(LingeringTransport, self.transport).unread.watch()
+        cast(LingeringTransport, self.transport).slow_reader.watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        cast(LingeringTransport, self.transport).unread.relax()
+        cast(LingeringTransport, self.transport).slow_reader.relax()
 
     def eof_received(self) -> None:
-        """Take it that the client has gone; the loop closes once it has read what is buffered."""
-        unread = cast(LingeringTransport, self.transport).unread
-        unread.hang_up(self.limits.flush_s)
-        if unread.is_sealed:  # later writes are discarded
-            self._end_running()
+        """Treat EOF as a disconnect; the loop closes the transport once buffered data is read."""
+        slow_reader = cast(LingeringTransport, self.transport).slow_reader
+        slow_reader.hang_up(self.limits.flush_s)
+        if slow_reader.is_sealed:  # over TLS, later writes are discarded
+            self._disconnect_running()
 
-    def look(self) -> None:
-        """Notice that the client left where the loop does not report it: while reading is paused
-        for a pipelined request, or over TLS without close_notify while bytes are buffered."""
+    def poll_disconnect(self) -> None:
+        """Detect a disconnect that the event loop does not report: while reading is paused for a
+        pipelined request, or over TLS without close_notify while bytes are buffered."""
         transport = cast(LingeringTransport, self.transport)
-        is_untold = self.flow.read_paused or transport.unread.is_sealed
-        if is_untold and not transport.is_closing() and has_left(transport.inner):
+        is_unreported = self.flow.read_paused or transport.slow_reader.is_sealed
+        if is_unreported and not transport.is_closing() and has_left(transport.inner):
             self.eof_received()
             transport.close()
 
-    def _end_running(self) -> None:
+    def _disconnect_running(self) -> None:
         if self._running is not None:
             self._running.disconnected = True
             self._running.message_event.set()
 
     @property
     def is_answering(self) -> bool:
-        """Whether part of a response is not with the kernel yet."""
-        return bool(self._num_owed or self.transport.get_write_buffer_size())
+        """Whether part of a response was not passed to the kernel yet."""
+        return bool(self._num_pending or self.transport.get_write_buffer_size())
 
     @property
     def may_have_unread(self) -> bool:
-        """Whether the client may be sending bytes that are not read."""
-        return self._is_in_body or self._refusal is not None
+        """Whether the client may be sending bytes that will not be read."""
+        return self._is_in_body or self._pending_error is not None
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None or self.transport.is_closing():
+        if self._pending_error is not None or self.transport.is_closing():
             return
         self._header_bytes += len(data)
         super().data_received(data)
-        if self._refusal is not None or not self._is_in_headers:
+        if self._pending_error is not None or not self._is_in_headers:
             return
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse(*_TOO_LARGE)
-        elif not self._num_owed and self._timer is None:
-            self._arm()
+        elif not self._num_pending and self._timer is None:
+            self._start_timer()
 
     def resume(self, rest: bytes) -> None:
-        """Go on in HTTP/1.1 after an upgrade offer, which is ignored.
+        """Ignore an upgrade offer and continue in HTTP/1.1.
 
-        The parser takes the message for complete, so a new one gets the framing headers again.
+        The parser considers the message complete, so feed a new parser the framing headers again.
         """
         framing = (b"content-length", b"transfer-encoding")
         lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] in framing]
@@ -207,90 +208,91 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if not self._is_in_body:
             if len(self.headers) == MAX_HEADERS:
-                self._complain(*_TOO_MANY)
+                self._fail_parsing(*_TOO_MANY)
             super().on_header(name, value)
             return
-        # A trailer: counted, not kept.
+        # A trailer: it is counted, but not kept.
         self._header_bytes += len(name) + len(value) + 4
         if self._header_bytes > MAX_HEADER_BYTES:
-            self._complain(400, f"the trailers are over {MAX_HEADER_BYTES} bytes")
+            self._fail_parsing(400, f"the trailers are over {MAX_HEADER_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
         if self._is_resuming:
             self._is_resuming = False
             return
-        self._disarm()
-        # `_header_bytes` counts whole reads, so count the headers themselves.
+        self._stop_timer()
+        # `_header_bytes` also counts other bytes of the same reads, so sum up the headers.
         lines_bytes = sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.url) + lines_bytes > MAX_HEADER_BYTES:
-            self._complain(*_TOO_LARGE)
+            self._fail_parsing(*_TOO_LARGE)
         if problem := framing_problem(self.headers, self.parser.get_http_version()):
-            self._complain(400, problem)
+            self._fail_parsing(400, problem)
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._complain(400, f"over {MAX_PIPELINED} requests wait on this connection")
+            self._fail_parsing(400, f"over {MAX_PIPELINED} requests wait on this connection")
         if self.parser.get_http_version() == "1.0":
-            self.expect_100_continue = False  # it would take that for the response
+            self.expect_100_continue = False  # 1.0 clients take it for the response
             self.app = unchunked(self.config.loaded_app)
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":  # whose response is only a head
-            self.cycle.transport = cast(asyncio.Transport, Beginning(self.cycle))
-        self._num_owed += 1
+        if self.scope["method"] != "HEAD":  # a response to HEAD is only a head
+            self.cycle.transport = cast(asyncio.Transport, HeadBuffer(self.cycle))
+        self._num_pending += 1
         self._is_in_headers, self._has_started, self._is_in_body = False, False, True
         self._header_bytes = self._num_small = 0
 
     def on_body(self, body: bytes) -> None:
-        self._num_small += len(body) < SMALL_PIECE
-        if self._num_small > MAX_SMALL_PIECES:
-            self._complain(
-                400, f"the body has over {MAX_SMALL_PIECES} pieces of under {SMALL_PIECE} B"
+        self._num_small += len(body) < SMALL_CHUNK
+        if self._num_small > MAX_SMALL_CHUNKS:
+            self._fail_parsing(
+                400, f"the body has over {MAX_SMALL_CHUNKS} pieces of under {SMALL_CHUNK} B"
             )
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # its body comes now
+            return  # the body is parsed by `resume`
         self._is_in_headers, self._is_in_body, self._header_bytes = True, False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._num_owed -= 1
+        """Continue with the pending error or the next request, or close the connection."""
+        self._num_pending -= 1
         super().on_response_complete()
-        if self._num_owed or self.transport.is_closing():
+        if self._num_pending or self.transport.is_closing():
             return
-        if self._is_in_body:  # its rest will not be read
+        if self._is_in_body:  # the rest of the request body will not be read
             self.transport.close()
-        elif self._refusal is not None:
-            self._answer(self._refusal)
-        elif self._has_started:  # the next request came during this response
+        elif self._pending_error is not None:
+            self._send_error(self._pending_error)
+        elif self._has_started:  # the next request has started already
             self._unset_keepalive_if_required()
-            self._arm()
+            self._start_timer()
         else:
             self._header_bytes = 0  # an empty line after a body is common and harmless
 
     def timeout_keep_alive_handler(self) -> None:
-        # Kept in uvicorn's own timer, which it cancels when bytes come.
+        # Stored as uvicorn's own timer, which it cancels when bytes arrive.
         self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(*self._complaint)
+        self._refuse(*self._parse_error)
 
-    def _complain(self, status: int, problem: str, code: str = "invalid_http") -> NoReturn:
-        """Make the parser stop, which makes uvicorn call `send_400_response`."""
-        self._complaint = (status, problem, code)
+    def _fail_parsing(self, status: int, problem: str, code: str = "invalid_http") -> NoReturn:
+        """Make the parser fail with this error: uvicorn then calls `send_400_response`."""
+        self._parse_error = (status, problem, code)
         raise ValueError(problem)
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Send an error once nothing is owed, then close; nothing more is read."""
-        self._disarm()
+        """Stop reading, send an error once no response is pending, and close."""
+        self._stop_timer()
         headers = (retry_after(),) if status == 503 else ()
-        self._refusal = HttpError(status, message, code=code, headers=headers)
+        self._pending_error = HttpError(status, message, code=code, headers=headers)
         if self._is_in_body:
-            self._give_up_body()
-        if not self._num_owed:
-            self._answer(self._refusal)
+            self._drop_body()
+        if not self._num_pending:
+            self._send_error(self._pending_error)
 
-    def _give_up_body(self) -> None:
-        """Drop the request whose body broke off, unless its response has started."""
+    def _drop_body(self) -> None:
+        """Drop the request whose body is incomplete, unless its response has started."""
         if self.pipeline:
             self.pipeline.popleft()
         elif self.cycle.response_started:
@@ -298,22 +300,22 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._num_owed -= 1
+        self._num_pending -= 1
         self._is_in_body = False
 
-    def _answer(self, refusal: HttpError) -> None:
+    def _send_error(self, refusal: HttpError) -> None:
         self.transport.write(error_response(refusal))
         self.transport.close()
 
-    def _arm(self) -> None:
-        self._timer = self.loop.call_later(self.limits.grace_s, self._look_again)
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(self.limits.grace_s, self._extend_timer)
 
-    def _disarm(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look_again(self) -> None:
+    def _extend_timer(self) -> None:
         self._timer = self.loop.call_later(LAST_LOOK_S, self._on_slow)
 
     def _on_slow(self) -> None:
@@ -322,12 +324,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Ignores upgrade offers."""
+    """A parser that ignores upgrade offers."""
 
     def __init__(self, protocol: GuardedProtocol) -> None:
         super().__init__(protocol)
         self._protocol = protocol
-        # As in uvicorn: bytes after a request with "Connection: close" are no error.
+        # As in uvicorn, bytes after a request with "Connection: close" are not an error.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: Buffer) -> None:  # type: ignore[override]
@@ -338,20 +340,20 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class LingeringTransport:
-    """A transport that closes in two steps while the client may still be sending.
+    """A transport whose `close` lingers while the client may still be sending.
 
     Closing a socket with unread bytes resets the connection, and the client may lose the response.
-    So our side is ended first, and incoming bytes are discarded until the client ends its side or
-    `flush_s` has passed since it read everything.
+    So the router first sends EOF, and discards incoming bytes until the client sends EOF too, or
+    until `flush_s` after it has received everything.
     """
 
-    __slots__ = ("_is_closing", "_protocol", "inner", "unread")
+    __slots__ = ("_is_closing", "_protocol", "inner", "slow_reader")
 
     def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
         self.inner = transport
         self._protocol = protocol
         self._is_closing = False
-        self.unread = SlowReader(transport, protocol.limits.stall_s, protocol.on_slow_client)
+        self.slow_reader = SlowReader(transport, protocol.limits.stall_s, protocol.on_slow_client)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -360,29 +362,29 @@ class LingeringTransport:
         return self._is_closing or self.inner.is_closing()
 
     def forget(self) -> None:
-        """Drop references after the connection is lost."""
-        self.unread.forget()
+        """Drop references after the connection was lost."""
+        self.slow_reader.forget()
         self._is_closing = True
         del self._protocol
 
     def close(self) -> None:
-        """Send what is buffered, then close."""
+        """Send the buffered bytes, then close."""
         if self.is_closing():
             return
         self._is_closing = True
-        self.unread.hang_up(self._protocol.limits.flush_s)
+        self.slow_reader.hang_up(self._protocol.limits.flush_s)
         if not (self._protocol.may_have_unread and self.inner.can_write_eof()):
             self.inner.close()
             return
         try:
             self.inner.write_eof()
             self._protocol.flow.resume_reading()
-        except (OSError, RuntimeError):  # it is gone already
+        except (OSError, RuntimeError):  # the connection is lost already
             self.inner.abort()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on our loop: binds the socket at once and leaves signals alone."""
+    """uvicorn on the running event loop.  It binds its socket at once and handles no signals."""
 
     def __init__(
         self,
@@ -418,7 +420,7 @@ class HttpServer(uvicorn.Server):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a response has not been sent completely."""
+        """Whether any response was not sent completely."""
         return any(connection.is_answering for connection in self._connections())
 
     def _connections(self) -> tuple[GuardedProtocol, ...]:
@@ -429,7 +431,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with limits on TLS handshakes, which uvicorn's own listener lacks."""
+        """Start listening, with a limit on TLS handshakes that uvicorn's own listener lacks."""
         server = await listen(
             lambda: self._guarded(self.config, self.server_state, {}),
             self._socket,
@@ -441,14 +443,14 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Look for clients that left, once a second; uvicorn calls this ten times as often."""
+        """Poll for disconnects once a second; uvicorn calls this ten times a second."""
         if counter % 10 == 0:
             for connection in self._connections():
-                connection.look()
+                connection.poll_disconnect()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections, and abort after `flush_s` those that are still open."""
+        """Close all connections; abort those that are still open after `flush_s`."""
         for connection in self._connections():
             connection.loop.call_later(self._limits.flush_s, connection.transport.abort)
         await super().shutdown(sockets)
@@ -461,24 +463,24 @@ class HttpServer(uvicorn.Server):
 def cut(send: Send) -> None:
     """Reset the connection without sending buffered bytes, which ASGI cannot express.
 
-    uvicorn's `send` is a method of the cycle that holds the transport.
+    This works because uvicorn's `send` is a method of the object that has the transport.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if isinstance(transport, (LingeringTransport, Beginning)):
-        transport.unread.cut()
+    if isinstance(transport, (LingeringTransport, HeadBuffer)):
+        transport.slow_reader.cut()
 
 
 def find_push(send: Send) -> Push | None:
-    """Return a function that appends to a started body without ASGI, or None.
+    """Return a function that appends to a started response body without ASGI, or None.
 
-    An ASGI event, a coroutine and uvicorn's bookkeeping would double the cost of a token.
+    With an ASGI event, a coroutine and uvicorn's bookkeeping a token would cost twice as much.
     """
     cycle = getattr(send, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
         return None
     transport = cycle.transport
-    if isinstance(transport, Beginning):
-        return None  # the head is not written yet
+    if isinstance(transport, HeadBuffer):
+        return None  # the head was not written yet
     if isinstance(transport, LingeringTransport):
         transport = transport.inner  # saves a call for each token
     return partial(_push, transport)
@@ -489,6 +491,6 @@ def _push(transport: asyncio.Transport, body: bytes) -> bool:
         return False
     try:
         transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-    except RuntimeError:  # it is closed
+    except RuntimeError:  # the transport is closed
         return False
     return True

@@ -1,4 +1,4 @@
-"""The GET routes: models, health, cluster, metrics, version, docs."""
+"""Handlers for the GET routes: models, health, cluster, metrics, version, docs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wire.process.exposition import CONTENT_TYPE
 
 
 class Status:
-    """The handlers of the GET routes."""
+    """The handlers for the GET routes."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Status:
         self._siblings = siblings
         self._created = int(time.time())
         self._version = _version()
-        described()  # cached: too slow for a request
+        api_documents()  # fills the cache: too slow for the first request
 
     async def models(self, exchange: HttpExchange) -> None:
-        """GET /v1/models: a list for OpenAI's clients and a page for Anthropic's."""
+        """GET /v1/models: a response that is valid for OpenAI's and for Anthropic's clients."""
         name = self._model.name
         page = {"has_more": False, "first_id": name, "last_id": name}
         await exchange.reply({"object": "list", "data": [self._card()]} | page)
@@ -70,12 +70,12 @@ class Status:
         await exchange.respond(200, body, content_type=CONTENT_TYPE)
 
     async def livez(self, exchange: HttpExchange) -> None:
-        """GET /livez: the process is alive, with or without workers."""
+        """GET /livez: always succeeds, with or without workers."""
         await exchange.reply({"status": "alive"})
 
     async def readyz(self, exchange: HttpExchange) -> None:
-        """GET /readyz, /health and /ping: whether a completion could be served, or why not."""
-        # Any process of the router may get the completion.
+        """GET /readyz, /health and /ping: whether completions can be served, or why not."""
+        # All processes must be ready, because any of them may get the next completion.
         reasons = reasons_of(await self._states())
         if reasons:
             await exchange.reply({"status": "unready", "reasons": reasons}, 503, retry_after())
@@ -89,13 +89,13 @@ class Status:
 
     async def openapi(self, exchange: HttpExchange) -> None:
         """GET /openapi.json."""
-        await exchange.respond(200, described()[0])
+        await exchange.respond(200, api_documents()[0])
 
     async def docs(self, exchange: HttpExchange) -> None:
         """GET /docs."""
         policy = (b"content-security-policy", POLICY)
         await exchange.respond(
-            200, described()[1], policy, content_type=b"text/html; charset=utf-8"
+            200, api_documents()[1], policy, content_type=b"text/html; charset=utf-8"
         )
 
     async def version(self, exchange: HttpExchange) -> None:
@@ -108,7 +108,7 @@ class Status:
         return state_of(self._fleet, self._dispatcher, time.monotonic(), is_draining=is_draining)
 
     async def _states(self) -> list[ProcessState]:
-        """Return the states of all processes that answer, this one first."""
+        """Return the states of all processes that respond, this one first."""
         own = self.state()
         if self._siblings is None:
             return [own]
@@ -132,8 +132,8 @@ class Status:
 
 
 @cache
-def described() -> tuple[bytes, bytes]:
-    """Return the OpenAPI document and its HTML page."""
+def api_documents() -> tuple[bytes, bytes]:
+    """Return the OpenAPI document as JSON, and as an HTML page."""
     api = document()
     return msgspec.json.encode(api), page(api).encode()
 
@@ -141,5 +141,5 @@ def described() -> tuple[bytes, bytes]:
 def _version() -> str:
     try:
         return metadata.version("baton-serve")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
+    except metadata.PackageNotFoundError:  # run from a checkout, not installed
         return "unknown"

@@ -1,7 +1,7 @@
-"""Checks the structures of requests in threads, and caches the verdicts.
+"""Validates the structures (constraints on the output) of requests in threads, and caches results.
 
-A check takes up to a third of a second, so clients take turns.  A client that sends ever new
-structures evicts its own verdicts (`wire.process.fair_cache`).
+Validation takes up to a third of a second, so the threads are shared fairly between clients.  A
+client that keeps sending new structures evicts only its own results (`wire.process.fair_cache`).
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from wire.options import Structure
 from wire.process.fair_cache import FairCache
 from wire.process.fair_threads import FairThreads
 
-# Each has 64 Ki characters at most.
+# The number of cached results.  A structure has at most 64 Ki characters.
 NUM_KEPT: Final = 128
 
-Verdict = Structure | HttpError
+Result = Structure | HttpError
 
 
 class Structures:
-    """Checks that run, and the verdicts of the latest ones."""
+    """The validations in progress and the cached results of the latest ones."""
 
     def __init__(self, threads: FairThreads) -> None:
-        self._verdicts: FairCache[tuple[str, str, str], Verdict] = FairCache(threads, NUM_KEPT)
-        self._num_waiting: Counter[Future[Verdict]] = Counter()
+        self._results: FairCache[tuple[str, str, str], Result] = FairCache(threads, NUM_KEPT)
+        self._num_waiting: Counter[Future[Result]] = Counter()
 
-    async def settle(self, exchange: HttpExchange, wanted: Wanted) -> Structure:
-        """Return the checked structure.
+    async def validate(self, exchange: HttpExchange, wanted: Wanted) -> Structure:
+        """Return the validated structure.
 
         Raises:
-            HttpError: 400; the structure is not valid.
-            WireError: OVERLOADED; too much work of this client waits.
-            Disconnected: The client left before.
+            HttpError: 400 if the structure is not valid.
+            WireError: OVERLOADED, if too much work of this client is queued.
+            Disconnected: The client disconnected before the result.
         """
         key = wanted.param, wanted.kind, wanted.text
-        checked = self._verdicts.ask(exchange.asker, key, partial(_check, wanted))
+        checked = self._results.get(exchange.client_id, key, partial(_check, wanted))
         if not checked.done():
             await self._wait(exchange, checked)
-        verdict = checked.result()
-        if isinstance(verdict, HttpError):
-            raise verdict.with_traceback(None)  # or the traceback would grow each time
-        return verdict
+        result = checked.result()
+        if isinstance(result, HttpError):
+            raise result.with_traceback(None)  # without this, its traceback would grow each time
+        return result
 
-    async def _wait(self, exchange: HttpExchange, checked: Future[Verdict]) -> None:
+    async def _wait(self, exchange: HttpExchange, checked: Future[Result]) -> None:
+        """Wait for a validation; cancel it when no request waits for it any more."""
         self._num_waiting[checked] += 1
         try:
-            await exchange.unless_left(asyncio.shield(asyncio.wrap_future(checked)))
+            await exchange.while_connected(asyncio.shield(asyncio.wrap_future(checked)))
         finally:
             self._num_waiting[checked] -= 1
             if not self._num_waiting[checked]:
@@ -60,8 +61,8 @@ class Structures:
                 checked.cancel()
 
 
-def _check(wanted: Wanted) -> Verdict:
+def _check(wanted: Wanted) -> Result:
     try:
-        return wanted.settle()
+        return wanted.to_structure()
     except HttpError as error:
         return error

@@ -1,9 +1,10 @@
-"""The fast path of a stream, for tokens of one choice that show only their text.
+"""The fast path of a stream, for tokens of a single choice whose events contain only text.
 
-It leads from the core to the connection past `Choice`, `Completion`, `Answer` and `ResponseWriter`.
-At a token every 10 ms, half of a token's cost is the interpreter with cold caches, so every call
-and object counts: a token becomes an event where it comes in, and is written when the iteration of
-the event loop ends.  At anything else, an end or a slow reader, the writer takes over.
+Tokens go from the core to the connection without `Choice`, `Completion`, `Answer` and
+`ResponseWriter`.  At one token every 10 ms, half of the cost of a token is the interpreter running
+with cold caches, so every call and object counts.  A token is converted to an event when the core
+delivers it, and written at the end of the iteration of the event loop.  At any other event, at the
+end of the stream, or if the client reads too slowly, the writer takes over.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from wire.payloads import Logprobs
 
 
 class TokenEvents:
-    """Writes the texts of `choice`, each between the two of `around`, until `end`.
+    """Writes the tokens of `choice` as events, until `end`.
 
-    `last` is the time of its last write.
+    An event is the JSON text of a token between the two strings of `around`.  `last` is the time of
+    the last write.
     """
 
     __slots__ = (
         "_around",
         "_choice",
+        "_fair_writes",
         "_json_of",
+        "_num_diverted",
         "_num_left",
-        "_num_lent",
         "_on_tokens",
         "_push",
         "_texts",
-        "_turns",
         "_writer",
         "is_over",
         "last",
@@ -40,23 +42,23 @@ class TokenEvents:
     def __init__(
         self,
         writer: Writer,
-        turns: FairWrites,
+        fair_writes: FairWrites,
         choice: Choice,
         around: tuple[bytes, bytes],
         push: Push,
         on_tokens: Callable[[float, int], None],
         last: float,
     ) -> None:
-        self._writer, self._turns, self._choice = writer, turns, choice
+        self._writer, self._fair_writes, self._choice = writer, fair_writes, choice
         self._around = around
         self._push, self._on_tokens = push, on_tokens
         self._texts: list[bytes] | None = None  # not written yet
         self.last, self.is_over = last, False
-        self._num_left = self._num_lent = choice.num_lendable
-        self._json_of = choice.lend(self.on_token, self._on_other)
+        self._num_left = self._num_diverted = choice.num_divertible
+        self._json_of = choice.divert(self.on_token, self._on_other)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
-        """Handle a token in place of the choice."""
+        """Convert a token to an event, in place of `Choice.on_token`."""
         if not self._num_left:
             self.end()
             self._choice.on_token(token_id, logprobs)
@@ -67,10 +69,10 @@ class TokenEvents:
             self._texts.append(text)
         else:
             self._texts = [text]
-            self._turns.take(self)
+            self._fair_writes.take(self)
 
     def take(self) -> tuple[bytes, int]:
-        """Return the unwritten events and the number of their tokens."""
+        """Return the unwritten events as bytes, and their number."""
         texts, self._texts = self._texts, None
         if not texts:
             return b"", 0
@@ -78,7 +80,7 @@ class TokenEvents:
         return b"".join((before, (after + before).join(texts), after)), len(texts)
 
     def prepare(self, now: float) -> bytes:
-        if self.is_over:  # the writer has taken the rest
+        if self.is_over:  # the writer already took the rest
             return b""
         body, num_tokens = self.take()
         self._on_tokens(now - self.last, num_tokens)
@@ -91,10 +93,10 @@ class TokenEvents:
             self._writer.transmit(body)
 
     def end(self) -> None:
-        """Give the stream back to the choice and the writer; idempotent."""
+        """Return control of the stream to the choice and the writer.  Idempotent."""
         if not self.is_over:
             self.is_over = True
-            self._choice.take_back(self._num_lent - self._num_left)
+            self._choice.end_diversion(self._num_diverted - self._num_left)
 
     def _on_other(self, choice: Choice) -> None:
         self.end()

@@ -1,12 +1,12 @@
 """Writes the response to one HTTP client, as a stream or whole.
 
 The response starts with the first event, so an error before the first token still has its own HTTP
-status.  A slow reader is cut off, by the server or when too many tokens pile up.
+status.  A slow reader is disconnected, by the server or when too many tokens are pending.
 
 No task wakes up for a token: all writers with pending tokens run in one pass
-(`wire.aio.fair_writes`).  Only the first token of a response is written where it comes in.  If the
-server cannot take a write at once, because the client is slow to read, the task of the request
-waits for it, and the tokens that come meanwhile go out together.
+(`wire.aio.fair_writes`).  Only the first token of a response is written immediately.  If a write
+would block, because the client reads too slowly, the task of the request waits for it, and the
+tokens that arrive meanwhile are then sent together.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Final
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta, joined
-from router.api.completions.events import HEADERS
-from router.api.completions.response import Answer
+from router.api.completions.response import HEADERS, Answer
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Send, resume
 from router.http.token_events import TokenEvents
 from wire.aio.fair_writes import FairWrites
 
-# Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
+# A comment is sent on a stream that is idle this long; proxies tend to time out at 30 or 60 s.
 PING_S: Final = 10.0
 
 
@@ -33,17 +32,17 @@ class ResponseWriter:
     """Sends the response to one HTTP request.
 
     Args:
-        find_push: Returns the server's function that bypasses ASGI, if it has one: it says whether
-            it could take a part of the body at once.
-        cut_off: Called once when too much waits for the client; must end the write under way.
-        on_tokens: Gets the time since the last tokens and the number of new ones, for requests with
-            one choice.
+        fair_writes: Schedules the writers of all responses.
+        find_push: Returns the server's function for writing without ASGI, or None; see `Push`.
+        cut_off: Called once when too many tokens are pending; must abort the write in progress.
+        on_tokens: Called with the time since the last tokens and the number of new ones, for
+            requests with one choice.
     """
 
     def __init__(
         self,
         send: Send,
-        turns: FairWrites,
+        fair_writes: FairWrites,
         *,
         find_push: Callable[[Send], Push | None] = lambda send: None,
         headers: tuple[Header, ...],
@@ -52,7 +51,7 @@ class ResponseWriter:
         on_tokens: Callable[[float, int], None],
     ) -> None:
         self._send = send
-        self._turns = turns
+        self._fair_writes = fair_writes
         self._find_push = find_push
         self._push: Push | None = None
         self._headers = [*HEADERS, *headers]
@@ -61,45 +60,48 @@ class ResponseWriter:
         self._on_tokens = on_tokens
 
         self.is_started = False
-        self.is_gone = False
+        self.is_disconnected = False
 
         self._streamed: tuple[Completion, Answer] | None = None
-        # Writes in place of this object while there is only text.
+        # Writes in place of this object while events contain only text.
         self._fast_path: TokenEvents | None = None
-        # The body of `prepare`; None while no task is in `stream` or `collect`.
+        # Does the work of `prepare`; None unless a task is waiting in `stream` or `collect`.
         self._advance: Callable[[float], bytes] | None = None
-        # Wakes that task at the end, at an error, and for a write that was not taken at once.
+        # Wakes that task at the end, at an error, and if a write would block.
         self._signal = asyncio.Event()
         self._error: Exception | None = None
-        # The rest of such a write.
+        # The rest of the write that would block.
         self._rest: Awaitable[None] | None = None
         self._is_ping_due = False
         self._last_write = clock()
         self._last_tokens: float | None = None
         self._is_timed = False
 
-    # Called from outside while `stream` or `collect` waits.
+    # Called by others while `stream` or `collect` waits.
 
     def wake(self) -> None:
-        self._turns.take(self)
+        """Schedule a write of the pending tokens in this iteration of the event loop."""
+        self._fair_writes.take(self)
 
     def write(self) -> None:
+        """Write the pending tokens now."""
         if body := self.prepare(self._clock()):
             self.transmit(body)
 
     def overrun(self) -> None:
-        if self._rest is not None and not self.is_gone:
+        """Disconnect a slow reader: too many tokens are pending."""
+        if self._rest is not None and not self.is_disconnected:
             self._cut_off()
             self.disconnect()
 
     def disconnect(self) -> None:
-        """Stop: the client has left."""
-        self.is_gone = True
+        """Stop writing: the client has disconnected."""
+        self.is_disconnected = True
         self._end_fast_path()
         self._signal.set()
 
     def tick(self) -> None:
-        """Keep a silent stream alive; call it about once a second."""
+        """Send a comment if the stream is idle.  Call it about once a second."""
         last = self._fast_path.last if self._fast_path else self._last_write
         if self._rest is None and self._clock() - last >= PING_S:
             self._end_fast_path()
@@ -107,8 +109,8 @@ class ResponseWriter:
             self.wake()
 
     def prepare(self, now: float) -> bytes:
-        """Return the bytes to send now."""
-        if self._advance is None or self._rest is not None or self.is_gone:
+        """Return the bytes to send now; see `wire.aio.fair_writes.Writer`."""
+        if self._advance is None or self._rest is not None or self.is_disconnected:
             return b""
         try:
             return self._advance(now)
@@ -117,7 +119,7 @@ class ResponseWriter:
             return b""
 
     def transmit(self, body: bytes) -> None:
-        """Send what the server takes at once, mostly all; the request's task sends the rest."""
+        """Send as much as does not block, mostly all; the request's task sends the rest."""
         if self._push is not None and self._push(body):
             self._start_fast_path()
             return
@@ -139,14 +141,14 @@ class ResponseWriter:
         self._signal.set()
 
     def _start_fast_path(self) -> None:
-        """Switch to the fast path if the stream has only text."""
+        """Switch to the fast path if events contain only text."""
         if self._streamed is None or self._push is None or self._last_tokens is None:
             return
         completion, answer = self._streamed
-        if answer.usual is not None and completion.choices[0].num_lendable > 0:
+        if answer.usual is not None and completion.choices[0].num_divertible > 0:
             self._fast_path = TokenEvents(
                 self,
-                self._turns,
+                self._fair_writes,
                 completion.choices[0],
                 answer.usual,
                 self._push,
@@ -161,10 +163,10 @@ class ResponseWriter:
     # The request's own task.
 
     async def stream(self, completion: Completion, answer: Answer) -> None:
-        """Write events until the completion is over.
+        """Write events until the completion has ended.
 
         Raises:
-            Disconnected: The client left.
+            Disconnected: The client disconnected.
             HttpError: The request failed before anything was written.
         """
         self._is_timed = len(completion.choices) == 1
@@ -172,19 +174,20 @@ class ResponseWriter:
         await self._until_over(completion, self._write_events)
 
     async def collect(self, completion: Completion) -> list[Delta]:
-        """Wait for the end and return each choice whole.
+        """Wait for the end of the completion and return one merged delta per choice.
 
         Raises:
-            Disconnected: The client left.
+            Disconnected: The client disconnected.
             HttpError: The request failed.
         """
-        pieces: dict[Choice, list[Delta]] = {choice: [] for choice in completion.choices}
-        await self._until_over(completion, partial(self._collect, completion, pieces))
-        return [joined(each) for each in pieces.values()]
+        deltas: dict[Choice, list[Delta]] = {choice: [] for choice in completion.choices}
+        await self._until_over(completion, partial(self._collect, completion, deltas))
+        return [joined(each) for each in deltas.values()]
 
     async def _until_over(self, completion: Completion, advance: Callable[[float], bytes]) -> None:
+        """Let `advance` produce the bytes of each write until the completion has ended."""
         self._advance = advance
-        self.wake()  # tokens may have come already
+        self.wake()  # some tokens may be pending already
         try:
             while not completion.is_over:
                 await self._signal.wait()
@@ -195,17 +198,18 @@ class ResponseWriter:
                     await self._rest
                     self._rest = None
                     self.wake()
-                if self.is_gone and not completion.is_over:
+                if self.is_disconnected and not completion.is_over:
                     raise Disconnected
         finally:
-            self._let_go()
+            self._break_cycles()
 
-    def _let_go(self) -> None:
-        """Break reference cycles, which would make the garbage collector stop the whole router."""
+    def _break_cycles(self) -> None:
+        """Break reference cycles: collecting them as garbage would pause the whole router."""
         self._end_fast_path()
         self._advance = self._streamed = self._fast_path = self._error = self._rest = None
 
     def _write_events(self, now: float) -> bytes:
+        """Return the new events of a stream, including the closing ones at its end."""
         assert self._streamed is not None
         completion, answer = self._streamed
         body, num_new_tokens = b"", 0
@@ -235,10 +239,11 @@ class ResponseWriter:
         return body
 
     def _collect(
-        self, completion: Completion, pieces: dict[Choice, list[Delta]], now: float
+        self, completion: Completion, deltas: dict[Choice, list[Delta]], now: float
     ) -> bytes:
+        """Store new deltas; return no bytes, since the response is sent whole."""
         for choice, taken in completion.take():
-            pieces[choice] += taken
+            deltas[choice] += taken
         if completion.error is not None:
             raise http_error(completion.error)
         if completion.is_over:

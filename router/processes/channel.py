@@ -1,7 +1,7 @@
 """RPC between a router process and its parent over an inherited socket pair.
 
-Both ends may call at any time, and replies may come in any order.  A message is its length (u32,
-little-endian) and msgpack.
+Both ends may send requests at any time, and replies may come in any order.  A message is its
+length (u32, little-endian) followed by msgpack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Assignment(Struct):
-    """The index and the addresses of a process; `is_again` if it replaces one that died."""
+    """The index and the addresses of a process; `is_again` if it replaces a process that died."""
 
     index: int
     num_processes: int
@@ -33,37 +33,37 @@ class Assignment(Struct):
 
 
 class AskAssignment(Struct, frozen=True, tag="assignment"):
-    """To the parent: this process wants to start; the reply is its `Assignment`."""
+    """A request to the parent for permission to start.  The reply is an `Assignment`."""
 
 
 class Listening(Struct, frozen=True, tag="listening"):
-    """To the parent: this process serves; `try_this` is a shell command for a completion."""
+    """A notice to the parent: this process serves clients.  `try_this` is an example command."""
 
     endpoints: dict[str, str]
     try_this: str
 
 
 class Drained(Struct, frozen=True, tag="drained"):
-    """To the parent: no client is left; the reply comes when the local workers have left too."""
+    """A notice to the parent: no client is left.  The reply comes when local workers have ended."""
 
 
 class AskState(Struct, frozen=True, tag="state"):
-    """The reply is a `router.core.cluster.ProcessState`."""
+    """A request for the state of a process.  The reply is a `router.core.cluster.ProcessState`."""
 
 
 class AskMetrics(Struct, frozen=True, tag="metrics"):
-    """The reply is `router.processes.merged_metrics.Families`."""
+    """A request for the metrics of a process.  The reply is `merged_metrics.Families`."""
 
 
 class FindResponse(Struct, frozen=True, tag="find"):
-    """The reply is a stored response, or None."""
+    """A request for a stored response.  The reply is the response, or None if not stored here."""
 
     asker: str
     name: str
 
 
 class DeleteResponse(Struct, frozen=True, tag="delete"):
-    """The reply says whether the response was stored here."""
+    """A request to delete a stored response.  The reply is False if it was not stored here."""
 
     asker: str
     name: str
@@ -73,13 +73,13 @@ Question = AskState | AskMetrics | FindResponse | DeleteResponse
 
 
 class AskAll(Struct, frozen=True, tag="all"):
-    """To the parent: send a question to every process; the reply is `Answers`."""
+    """A request to the parent to forward a request to every process.  The reply is `Answers`."""
 
     question: Question
 
 
 class Answers(Struct, Generic[T]):
-    """The replies that came in time; `is_complete` if all did."""
+    """The replies that came in time; `is_complete` if every process replied in time."""
 
     given: list[T]
     is_complete: bool
@@ -99,7 +99,7 @@ class _Reply(Struct, tag=True):
 
 
 class Channel:
-    """One end; `answer(question)` returns the reply.  Call `open` first."""
+    """One end of the socket pair; `answer` computes the reply to a request.  Call `open` first."""
 
     def __init__(self, ours: socket.socket, answer: Callable[[Any], Awaitable[object]]) -> None:
         self._socket = ours
@@ -111,11 +111,12 @@ class Channel:
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
-        """Start to read calls and replies."""
+        """Start reading requests and replies."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._reading = asyncio.create_task(self._read(reader))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Read messages until the other end closes, and dispatch them."""
         decoder = msgspec.msgpack.Decoder(_Call | _Reply)
         try:
             while True:
@@ -133,7 +134,7 @@ class Channel:
             self._hang_up()
 
     async def ask(self, question: Asked, kind: type[T]) -> T:
-        """Return the reply to a question.  Raises ConnectionError."""
+        """Send a request and return the reply.  Raises ConnectionError."""
         number, waiting = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = waiting
         try:
@@ -143,7 +144,7 @@ class Channel:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """Close; pending calls get a ConnectionError."""
+        """Close the channel; pending requests raise ConnectionError."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

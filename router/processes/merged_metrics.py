@@ -1,6 +1,6 @@
-"""The merged metrics of several processes: values are added.
+"""Merges the metrics of several processes by adding their values.
 
-A counter must not fall when a process dies: its counts stay, its gauges do not.
+A counter must not decrease when a process dies, so its counters are kept, but not its gauges.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 Labels = tuple[tuple[str, str], ...]
-# The only metric whose maximum is taken.
+# The only metric that is merged by taking the maximum instead of the sum.
 LAG: Final = "baton_event_loop_lag_seconds"
 
 
 class Family(Struct):
-    """A metric family as a message; a sample is its name, labels and value."""
+    """A metric family as a message; a sample is a name, labels and a value."""
 
     name: str
     help: str
@@ -30,7 +30,7 @@ Families = list[Family]
 
 
 def families(metrics: Iterable[Metric]) -> Families:
-    """Convert metrics to messages."""
+    """Convert the metrics of this process to messages."""
     return [
         Family(
             each.name,
@@ -43,7 +43,7 @@ def families(metrics: Iterable[Metric]) -> Families:
 
 
 def summed(processes: Iterable[Families]) -> Families:
-    """Return the merged metrics."""
+    """Return the metrics of all processes, merged."""
     found: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, Labels], float]] = {}
     for family in (each for process in processes for each in process):
@@ -60,18 +60,18 @@ def summed(processes: Iterable[Families]) -> Families:
 
 
 def without_gauges(process: Families) -> Families:
-    """Return the metrics that outlive their process."""
+    """Return the metrics to keep when their process has died: all but gauges."""
     return [family for family in process if family.kind != "gauge"]
 
 
 class Series(Collector):
-    """A collector of merged metrics and of metrics of this process."""
+    """A collector for merged metrics, and for metrics of this process that are not merged."""
 
-    def __init__(self, given: Families, own: Iterable[Metric]) -> None:
-        self._given, self._own = given, own
+    def __init__(self, merged: Families, own: Iterable[Metric]) -> None:
+        self._merged, self._own = merged, own
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._given:
+        for family in self._merged:
             metric = Metric(family.name, family.help, family.kind)
             for name, labels, value in family.samples:
                 metric.add_sample(name, dict(labels), value)

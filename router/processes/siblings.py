@@ -1,4 +1,4 @@
-"""Calls from one router process to all others, by way of the parent."""
+"""Requests from one router process to all others, relayed by the parent."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from router.processes.channel import (
 )
 from router.processes.merged_metrics import Families
 
-# The inherited file descriptor of a router process.
+# The environment variable with the inherited file descriptor of the channel to the parent.
 VARIABLE: Final = "ROUTER_CHANNEL"
-# Longer than the parent waits for a process that is stuck.
+# The timeout of a request: longer than the parent waits for a process that is stuck.
 PATIENCE_S: Final = 5.0
-# For states: load balancers mostly give up after a second.
+# The timeout when polling states: load balancers mostly time out after a second.
 STATE_PATIENCE_S: Final = 0.75
 T = TypeVar("T")
 
 
 class Siblings:
-    """One process's channel to the parent.  Call `begin` first, then `serve`."""
+    """A process's channel to the parent and its sibling processes.  Call `begin`, then `serve`."""
 
     def __init__(self, descriptor: int) -> None:
         self._channel = Channel(socket.socket(fileno=descriptor), self._answer)
@@ -48,7 +48,7 @@ class Siblings:
         self._kept: KeptResponses
 
     async def begin(self) -> None:
-        """Wait for the `assignment`, with which this process may start."""
+        """Wait for the parent to let this process start, and store its `assignment`."""
         await self._channel.open()
         self.assignment = await self._channel.ask(AskAssignment(), Assignment)
 
@@ -58,42 +58,44 @@ class Siblings:
         metrics: Callable[[], Families],
         kept: KeptResponses,
     ) -> None:
-        """Set the sources of replies to other processes."""
+        """Set the sources from which requests of other processes are answered."""
         self._state, self._metrics, self._kept = state, metrics, kept
 
     async def listening(self, endpoints: dict[str, str], try_this: str) -> None:
-        """Tell the parent that this process serves."""
+        """Notify the parent that this process serves clients."""
         await self._channel.ask(Listening(endpoints, try_this), bool)
 
     async def leave(self) -> None:
-        """Tell the parent that no client is left, and wait until workers need the bus no more."""
+        """Notify the parent that all clients are served, and wait until no worker needs the bus."""
         await self._channel.ask(Drained(), bool)
 
     async def close(self) -> None:
         await self._channel.close()
 
     async def states(self) -> list[ProcessState]:
-        """Return the states that come in time; none while the parent is silent, since clients are
-        served without it."""
+        """Return the states of all processes that reply in time.
+
+        Return an empty list if the parent does not respond: clients are served without it.
+        """
         with suppress(HttpError):
             return (await self._ask_all(AskState(), Answers[ProcessState], STATE_PATIENCE_S)).given
         return []
 
     async def metrics(self) -> list[Families]:
-        """Return the metrics of all processes, this one and dead ones included."""
+        """Return the metrics of all processes, including this one and dead ones."""
         return (await self._ask_all(AskMetrics(), Answers[Families])).given
 
-    async def find(self, asker: str, name: str) -> KeptResponse | None:
-        """Return a response that another process stores; None if none does."""
-        found = await self._ask_all(FindResponse(asker, name), Answers[KeptResponse | None])
+    async def find(self, client: str, name: str) -> KeptResponse | None:
+        """Return the stored response of this name from whichever process has it, or None."""
+        found = await self._ask_all(FindResponse(client, name), Answers[KeptResponse | None])
         kept = next((each for each in found.given if each is not None), None)
         if kept is None and not found.is_complete:
-            raise _not_now()  # a process that did not answer may have it
+            raise _not_now()  # a process that did not reply may have it
         return kept
 
-    async def delete(self, asker: str, name: str) -> bool:
-        """Delete a response in another process; False if none stores it."""
-        deleted = await self._ask_all(DeleteResponse(asker, name), Answers[bool])
+    async def delete(self, client: str, name: str) -> bool:
+        """Delete a stored response in whichever process has it; return False if none has."""
+        deleted = await self._ask_all(DeleteResponse(client, name), Answers[bool])
         if not (any(deleted.given) or deleted.is_complete):
             raise _not_now()
         return any(deleted.given)
@@ -113,10 +115,10 @@ class Siblings:
                 return self._state()
             case AskMetrics():
                 return self._metrics()
-            case FindResponse(asker, name):
-                return self._kept.get(asker, name)
-            case DeleteResponse(asker, name):
-                return self._kept.pop(asker, name)
+            case FindResponse(client, name):
+                return self._kept.get(client, name)
+            case DeleteResponse(client, name):
+                return self._kept.pop(client, name)
 
 
 def _not_now() -> HttpError:
@@ -129,6 +131,6 @@ def _not_now() -> HttpError:
 
 
 def inherited() -> Siblings | None:
-    """Return the inherited channel; None if this is the only process."""
+    """Return the channel inherited from the parent, or None if this is the only process."""
     descriptor = os.environ.pop(VARIABLE, "")
     return Siblings(int(descriptor)) if descriptor else None

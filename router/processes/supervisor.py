@@ -1,14 +1,15 @@
 """`--processes N`: the parent of router processes that share one port.
 
-The parent reserves the addresses, runs the local workers, notifies systemd, and relays calls
-between processes.  Each process is a whole router with its own bus, which all workers join; Linux
-divides the connections among them (SO_REUSEPORT).
+The parent reserves the addresses, runs the local workers, notifies systemd, and relays requests
+between processes.  Each process is a complete router with its own bus, which all workers join.
+Linux distributes the connections over the processes (SO_REUSEPORT).
 
-    start   the first process starts alone, so that errors are logged once, then the others
-    death   the others go on; a new process gets the same bus, and clients once workers joined it
-    stuck   a process that does not reply for `STUCK_S`, or does not serve `START_S` after its
-            start, is killed, with its stacks in the log
-    stop    all processes drain, then the local workers end, then the processes
+    start   the first process starts alone, so that errors are logged only once, then the others
+    death   the other processes continue; a new process gets the bus of the dead one, and accepts
+            clients once workers have joined it
+    stuck   a process that does not reply for `STUCK_S`, or does not serve clients `START_S` after
+            its start, is killed, after its stacks are logged
+    stop    all processes drain, then the local workers are stopped, then the processes
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ from wire.process.lifetime import keep_watchdog, notify
 
 log = structlog.get_logger("router")
 
-# The timeout of a call to a process.
+# The timeout of a request to a process.
 ANSWER_S: Final = 1.0
-# For its state: load balancers mostly give up after a second.
+# The timeout when polling its state: load balancers mostly time out after a second.
 STATE_S: Final = 0.5
-SILENCE: Final = object()
-# As in the systemd unit.
+NO_REPLY: Final = object()
+# These two are as in the systemd unit.
 STUCK_S: Final = 15.0
 START_S: Final = 90.0
-# Variables of systemd for the parent alone.
+# Environment variables of systemd, which processes must not inherit.
 PARENT_ONLY: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Process:
-    """One router process and its successors."""
+    """One router process, and its replacements when it dies."""
 
     def __init__(self, index: int, bus: str) -> None:
         self.index = index
@@ -73,7 +74,7 @@ class Process:
         self.child: asyncio.subprocess.Process | None = None
         self.is_listening = self.has_listened = False
         self.drained = asyncio.Event()
-        self.heard_at = 0.0
+        self.replied_at = 0.0
         self.is_aborted = False
         self.state: ProcessState | None = None
         self.metrics: Families = []
@@ -83,7 +84,7 @@ class Process:
             signal_child(self.child, number)
 
     def forget(self) -> Families:
-        """Reset after the process has ended; return its counters."""
+        """Reset the state after the process has ended, and return its counters."""
         self.channel = self.child = self.state = None
         self.is_listening = self.is_aborted = False
         self.drained.set()
@@ -92,7 +93,7 @@ class Process:
 
 
 class Processes:
-    """All router processes and the local workers.  Raises OSError if an address is taken."""
+    """Runs all router processes and the local workers.  Raises OSError if an address is in use."""
 
     def __init__(self, config: Config, argv: Sequence[str]) -> None:
         self._config = config
@@ -105,35 +106,35 @@ class Processes:
         self._tasks: list[asyncio.Task[Any]] = []
         self._local: LocalWorkers | None = None
         self._first_listens, self._all_listen = asyncio.Event(), asyncio.Event()
-        self._may_leave = asyncio.Event()
+        self._may_end = asyncio.Event()
         self._is_stopping = False
         self._endpoints: dict[str, str] = {}
         self._try_this = ""
-        self._looked_at = inf
+        self._polled_at = inf
         self._ended_counters: Families = []
 
     async def serve(self, stop: asyncio.Event) -> int:
-        """Run until asked to stop; return the exit status."""
+        """Run until `stop` is set; return the exit status."""
         try:
             return await self._serve(stop)
-        except asyncio.CancelledError:  # a second signal, which is passed on
-            await self._hurry()
+        except asyncio.CancelledError:  # a second signal was received: forward it
+            await self._force_end()
             raise
 
     async def _serve(self, stop: asyncio.Event) -> int:
-        loops = [self._start(self._look_after(process)) for process in self._all]
-        stopped, begun = self._start(stop.wait()), self._start(self._begin())
-        # A loop ends earlier only if its process never served: the settings cannot work.
-        await asyncio.wait([stopped, begun, *loops], return_when=asyncio.FIRST_COMPLETED)
-        if begun.done():
-            begun.result()  # raises: it only ends with an error
-        begun.cancel()
+        loops = [self._start(self._keep_running(process)) for process in self._all]
+        stopped, monitor = self._start(stop.wait()), self._start(self._monitor())
+        # Before a stop, a loop ends only if its process never served clients: settings are wrong.
+        await asyncio.wait([stopped, monitor, *loops], return_when=asyncio.FIRST_COMPLETED)
+        if monitor.done():
+            monitor.result()  # raises, because it ends only with an error
+        monitor.cancel()
         failed = [max(each.result(), 0) or 1 for each in loops if each.done()]
         await self._stop(self._config.drain_s if stopped.done() else 0.0)
         return failed[0] if failed else 0
 
     async def close(self) -> None:
-        """Kill what is left and free the addresses."""
+        """Kill the remaining processes and free the addresses."""
         self._is_stopping = True
         for process in self._all:
             process.signal(signal.SIGKILL)
@@ -151,10 +152,10 @@ class Processes:
         self._tasks.append(task)
         return task
 
-    async def _begin(self) -> None:
-        """Wait until all processes serve, start the local workers, and watch all of them."""
+    async def _monitor(self) -> None:
+        """Wait until all processes serve clients, start the local workers, and monitor both."""
         while not self._all_listen.is_set():
-            await self._look()
+            await self._poll()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._all_listen.wait(), REPORT_S)
         buses = ",".join(process.bus for process in self._all)
@@ -167,7 +168,7 @@ class Processes:
         notify("READY=1")
         readiness, loop = Readiness(self._try_this), asyncio.get_running_loop()
         while True:
-            await self._look()
+            await self._poll()
             states = self._states()
             notify(f"STATUS={status_line(states)}")
             readiness.on_look(reasons_of(states), loop.time())
@@ -175,6 +176,7 @@ class Processes:
             await asyncio.sleep(REPORT_S)
 
     async def _stop(self, drain_s: float) -> None:
+        """Drain all processes, then stop the local workers, then let the processes end."""
         self._is_stopping = True
         for process in self._all:
             process.signal(signal.SIGTERM if process.is_listening else signal.SIGKILL)
@@ -184,13 +186,13 @@ class Processes:
             await asyncio.wait(waits, timeout=drain_s + 2 * FLUSH_S + ANSWER_S)
         if self._local is not None:
             await self._local.stop(self._config.drain_s)
-        self._may_leave.set()
+        self._may_end.set()
         await _until_ended(here, FLUSH_S + ANSWER_S)
 
-    async def _hurry(self) -> None:
-        """Force the processes to end with a second signal."""
-        self._may_leave.set()
-        # Two different ones, since the same signal twice may be delivered once.
+    async def _force_end(self) -> None:
+        """Force the processes to end, by a second signal."""
+        self._may_end.set()
+        # Two different signals, since two equal ones may be delivered as one.
         numbers = (signal.SIGINT,) if self._is_stopping else (signal.SIGTERM, signal.SIGINT)
         self._is_stopping = True
         for process in self._all:
@@ -201,8 +203,8 @@ class Processes:
     def _states(self) -> list[ProcessState]:
         return [process.state for process in self._all if process.state is not None]
 
-    async def _look_after(self, process: Process) -> int:
-        """Restart a process whenever it dies; return its status if it never served."""
+    async def _keep_running(self, process: Process) -> int:
+        """Restart a process whenever it dies; return its exit status if it never served clients."""
         run = partial(self._run, process)
         async for status in lives(run, log.bind(process=process.index), MIN_PAUSE_S):
             self._ended_counters = summed([self._ended_counters, process.forget()])
@@ -211,7 +213,8 @@ class Processes:
         raise AssertionError("there is always a next life")
 
     async def _run(self, process: Process) -> int:
-        if self._is_stopping:  # during the pause before this start
+        """Run a process until it ends and return its exit status."""
+        if self._is_stopping:  # `_stop` was called during the backoff before this start
             return 0
         ours, theirs = socket.socketpair()
         process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
@@ -223,9 +226,9 @@ class Processes:
                     environ | {VARIABLE: str(theirs.fileno())},
                     [theirs.fileno()],
                 )
-            process.heard_at = asyncio.get_running_loop().time()
+            process.replied_at = asyncio.get_running_loop().time()
             log.info("router process started", process=process.index, pid=child.pid)
-            if self._is_stopping:  # `_stop` has signalled the others already
+            if self._is_stopping:  # `_stop` has signalled the other processes already
                 process.signal(signal.SIGKILL)
             process.drained.clear()
             await channel.open()
@@ -233,40 +236,42 @@ class Processes:
         finally:
             await channel.close()
 
-    async def _look(self) -> None:
-        """Poll the states of all processes; kill those that were silent for too long.
+    async def _poll(self) -> None:
+        """Poll the states of all processes, and kill those that have not replied for too long.
 
-        A long gap between two polls is a pause of this process or the machine, not their silence.
+        A long gap between two polls means that this process or the machine was paused, so the gap
+        is not counted.
         """
         here = [process for process in self._all if process.child is not None]
         states = await self._ask(AskState(), here)
         now = asyncio.get_running_loop().time()
-        pause_s, self._looked_at = now - self._looked_at, now
+        pause_s, self._polled_at = now - self._polled_at, now
         for process, state in zip(here, states, strict=True):
-            if state is not SILENCE:
-                process.heard_at = now
+            if state is not NO_REPLY:
+                process.replied_at = now
             elif pause_s > 2 * (REPORT_S + STATE_S):
-                process.heard_at = min(now, process.heard_at + pause_s)
+                process.replied_at = min(now, process.replied_at + pause_s)
             allowed_s = STUCK_S if process.is_listening else START_S
-            if (silent_s := now - process.heard_at) > allowed_s:
+            if (silent_s := now - process.replied_at) > allowed_s:
                 log.error("router process is stuck", process=process.index, for_s=round(silent_s))
-                # First SIGABRT, which logs the stacks of its threads.
+                # First send SIGABRT, which logs the stacks of its threads.
                 process.signal(signal.SIGKILL if process.is_aborted else signal.SIGABRT)
                 process.is_aborted = True
 
     async def _answer(self, process: Process, question: object) -> object:
+        """Compute the reply to a request of a process."""
         match question:
             case AskAssignment():
                 if process.index:
                     await self._first_listens.wait()
-                process.heard_at = asyncio.get_running_loop().time()
+                process.replied_at = asyncio.get_running_loop().time()
                 return self._assignment(process)
             case Listening(endpoints, try_this):
                 self._on_listening(process, endpoints, try_this)
             case Drained():
                 process.drained.set()
-                if self._is_stopping:  # else only this process was asked to end, and restarts
-                    await self._may_leave.wait()
+                if self._is_stopping:  # otherwise only this process drains, and is restarted
+                    await self._may_end.wait()
             case AskAll(AskMetrics()):
                 await self._ask(AskMetrics(), self._all)
                 every = [self._ended_counters, *(each.metrics for each in self._all)]
@@ -274,7 +279,7 @@ class Processes:
             case AskAll(asked):
                 listening = [each for each in self._all if each.is_listening]
                 answers = await self._ask(asked, listening)
-                given = [each for each in answers if each is not SILENCE]
+                given = [each for each in answers if each is not NO_REPLY]
                 return Answers(given, is_complete=len(given) == len(answers))
         return True
 
@@ -290,7 +295,7 @@ class Processes:
 
     def _on_listening(self, process: Process, endpoints: dict[str, str], try_this: str) -> None:
         process.is_listening = process.has_listened = True
-        process.heard_at = asyncio.get_running_loop().time()
+        process.replied_at = asyncio.get_running_loop().time()
         process.bus = endpoints["bus"]
         self._endpoints, self._try_this = endpoints | self._endpoints, try_this
         self._first_listens.set()
@@ -298,12 +303,12 @@ class Processes:
             self._all_listen.set()
 
     async def _ask(self, question: Question, processes: Sequence[Process]) -> list[Any]:
-        """Return the replies of these processes, SILENCE for those that do not reply in time."""
+        """Return the replies of the processes, NO_REPLY for those that do not reply in time."""
         return await asyncio.gather(*[self._ask_one(question, each) for each in processes])
 
     async def _ask_one(self, question: Question, process: Process) -> object:
         if process.channel is None or not process.is_listening:
-            return SILENCE
+            return NO_REPLY
         is_state, is_metrics = isinstance(question, AskState), isinstance(question, AskMetrics)
         kind: Any = ProcessState if is_state else Families if is_metrics else Any
         with suppress(TimeoutError, ConnectionError):
@@ -314,7 +319,7 @@ class Processes:
                 elif is_metrics:
                     process.metrics = answer
                 return answer
-        return SILENCE
+        return NO_REPLY
 
 
 async def _until_ended(processes: Sequence[Process], timeout_s: float | None = None) -> None:
@@ -324,7 +329,7 @@ async def _until_ended(processes: Sequence[Process], timeout_s: float | None = N
 
 
 async def serve_by_several(config: Config, argv: Sequence[str], stop: asyncio.Event) -> int:
-    """Run the processes of a router until asked to stop, and return the exit status."""
+    """Run a router with several processes until `stop` is set; return the exit status."""
     try:
         processes = Processes(config, argv)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Between text and tokens."""
+"""Text processing: tokenizer, chat templates, stop strings, and parsers of model output."""

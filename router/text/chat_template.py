@@ -1,13 +1,9 @@
-"""Chat templates: messages to the prompt text the model was trained on.
+"""Chat templates: render messages as the prompt text that the model was trained on.
 
-The template is the model's own (chat_template.jinja, or chat_template in tokenizer_config.json as a
-string or a list of named ones), rendered as transformers does it: the same globals, the same
-whitespace rules, sandboxed, since a template is code that came with a download.
-
-The sandbox keeps a template from files and from other objects, not from time or memory: a few words
-(`{{ 9 ** 9 ** 9 }}`, a loop in a loop) compute for ever, some while they are being compiled, and
-hold the GIL meanwhile.  So a template that comes with a request is taken (`replaced`) only where
-the operator trusts those who send it.
+Templates are rendered as in transformers, with the same globals and whitespace rules.  They run in
+a sandbox, because a template is downloaded code.  The sandbox protects files and other objects, but
+does not limit time or memory: `{{ 9 ** 9 ** 9 }}` runs forever and holds the GIL.  So a template
+from a request is accepted (`replaced`) only if the operator trusts the clients.
 """
 
 from __future__ import annotations
@@ -22,23 +18,27 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 import msgspec
+import structlog
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.messages import for_template
+from router.text.output_parts import arguments_of
 from wire.errors import MAX_SHOWN, ErrorCode, WireError
 from wire.process.model import ModelError
 
+log = structlog.get_logger("router")
+
 Chat = Sequence[Mapping[str, Any]]
 
-# Of a template that comes with a request: to compile one of this size takes half a second.
+# The maximum length of a request's template, which takes half a second to compile.
 MAX_SOURCE: Final = 32 * 1024
-# Put after the message to be continued, so that its end is found.  The space tells whether the
-# template trims messages.
+# Appended to the message to continue, to find its end in the prompt.  The trailing space shows
+# whether the template strips messages.
 _TAG: Final = "\ue000continue\ue000 "
+_CHECKS_FOR_NONE: Final = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 
 class _Config(msgspec.Struct):
-    """The entries of tokenizer_config.json that templates see; the rest is not read."""
+    """The entries of tokenizer_config.json that templates use."""
 
     chat_template: str | list[dict[str, str]] | None = None
     bos_token: str | dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class ChatTemplate:
         *,
         for_tools: str | None = None,
     ) -> None:
-        """`for_tools` is the template of chats with tools, of a model that has two."""
+        """Compile the templates; `for_tools` is a separate one for chats with tools, if any."""
         self._variables = dict(variables or {})
         self._source = source
         self._for_tools = for_tools or source
@@ -67,11 +67,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_path: Path) -> ChatTemplate:
-        """Read the template of a model directory; one without any refuses to render.
+        """Read the chat template of a model directory; without one, `render` raises an error.
 
         Raises:
-            ModelError: tokenizer_config.json is not what it should be, or the template does not
-                compile.
+            ModelError: tokenizer_config.json is invalid, or the template does not compile.
         """
         config = _read_config(model_path / "tokenizer_config.json")
         variables = {}
@@ -91,14 +90,14 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Its text, that of chats with tools; it shows what the answers look like."""
+        """The template text for chats with tools; it shows the syntax of answers."""
         return self._for_tools or ""
 
     def replaced(self, source: str) -> ChatTemplate:
-        """Return a template of this model with another text.
+        """Compile another template text for this model.
 
         Raises:
-            WireError: INVALID_REQUEST; it is too long, or does not compile.
+            WireError: INVALID_REQUEST; the text is too long or does not compile.
         """
         if len(source) > MAX_SOURCE:
             raise _refused(f"chat_template: {len(source)} characters, over {MAX_SOURCE}")
@@ -117,13 +116,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text.
+        """Render messages as the prompt text.
 
-        To `continue_final_message` is to end inside that message, before any generation prompt.
+        With `continue_final_message`, the prompt ends inside the last message.
 
         Raises:
-            WireError: INVALID_REQUEST; there is no template, or it refuses these messages, or has
-                no place for tools.
+            WireError: INVALID_REQUEST; there is no template, it refuses the messages, or it does
+                not support tools or documents.
         """
         source = self._for_tools if tools else self._source
         if source is None:
@@ -131,8 +130,8 @@ class ChatTemplate:
                 "this model has no chat template: use /v1/completions, or add chat_template.jinja "
                 "to the model directory"
             )
-        for field, given in (("tools", tools), ("documents", documents)):
-            if given and re.search(rf"\b{field}\b", source) is None:
+        for field, value in (("tools", tools), ("documents", documents)):
+            if value and re.search(rf"\b{field}\b", source) is None:
                 raise _refused(f"{field}: the chat template of this model has no place for them")
         chat = for_template(messages, source)
         if continue_final_message:
@@ -164,6 +163,60 @@ def _up_to_tag(text: str) -> str:
     return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()
 
 
+def for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Convert messages to the form that the template text `template` expects.
+
+    The arguments of a tool call become an object: an empty one if the text is not a JSON object,
+    for example in an unfinished call.  Missing content becomes "" unless the template checks for
+    none, and the role developer becomes system unless the template mentions developers.
+    """
+    has_developer = "developer" in template
+    has_none = _CHECKS_FOR_NONE.search(template) is not None
+    converted = list[dict[str, Any]]()
+    # The paths of arguments that do not parse.
+    invalid = list[str]()
+    for index, original in enumerate(messages):
+        message = dict(original)
+        if message.get("role") == "developer" and not has_developer:
+            message["role"] = "system"
+        if message.get("content") is None and not has_none:
+            message["content"] = ""
+        # Templates check whether the field exists, not whether it has any calls.
+        calls = message.pop("tool_calls", None)
+        if calls:
+            message["tool_calls"] = _with_objects(calls, f"messages[{index}].tool_calls", invalid)
+        converted.append(message)
+    if invalid:
+        log.warning(
+            "arguments of calls are not the JSON text of an object: the chat template gets none",
+            calls=len(invalid),
+            first=invalid[0],
+        )
+    return converted
+
+
+def _with_objects(calls: object, where: str, invalid: list[str]) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise _refused(f"{where}: expected a list of calls")
+    converted = list[dict[str, Any]]()
+    for index, call in enumerate(calls):
+        match call:
+            case {"function": {"name": str(), **rest} as function}:
+                arguments = rest.get("arguments")
+            case _:
+                raise _refused(f"{where}[{index}]: expected the call of a function with a name")
+        field = f"{where}[{index}].function.arguments"
+        if isinstance(arguments, str):
+            text, arguments = arguments.strip(), arguments_of(arguments)
+            if arguments is None:
+                arguments = {}
+                invalid += [field] if text else []
+        if not isinstance(arguments, dict):
+            raise _refused(f"{field}: expected the JSON text of an object")
+        converted.append({**call, "function": {**function, "arguments": arguments}})
+    return converted
+
+
 def _refused(why: str) -> WireError:
     return WireError(ErrorCode.INVALID_REQUEST, why)
 
@@ -191,7 +244,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes <, > and & for HTML, and models were not trained on that.
+    # jinja2's own filter escapes <, > and & for HTML, which models were not trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -206,7 +259,7 @@ def _strftime_now(layout: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    # Not HTML: a prompt must reach the model as it is.
+    # No autoescape: prompts are not HTML.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -222,7 +275,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 _ENVIRONMENT: Final = _environment()
 
 
-# Remembers a few that came with requests.
+# Caches a few templates from requests.
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(source)

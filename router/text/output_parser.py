@@ -1,6 +1,6 @@
-"""Parses a model's answers: tool calls and reasoning; builds grammars for both.
+"""Parsers and grammars for the tool calls and reasoning in a model's output.
 
-The syntax is that of the chat template, or one that the operator names.
+The syntax is detected from the chat template, or set by the operator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.text.scan import AnswerReader, Scan, Steps
 from router.text.tokenizer import Tokenizer
 from router.text.tools import families
 from router.text.tools.families import Family
-from router.text.tools.lark import Tool, Wanted, literal, upto
+from router.text.tools.lark import AllowedCalls, Tool, literal, upto
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AnswerSyntax:
-    """The syntax of a model's answers; one for all requests."""
+    """The syntax of a model's output; shared by all requests."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class AnswerSyntax:
         return self._marks is not None
 
     def has_open_reasoning(self, prompt: str, continued: str = "") -> bool:
-        """Whether the answer begins inside reasoning; `continued` is the message it goes on."""
+        """Whether the answer begins inside reasoning; `continued` is the message it continues."""
         return self._marks is not None and self._marks.left_open(prompt, continued)
 
     def shown(self, *, has_tools: bool) -> frozenset[int]:
-        """The tokens that must be in the text for `reader`, though they are special."""
-        return frozenset(self._tokenizer.added_tokens(self._written(has_tools)).values())
+        """Return the special tokens whose text `reader` needs."""
+        return frozenset(self._tokenizer.added_tokens(self._marks_of(has_tools)).values())
 
     def reader(
         self, *, is_reasoning: bool, has_tools: bool, max_calls: int | None = None
     ) -> Reader:
-        """Return a parser of one answer; with `is_reasoning` it begins inside reasoning."""
+        """Return a parser for one answer; `is_reasoning`: the answer begins inside reasoning."""
         family, marks = self._family if has_tools else None, self._marks
         if family is None and marks is None:
             return PlainReader()
@@ -78,18 +78,18 @@ class AnswerSyntax:
     def call_rules(
         self, tools: Sequence[Tool], *, is_required: bool = True, is_several: bool = True
     ) -> str:
-        """Return the rule `answer`, and those it needs, for an answer that calls `tools`.
+        """Return the grammar rule `answer`, and the rules it uses, for answers that call `tools`.
 
-        Unless it `is_required`, it may be content too, and only its calls are held to the tools.
+        If `is_required` is False, the answer may also be content, but any calls must match `tools`.
 
         Raises:
-            WireError: INVALID_REQUEST; the model has no syntax for such calls.
+            WireError: INVALID_REQUEST; the model's syntax cannot express such calls.
         """
-        assert self._family is not None, "tools are refused before, unless it `has_calls`"
-        return self._family.grammar(Wanted(tools, self._mark, is_several, is_required))
+        assert self._family is not None, "callers refuse tools unless it `has_calls`"
+        return self._family.grammar(AllowedCalls(tools, self._mark, is_several, is_required))
 
     def grammar(self, rules: str, *, is_reasoning: bool) -> str:
-        """Return a grammar in Lark of reasoning, where the model reasons, and then `answer`."""
+        """Return a Lark grammar: reasoning, if the model has any, then the rule `answer`."""
         marks, start = self._marks, "answer"
         if marks is not None:
             rules += "\n" + upto(self._mark(marks.close), "thought")
@@ -99,13 +99,13 @@ class AnswerSyntax:
                 start = f"({self._mark(marks.open)} thought LAYOUT)? answer"
         return f"start: {start}\nTEXT: /(.|\\n)*/\nLAYOUT: /\\n{{0,2}}/\n{rules}\n"
 
-    def _written(self, has_tools: bool) -> list[str]:
-        """The marks that matter to the reader."""
-        of_calls = self._family.marks if has_tools and self._family is not None else ()
+    def _marks_of(self, has_tools: bool) -> list[str]:
+        """Return the marks that the reader searches for."""
+        of_calls = self._family.MARKS if has_tools and self._family is not None else ()
         return [*of_calls, *((self._marks.open, self._marks.close) if self._marks else ())]
 
     def _mark(self, text: str) -> str:
-        """A mark in a grammar.  A mark that is a token has no other spelling for llguidance."""
+        """Return a mark as it is written in a grammar: as a token if it is one."""
         token_id = self._tokenizer.added_tokens([text]).get(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 

@@ -1,8 +1,8 @@
 """Parts of an answer: content, reasoning and tool calls; and the protocol of their parsers.
 
-A reader turns the text of an answer into parts, piece by piece as the text comes.  What it has
-given is never taken back, and depends on the text alone, not on how the text was cut: the parts of
-all pieces, `joined`, are the parts of the whole.
+A reader parses the text of an answer incrementally.  Parts that it has returned are final, and they
+do not depend on how the text is split into chunks: the parts of all chunks, `joined`, equal the
+parts of the complete text.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from pydantic_core import from_json
 
 
 class Content(msgspec.Struct, frozen=True):
-    """Text for the client."""
+    """Text of the answer itself."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Reasoning: text that precedes the answer."""
+    """Text that the model generates before the answer, to reason about it."""
 
     text: str
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """A call of a tool begins; calls are counted from 0.
+    """The start of a tool call; calls are numbered from 0.
 
-    Unless a `CallEnd` follows it is unfinished: the answer ended within its arguments, or they are
-    not the JSON text of an object.
+    If no `CallEnd` follows, the call is unfinished: the answer ended within its arguments, or they
+    are not a JSON object.
     """
 
     index: int
@@ -38,35 +38,35 @@ class CallStart(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """A further piece of the JSON text of the arguments of call `index`."""
+    """The next part of the JSON text of the arguments of call `index`."""
 
     index: int
     text: str
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """Call `index` is finished: its arguments are the JSON text of an object."""
+    """The end of call `index`, whose arguments are a valid JSON object."""
 
     index: int
 
 
 Part = Content | Reasoning | CallStart | CallArguments | CallEnd
-# Parts without text.
-BORDERS: Final = (CallStart, CallEnd)
+# The parts that have no text.
+TEXTLESS: Final = (CallStart, CallEnd)
 
 
 class Reader(Protocol):
-    """Reads one answer."""
+    """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """Return the parts that are certain after `text` came."""
+        """Parse more text, and return the parts that are certain now."""
 
     def flush(self) -> list[Part]:
-        """Return what was held back: the text has ended."""
+        """Return the remaining parts at the end of the text."""
 
 
 class PlainReader:
-    """Reads answers in which everything is content."""
+    """A reader for answers that are only content."""
 
     def feed(self, text: str) -> list[Part]:
         return [Content(text)] if text else []
@@ -76,31 +76,31 @@ class PlainReader:
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """Return the arguments whose JSON text this is; None if it is not the text of an object.
+    """Parse the JSON text of a call's arguments; return None if it is not an object.
 
-    Calls that we report as finished and calls that clients send back are read by this alone.
+    The same check applies to calls of the model and to calls that clients send back.
     """
     try:
-        # It refuses more than 200 levels of brackets, which templates could not write.
+        # Refuses more than 200 levels of nesting, which templates could not render.
         from_json(text)
-        # It refuses numbers that no float can hold.
+        # Refuses numbers that are too large for a float.
         arguments = msgspec.json.decode(text)
-    except (ValueError, TypeError):  # The latter of half a surrogate pair.
+    except (ValueError, TypeError):  # TypeError: an unpaired surrogate.
         return None
     return arguments if isinstance(arguments, dict) else None
 
 
 def joined(parts: list[Part]) -> list[Part]:
     """Merge adjacent parts of one kind."""
-    if len(parts) < 2:  # As of most pieces.
+    if len(parts) < 2:  # The usual case.
         return parts
     together = list[Part]()
     for _, group in groupby(parts, _kind):
         first, *others = group
-        if isinstance(first, BORDERS):
+        if isinstance(first, TEXTLESS):
             together += [first, *others]
         else:
-            texts = [part.text for part in (first, *others) if not isinstance(part, BORDERS)]
+            texts = [part.text for part in (first, *others) if not isinstance(part, TEXTLESS)]
             together.append(msgspec.structs.replace(first, text="".join(texts)))
     return together
 

@@ -1,8 +1,8 @@
-"""Reasoning: the text that a model writes between two marks before it answers.
+"""Reasoning: the text that a model generates between two marks before its answer.
 
-Only the beginning of an answer can be reasoning: it opens with the first mark, or the prompt has
-opened it already, and goes on to the second mark or the end of the text.  A mark anywhere else is
-content.  White space beside the marks is layout and left out.
+Reasoning is possible only at the beginning of the output.  It starts with the opening mark, unless
+the prompt ends with that, and lasts until the closing mark or the end of the text.  A mark anywhere
+else is content.  Whitespace next to the marks is omitted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Marks(NamedTuple):
 
     open: str
     close: str
-    # The answer begins inside, although neither the prompt nor the answer says so.
+    # Whether the output begins inside reasoning even without an opening mark.
     is_open_at_once: bool = False
 
     def left_open(self, prompt: str, continued: str = "") -> bool:
-        """Whether the answer to `prompt` begins inside; `continued` is the message it goes on."""
+        """Whether the output begins inside reasoning; `continued` is the message it continues."""
         if continued:
             return continued.rfind(self.open) > continued.rfind(self.close)
         prompt = prompt.rstrip()
@@ -41,12 +41,12 @@ FAMILIES: Final = {
 
 
 def detect(template: str) -> Marks | None:
-    """Return the marks that a chat template speaks of."""
+    """Return the marks that a chat template contains, if any."""
     return next((marks for marks in FAMILIES.values() if marks.close in template), None)
 
 
 def read_reasoning(scan: Scan, marks: Marks, *, is_open: bool) -> Steps[None]:
-    """Read reasoning if the answer begins with it; `is_open`: it begins inside."""
+    """Parse reasoning at the beginning of the output; `is_open`: no opening mark is needed."""
     yield from scan.space()
     if (yield from scan.literal(marks.open)):
         scan.drop()

@@ -1,19 +1,18 @@
-"""Scans an answer by character, holding back text that may become a tool call.
+"""Scans the output of a model by character, buffering text that may become a tool call.
 
-What reads it is a generator over a `Scan`: `scan.char` is the character it stands at ("" is the
-end of the text), and a `yield` moves on to the next.  So it is written like a parser of the whole
-text, and cannot depend on how the text was cut.  Where some characters mean nothing one by one, it
-yields a pattern of them, and `scan.char` may next be a run that matches.
+A parser is a generator over a `Scan`: `scan.char` is the current character ("" at the end of the
+text), and a `yield` advances to the next.  So the result cannot depend on how the text is split.
+If the generator yields a pattern, the next `scan.char` may be several characters that match it.
 
-The rules that all families of tool calls share are here:
+The rules for all families of tool calls are here:
 
-- What may be a call is held.  It is one when its name is complete and its arguments have begun:
-  then `begin` gives it, drops what was held, and nothing is taken back any more.  What breaks
-  before that is content, up to where it broke, and calls are looked for from there on.
-- A call is finished where `end_call` finds that its arguments parse, whatever ended them.
-- White space before, between and after calls is layout, not content.  Content on both sides of a
-  call is parted by a line break, so that all content together can be read.
-- Calls beyond `max_calls` are read and left out.
+- Text that may be a call is buffered.  It becomes a call when its name is complete and its
+  arguments have begun: then `begin` emits a `CallStart` and drops the buffer.  If the syntax is
+  violated before that, the text so far is content, and the search for calls continues after it.
+- A call is finished if its arguments parse (`end_call`), no matter what ended them.
+- Whitespace before, between and after calls is omitted.  Content before and after a call is
+  separated by a line break.
+- Calls beyond `max_calls` are parsed and omitted.
 """
 
 from __future__ import annotations
@@ -40,40 +39,40 @@ Steps = Generator[re.Pattern[str] | None, None, T]
 
 
 class Scan:
-    """Where the reader stands, what it holds, and the parts it has given."""
+    """The current character, the buffered text, and the emitted parts of one answer."""
 
     def __init__(self, max_calls: int | None = None) -> None:
         self.char = ""
         self._max_calls = max_calls
         self._num_calls = 0
-        # The arguments of the last call.
+        # The arguments of the current call.
         self._arguments: list[str] = []
-        self._held: list[str] = []
+        self._buffer: list[str] = []
         self._parts: list[Part] = []
-        # What text is when it is no call.
+        # The kind of text outside calls.
         self._kind: type[Content | Reasoning] = Content
-        # White space after such text: text too, unless a call or the end of reasoning follows.
+        # Whitespace after that text, omitted if a call or the end of reasoning follows.
         self._space: list[str] = []
-        # White space that comes now follows a call or a mark of reasoning.
+        # Whether to omit whitespace here, after a call or a mark of reasoning.
         self._skips_space = False
         self._has_content = False
 
-    # What is given.
+    # Output.
 
     def begin_reasoning(self) -> None:
-        """Text from here on is reasoning."""
+        """Emit the following text as reasoning."""
         self._kind = Reasoning
         self._skips_space = True
 
     def end_reasoning(self) -> None:
-        """Text from here on is content; what is held was the mark."""
+        """Drop the buffered mark, and emit the following text as content."""
         self.drop()
         self._space.clear()
         self._kind = Content
         self._skips_space = True
 
     def begin(self, name: str) -> None:
-        """A call begins here; what was held was the beginning of it."""
+        """Emit the start of a call, and drop the buffer, which has its beginning."""
         self.drop()
         self._space.clear()
         self._skips_space = True
@@ -82,80 +81,80 @@ class Scan:
         self._arguments.clear()
         self._num_calls += 1
 
-    def argue(self, text: str) -> None:
-        """Give a further piece of the arguments of the call that began last; drop what is held."""
-        self._held.clear()
+    def add_arguments(self, text: str) -> None:
+        """Emit more arguments of the current call, and drop the buffer."""
+        self._buffer.clear()
         if self._is_wanted(self._num_calls - 1):
             self._arguments.append(text)
             self._parts.append(CallArguments(self._num_calls - 1, text))
 
     def end_call(self) -> None:
-        """The arguments of the call that began last end here, or break."""
+        """Emit the end of the current call if its arguments are valid."""
         if arguments_of("".join(self._arguments)) is not None:
             self._parts.append(CallEnd(self._num_calls - 1))
 
     def drop(self) -> None:
-        """Leave out what is held."""
-        self._held.clear()
+        """Drop the buffer."""
+        self._buffer.clear()
 
     @property
     def is_after_call(self) -> bool:
-        """Whether nothing but white space came since the last call."""
+        """Whether only whitespace has followed the last call."""
         return self._skips_space and self._num_calls > 0
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing but white space is held."""
-        return not "".join(self._held).strip()
+        """Whether the buffer has only whitespace."""
+        return not "".join(self._buffer).strip()
 
     def take(self) -> list[Part]:
-        """Return the parts given since the last time."""
+        """Return the parts emitted since the last call of `take`."""
         parts, self._parts = self._parts, []
         return joined(parts)
 
-    # What is read.
+    # Input.
 
-    def keep(self, char: str) -> None:
-        """Hold `char`; the caller moves on."""
-        self._held.append(char)
+    def buffer(self, char: str) -> None:
+        """Buffer `char`; the caller advances."""
+        self._buffer.append(char)
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def num_buffered(self) -> int:
+        return len(self._buffer)
 
-    def held_from(self, begin: int) -> str:
-        """Return what is held, from the time on when `num_held` was `begin`."""
-        return "".join(self._held[begin:])
+    def buffered_from(self, begin: int) -> str:
+        """Return the buffered text since `num_buffered` was `begin`."""
+        return "".join(self._buffer[begin:])
 
     def space(self) -> Steps[None]:
-        """Hold white space, as much as there is."""
+        """Buffer all whitespace that follows."""
         while self.char.isspace():
-            self._held.append(self.char)
+            self._buffer.append(self.char)
             yield None
 
     def literal(self, text: str) -> Steps[bool]:
-        """Hold `text`, or as much of it as there is: False where it is another."""
+        """Buffer `text`; return False at the first character that differs."""
         for char in text:
             if self.char != char:
                 return False
-            self._held.append(char)
+            self._buffer.append(char)
             yield None
         return True
 
-    def word(self, is_of_word: Callable[[str], bool]) -> Steps[str]:
-        """Hold characters as long as they belong to a word, and return them."""
-        begin = len(self._held)
-        while self.char and is_of_word(self.char):
-            self._held.append(self.char)
+    def word(self, is_word_char: Callable[[str], bool]) -> Steps[str]:
+        """Buffer and return the characters that belong to a word."""
+        begin = len(self._buffer)
+        while self.char and is_word_char(self.char):
+            self._buffer.append(self.char)
             yield None
-        return self.held_from(begin)
+        return self.buffered_from(begin)
 
     def name(self) -> Steps[str]:
-        """Hold the name of a function or of an argument, and return it."""
+        """Buffer and return the name of a function or argument."""
         return self.word(lambda char: char.isalnum() or char in "_-.")
 
     def listed(self, read: Callable[[Scan], Steps[bool]]) -> Steps[None]:
-        """Read a list in brackets, each entry with `read`; it ends where that says it breaks."""
+        """Parse a list in brackets, each entry with `read`; stop if that returns False."""
         yield from self.space()
         separator = "["
         while (yield from self.literal(separator)):
@@ -168,34 +167,34 @@ class Scan:
             self.drop()
 
     def until(self, *marks: str) -> Steps[str]:
-        """Give content up to one of `marks`; hold and return that, or "" at the end of the text.
+        """Emit content up to one of `marks`; buffer and return that mark, or "" at the end.
 
-        What is held from before is content: a call that broke.  Its end may begin a mark.
+        Text buffered before is content too, as it is not a call; its end may begin a mark.
         """
         if not self.char:
             return ""
         automaton, plain = _watch(marks)
         matcher = StopMatcher(automaton)
-        broken, self._held = "".join(self._held), []
-        begun = max(
-            (n for mark in marks for n in range(len(mark)) if broken.endswith(mark[:n])), default=0
+        text, self._buffer = "".join(self._buffer), []
+        overlap = max(
+            (n for mark in marks for n in range(len(mark)) if text.endswith(mark[:n])), default=0
         )
-        self._say(broken[: len(broken) - begun])
-        matcher.feed(broken[len(broken) - begun :])
+        self._add_text(text[: len(text) - overlap])
+        matcher.feed(text[len(text) - overlap :])
         while self.char:
             if matcher.is_holding or not plain.match(self.char):
-                self._say(matcher.feed(self.char))
+                self._add_text(matcher.feed(self.char))
             else:
-                self._say(self.char)
+                self._add_text(self.char)
             if matcher.stop is not None:
-                self._held.append(matcher.stop)
+                self._buffer.append(matcher.stop)
                 yield None
                 return matcher.stop
             yield None if matcher.is_holding else plain
-        self._held.append(matcher.flush())
+        self._buffer.append(matcher.flush())
         return ""
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._skips_space:
             text = text.lstrip()
             if text and self._has_content:
@@ -203,47 +202,47 @@ class Scan:
         if not text:
             return
         self._skips_space = False
-        said = text.rstrip()
-        if said:
-            self._parts.append(self._kind("".join([*self._space, said])))
+        stripped = text.rstrip()
+        if stripped:
+            self._parts.append(self._kind("".join([*self._space, stripped])))
             self._space.clear()
             self._has_content = self._kind is Content
-        self._space.append(text[len(said) :])
+        self._space.append(text[len(stripped) :])
 
     def _is_wanted(self, index: int) -> bool:
         return self._max_calls is None or index < self._max_calls
 
     def end(self) -> None:
-        """The text has ended: what is held is content, or the unfinished rest of a call."""
+        """Emit the buffer as content at the end of the text, unless it is the rest of a call."""
         if not self.is_after_call:
-            self._say("".join(self._held))
+            self._add_text("".join(self._buffer))
         if self._space:
             self._parts.append(self._kind("".join(self._space)))
 
 
 @cache
 def _watch(marks: tuple[str, ...]) -> tuple[StopAutomaton, re.Pattern[str]]:
-    """Finds `marks`, and knows characters with which none begins."""
+    """Return an automaton for `marks`, and a pattern of characters that begin none of them."""
     begins = "".join(re.escape(mark[0]) for mark in marks)
     plain = f"[^{begins}]+" if marks else "(?s:.+)"
     return StopAutomaton(marks), re.compile(plain)
 
 
 class AnswerReader:
-    """Reads an answer with a generator."""
+    """Parses one answer with a generator."""
 
     def __init__(self, read: Callable[[Scan], Steps[None]], max_calls: int | None = None) -> None:
         self._scan = Scan(max_calls)
         self._steps = read(self._scan)
-        self._run: re.Pattern[str] | None = None
+        self._pattern: re.Pattern[str] | None = None
 
     def feed(self, text: str) -> list[Part]:
         position = 0
         while position < len(text):
-            run = self._run.match(text, position) if self._run is not None else None
-            self._scan.char = text[position] if run is None else run[0]
+            match = self._pattern.match(text, position) if self._pattern else None
+            self._scan.char = text[position] if match is None else match[0]
             position += len(self._scan.char)
-            self._run = next(self._steps)
+            self._pattern = next(self._steps)
         return self._scan.take()
 
     def flush(self) -> list[Part]:

@@ -1,11 +1,11 @@
 """Finds stop strings across token boundaries.
 
-The stop strings become one automaton (Aho and Corasick): its state after a character is the longest
-end of the text that begins some stop string, so the depth of the state is exactly how much text
-must be held back.  Work is linear in the text, however many and however long the stop strings are.
+The stop strings are compiled to one Aho-Corasick automaton.  Its state is the longest suffix of the
+text that is a prefix of a stop string, so the depth of the state is the number of characters to
+hold back.  The time is linear in the text, regardless of the number and length of stop strings.
 
-The match that completes first ends the text; of those that complete together the longest one does.
-How the text is cut into pieces therefore never matters.
+The first match to complete ends the text; if several complete together, the longest one counts.
+The result therefore does not depend on how the text is split into chunks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Sequence
 
 
 class StopAutomaton:
-    """The compiled stop strings of one request; shared by its choices, never changed."""
+    """The compiled stop strings of one request; immutable and shared by its choices."""
 
     __slots__ = ("depth", "fail", "goto", "length")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        # State 0 is the root.  `length[s]` is that of the longest stop string ending in state s.
+        # State 0 is the root.  `length[s]` is the length of the longest stop string that ends in
+        # state s, or 0.
         self.goto: list[dict[str, int]] = [{}]
         self.depth: list[int] = [0]
         self.length: list[int] = [0]
@@ -60,7 +61,7 @@ class StopAutomaton:
 
 
 class StopMatcher:
-    """Reads the text of one choice piece by piece and says how much of it may be shown."""
+    """Searches the text of one choice incrementally for stop strings."""
 
     __slots__ = ("_automaton", "_held", "_state", "stop")
 
@@ -68,7 +69,7 @@ class StopMatcher:
         self._automaton = automaton
         self._state = 0
         self._held = ""
-        # The stop string that was found.
+        # The stop string that was found, if any.
         self.stop: str | None = None
 
     @property
@@ -80,7 +81,7 @@ class StopMatcher:
         return self._held != ""
 
     def feed(self, text: str) -> str:
-        """Return the text that may be shown; the rest is held back or, after a stop, dropped."""
+        """Return the text that is certain; hold back the rest or, after a stop, drop it."""
         automaton, state = self._automaton, self._state
         pending = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
@@ -95,6 +96,6 @@ class StopMatcher:
         return pending[:shown]
 
     def flush(self) -> str:
-        """Return what was held: the text ended and no stop string was completed."""
+        """Return the text held back, at the end of the text."""
         held, self._held, self._state = self._held, "", 0
         return held

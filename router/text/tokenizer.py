@@ -1,16 +1,11 @@
-"""Text to token ids and back, with the model's own tokenizer.json.
+"""Converts text to token ids and back, with the model's own tokenizer.json.
 
-A stream is decoded token by token: `Detokenizer.feed` returns the text that is certain by now, so
-half a character never leaves.  Byte-level vocabularies (Llama 3, Qwen, our demo) are decoded from a
-table of bytes; every other kind by decoding a short window twice (prefix and read offset), which
-asks nothing of the tokenizer but `decode`.  Both are O(1) a token.  Special tokens give no text.
+A stream is decoded token by token: `Detokenizer.feed` returns only complete characters.  Byte-level
+vocabularies (Llama 3, Qwen, our demo) are decoded with a table of bytes, and all others by decoding
+a short window of tokens twice (prefix and read offset).  Special tokens have no text.
 
-A model directory without tokenizer.json still serves: prompts must then be token ids, stop strings
-are refused, and the text of every answer is empty (ask for `return_token_ids`).
-
-Encoding is synchronous: the HTTP application sends long texts to a thread, and encoding releases
-the GIL there.  A text too long for any context is refused by its length, where the tokenizer allows
-it.
+A model directory without tokenizer.json works too: prompts must then be token ids, stop strings are
+refused, and the text of every answer is empty (use `return_token_ids`).
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import msgspec
 import tokenizers
@@ -30,38 +25,44 @@ from wire.errors import ErrorCode, WireError
 from wire.process.model import ModelError
 
 REPLACEMENT: Final = "\ufffd"
-# Prompt tokens shown to the window decoder first, so that a leading space of the answer survives.
+# How many prompt tokens the window decoder gets as context, to keep an answer's leading space.
 CONTEXT_TOKENS: Final = 6
-# A character is at most 4 bytes, hence 4 byte tokens: past this many, the bytes are simply invalid.
+# A character has at most 4 bytes, hence 4 byte tokens: with more tokens, the bytes are invalid.
 MAX_HELD_TOKENS: Final = 8
-# Composing Unicode makes one character of at most four (U+1F82 is one of them).
+# Unicode composition merges at most four characters into one (for example into U+1F82).
 MAX_COMPOSED: Final = 4
 _encode: Final = msgspec.json.Encoder().encode
 _utf8_decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
-class Detokenizer(Protocol):
-    """Turns the tokens of one stream into text."""
+class Detokenizer:
+    """Decodes the tokens of one stream; this base class, for models without a tokenizer, to ""."""
+
+    __slots__ = ()
 
     def feed(self, token_id: int) -> str:
-        """Return the text that this token makes certain; empty when it ends inside a character."""
+        """Decode a token, and return the text that is complete now; it may be empty."""
+        return ""
 
-    def feed_all(self, token_ids: Sequence[int]) -> Sequence[str]:
-        """Feed several tokens, and return the text of each."""
+    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
+        """Decode several tokens, and return the text of each."""
+        return list(map(self.feed, token_ids))
 
     def feed_json(self, token_id: int) -> bytes:
-        """Feed a token, and return its text as a string in JSON."""
+        """Decode a token, and return its text as a JSON string."""
+        return _encode(self.feed(token_id))
 
     def flush(self) -> str:
-        """Return the rest, an unfinished character as U+FFFD; the stream has ended."""
+        """Return the remaining text at the end; an incomplete character becomes U+FFFD."""
+        return ""
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than are wanted; its only argument says how many in words."""
+    """A text has too many tokens; the only argument is their number, in words."""
 
 
 class Tokenizer:
-    """The tokenizer of one model, or of a model that has none (`has_text` is False)."""
+    """The tokenizer of one model; without tokenizer.json, `has_text` is False."""
 
     def __init__(self, backend: tokenizers.Tokenizer | None) -> None:
         self._backend = backend
@@ -71,10 +72,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder() if backend else {}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token.content: token_id for token_id, token in added.items()}
-        # Bytes of tokens, for each set of special tokens that is shown: few, the model's own marks.
-        self._pieces: dict[frozenset[int], _Pieces] = {}
+        # The bytes of tokens, for each set of special tokens without text; there are few such sets.
+        self._tables: dict[frozenset[int], _TokenBytes] = {}
         if backend is not None:
-            # Settings of the training script that some tokenizer.json files carry along.
+            # Some tokenizer.json files still have the training script's settings.
             backend.no_truncation()
             backend.no_padding()
         self._max_token_chars = None if backend is None else _max_token_chars(backend)
@@ -84,14 +85,14 @@ class Tokenizer:
         """Read ``model_path/tokenizer.json`` if it is there.
 
         Raises:
-            ModelError: It is no tokenizer.
+            ModelError: The file is not a valid tokenizer.
         """
         path = model_path / "tokenizer.json"
         if not path.is_file():
             return cls(None)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises no other kind
+        except Exception as error:  # the library raises bare Exceptions
             raise ModelError(f"{path}: {error}") from error
 
     @property
@@ -100,7 +101,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int | None:
-        """One more than the largest id, added tokens included; None without a tokenizer."""
+        """The largest token id plus one, including added tokens; None without a tokenizer."""
         if self._backend is None:
             return None
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -108,10 +109,10 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of `text`, at most `max_tokens`.
+        """Tokenize `text` to at most `max_tokens` ids.
 
         Raises:
-            TooManyTokens: It has more.
+            TooManyTokens: The text has more tokens.
             WireError: INVALID_REQUEST; the model has no tokenizer.
         """
         if self._backend is None:
@@ -121,85 +122,68 @@ class Tokenizer:
             )
         if max_tokens is not None and (least := self.least_tokens(text)) > max_tokens:
             raise TooManyTokens(f"at least {least}")
-        # Unlike `encode`, this one releases the GIL; it does not say where tokens stand.
+        # Unlike `encode`, this method releases the GIL; it does not return offsets.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if max_tokens is not None and len(encoding) > max_tokens:
             raise TooManyTokens(str(len(encoding)))
         return encoding.ids
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, without tokenizing it."""
+        """Return a lower bound for the number of tokens of `text`, without tokenizing it."""
         if self._max_token_chars is None:
             return 0
         return -(-len(text) // self._max_token_chars)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; empty without a tokenizer, unknown ids give nothing."""
+        """Decode token ids; unknown ids are skipped.  Return "" without a tokenizer."""
         if self._backend is None:
             return ""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as people read it in logprobs, special tokens included."""
+        """Return the text of a token, special or not, as log-probabilities show it."""
         if self._backend is None:
             return f"token_id:{token_id}"
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, which may be part of a character only."""
+        """Return the UTF-8 bytes of a token, which may be an incomplete character."""
         if self._is_byte_level and token_id not in self.special_ids:
-            return self._pieces_without(self.special_ids)[token_id]
+            return self._table_without(self.special_ids)[token_id]
         return self.token_text(token_id).encode()
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """Return one token as the vocabulary writes it, spaces and all; empty if it is unknown."""
+        """Return a token as the vocabulary spells it; empty if the id is unknown."""
         return self._backend.id_to_token(token_id) or "" if self._backend is not None else ""
 
     def added_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return the `texts` that are a token of their own in any context."""
+        """Return the ids of those `texts` that are added tokens."""
         return {text: self._added[text] for text in texts if text in self._added}
 
     def detokenizer(
         self, prompt: Sequence[int] = (), shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """Return a decoder for the tokens that continue `prompt`.
-
-        Of special tokens, those in `shown` have their text.
-        """
+        """Return a decoder for the tokens after `prompt`; `shown` are special tokens with text."""
         if self._backend is None:
-            return _NoText()
+            return Detokenizer()
         hidden = self.special_ids - shown
         if self._is_byte_level:
-            return _ByteDetokenizer(self._pieces_without(hidden))
+            return _ByteDetokenizer(self._table_without(hidden))
         return _WindowDetokenizer(self._backend, hidden, prompt[-CONTEXT_TOKENS:])
 
-    def _pieces_without(self, hidden: frozenset[int]) -> _Pieces:
+    def _table_without(self, hidden: frozenset[int]) -> _TokenBytes:
         assert self._backend is not None
-        pieces = self._pieces.get(hidden)
-        if pieces is None:
-            pieces = self._pieces[hidden] = _Pieces(self._backend, hidden)
-        return pieces
+        table = self._tables.get(hidden)
+        if table is None:
+            table = self._tables[hidden] = _TokenBytes(self._backend, hidden)
+        return table
 
 
-class _NoText:
-    def feed(self, token_id: int) -> str:
-        return ""
+class _TokenBytes(dict[int, bytes]):
+    """Maps a token id to the bytes of the token, computed on first use.
 
-    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
-        return [""] * len(token_ids)
-
-    def feed_json(self, token_id: int) -> bytes:
-        return b'""'
-
-    def flush(self) -> str:
-        return ""
-
-
-class _Pieces(dict[int, bytes]):
-    """The bytes of tokens, computed when first needed.
-
-    `texts` are those of whole characters, as far as they were met, and `jsons` the same in JSON:
-    lists, for a dict reads three places of memory for every token, and mostly from afar.
+    `texts` and `jsons` cache the decoded and JSON-encoded text of tokens that are complete
+    characters.  They are lists, because dict lookups cause more cache misses.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, hidden: frozenset[int]) -> None:
@@ -211,17 +195,17 @@ class _Pieces(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._hidden else self._backend.id_to_token(token_id)
-        piece = self[token_id] = _byte_level(token or "")
-        return piece
+        token_bytes = self[token_id] = _byte_level(token or "")
+        return token_bytes
 
 
-class _ByteDetokenizer:
-    """Between two characters a token's text depends on nothing before it, so it is looked up."""
+class _ByteDetokenizer(Detokenizer):
+    """Decodes by table: between characters, the text of a token depends on that token alone."""
 
-    __slots__ = ("_is_between", "_jsons", "_pieces", "_texts", "_utf8")
+    __slots__ = ("_is_between", "_jsons", "_table", "_texts", "_utf8")
 
-    def __init__(self, pieces: _Pieces) -> None:
-        self._pieces, self._texts, self._jsons = pieces, pieces.texts, pieces.jsons
+    def __init__(self, table: _TokenBytes) -> None:
+        self._table, self._texts, self._jsons = table, table.texts, table.jsons
         self._utf8 = _utf8_decoder("replace")
         self._is_between = True
 
@@ -229,7 +213,7 @@ class _ByteDetokenizer:
         texts, was_between = self._texts, self._is_between
         if was_between and token_id < len(texts) and (known := texts[token_id]) is not None:
             return known
-        text = self._utf8.decode(self._pieces[token_id])
+        text = self._utf8.decode(self._table[token_id])
         self._is_between = not self._utf8.getstate()[0]
         if was_between and self._is_between and token_id < len(texts):
             texts[token_id] = text
@@ -243,7 +227,7 @@ class _ByteDetokenizer:
                 known = [None]
             if None not in known:
                 return cast(list[str], known)
-        return list(map(self.feed, token_ids))
+        return super().feed_all(token_ids)
 
     def feed_json(self, token_id: int) -> bytes:
         jsons, was_between = self._jsons, self._is_between
@@ -259,8 +243,8 @@ class _ByteDetokenizer:
         return self._utf8.decode(b"", True)
 
 
-class _WindowDetokenizer:
-    """``[0, read)`` of the window is shown already, ``[prefix, read)`` is its context."""
+class _WindowDetokenizer(Detokenizer):
+    """Decodes a window of tokens: `_read` tokens of context, then tokens without certain text."""
 
     __slots__ = ("_backend", "_hidden", "_read", "_shown", "_window")
 
@@ -284,12 +268,6 @@ class _WindowDetokenizer:
             return ""
         return self._advance(text)
 
-    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
-        return list(map(self.feed, token_ids))
-
-    def feed_json(self, token_id: int) -> bytes:
-        return _encode(self.feed(token_id))
-
     def flush(self) -> str:
         return self._advance(self._decode(self._window))
 
@@ -305,15 +283,15 @@ class _WindowDetokenizer:
 
 
 def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the most characters of text that one token can stand for; None if unknown.
+    """Return the maximum number of characters of text per token; None if unknown.
 
-    It is known of byte-pair encodings in which every character, and in the worst case every byte,
-    is a token: others drop what they do not know, or make one token of any length of it.
+    It is known for byte-pair encodings with a token for every byte.  Other tokenizers may drop
+    unknown text or convert any length of it to one token.
     """
     model, vocab = backend.model, backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder().values()
     if not isinstance(model, models.BPE) or any(token.lstrip or token.rstrip for token in added):
-        return None  # An added token may take any number of spaces beside it.
+        return None  # Such an added token absorbs any number of spaces.
     splits, normalizers = _parts(backend.pre_tokenizer), _parts(backend.normalizer)
     is_byte_level = any(part["type"] == "ByteLevel" for part in splits)
     alphabet = _bytes_of_chars() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
@@ -321,7 +299,7 @@ def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
     if not knows_all or not all(map(_keeps_text, splits)):
         return None
     longest = max(map(len, vocab))
-    if backend.normalizer is not None:  # Added tokens are looked for in their normal form.
+    if backend.normalizer is not None:  # Added tokens are matched in normalized form.
         normal = [backend.normalizer.normalize_str(token.content) for token in added]
         longest = max([longest, *map(len, normal)])
     for part in normalizers:
@@ -333,19 +311,19 @@ def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _parts(component: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as tokenizer.json has it, sequences taken apart."""
+    """Return the JSON of a normalizer or pre-tokenizer and of all its nested components."""
     if component is None:
         return []
-    found, left = [], [json.loads(component.__getstate__())]
-    while left:
-        part = left.pop()
-        left += part.get("normalizers", []) + part.get("pretokenizers", [])
+    found, stack = [], [json.loads(component.__getstate__())]
+    while stack:
+        part = stack.pop()
+        stack += part.get("normalizers", []) + part.get("pretokenizers", [])
         found.append(part)
     return found
 
 
 def _keeps_text(part: dict[str, Any]) -> bool:
-    """Whether a normalizer or pre-tokenizer makes no character less of any text."""
+    """Whether a normalizer or pre-tokenizer never shortens a text."""
     match part:
         case {
             "type": "Sequence" | "ByteLevel" | "Metaspace" | "Digits" | "Prepend" | "NFD" | "NFKD"
@@ -360,7 +338,7 @@ def _keeps_text(part: dict[str, Any]) -> bool:
 
 @cache
 def _bytes_of_chars() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level vocabularies (GPT-2 began it)."""
+    """Map the printable characters of byte-level vocabularies to bytes, as in GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -372,5 +350,5 @@ def _byte_level(token: str) -> bytes:
     table = _bytes_of_chars()
     try:
         return bytes([table[char] for char in token])
-    except KeyError:  # An added token: its text is plain, not in stand-ins.
+    except KeyError:  # An added token, which is plain text.
         return token.encode()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A router that only forwards: the least time to a first token with these processes.
+"""A router that only forwards, as a lower bound for the time to first token.
 
-    scripts/bench_router.py --rows ttft      # starts it by turns with the real one
+    scripts/bench_router.py --rows ttft      # measures it alternately with the real router
 
-It takes the same requests (completions of token ids, streamed) to the same two workers and writes
-chunks of the same shape.  It checks, counts, limits, retries, cancels and logs nothing.
+It forwards the same requests (streamed completions of token ids) to the same two workers and writes
+chunks of the same format.  It does not check, count, limit, retry, cancel or log anything.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 class Bus:
-    """Both workers, by one ZeroMQ socket."""
+    """The connection to both workers, over one ZeroMQ socket."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         ids = range(tokenizer.get_vocab_size())
         self.texts = [json.dumps(tokenizer.decode([index]))[1:-1].encode() for index in ids]
         self.workers: dict[Role, bytes] = {}
         self._clients: dict[int, tuple[asyncio.Transport, dict[str, Any]]] = {}
-        self._num_asked = 0
+        self._num_requests = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.url = f"tcp://127.0.0.1:{port}"
         asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self.read)
 
-    def ask(self, client: asyncio.Transport, body: dict[str, Any]) -> None:
-        self._num_asked += 1
-        self._clients[self._num_asked] = client, body
+    def submit(self, client: asyncio.Transport, body: dict[str, Any]) -> None:
+        self._num_requests += 1
+        self._clients[self._num_requests] = client, body
         options = Options(seed=body["seed"], ignore_eos=True, max_tokens=body["max_tokens"])
-        frame = PrefillRequest(self._num_asked, len(body["prompt"]), 0)
+        frame = PrefillRequest(self._num_requests, len(body["prompt"]), 0)
         self._send(Role.PREFILL, encode(frame, encode_prompt(body["prompt"], options)))
 
     def read(self) -> None:
+        """Forward all messages that the workers have sent."""
         while True:
             try:
                 worker, tag, header, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -96,11 +97,11 @@ class Bus:
 
     def _send(self, role: Role, parts: list[Buffer]) -> None:
         self._socket.send_multipart([self.workers[role], *parts])
-        self.read()  # ZeroMQ tells only once of what came meanwhile
+        self.read()  # sending may consume the notification of messages received meanwhile
 
 
 class Client(asyncio.Protocol):
-    """One connection; each read is one whole request."""
+    """One client connection, on which each read returns one whole request."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -111,7 +112,7 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         head, _, body = data.partition(b"\r\n\r\n")
         if head.startswith(b"POST"):
-            self._bus.ask(self._transport, json.loads(body))
+            self._bus.submit(self._transport, json.loads(body))
             return
         status = b"200 OK" if len(self._bus.workers) == 2 else b"503 Not yet"
         self._transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\n\r\n" % status)

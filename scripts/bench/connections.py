@@ -1,6 +1,6 @@
-"""The load generator: bare connections with one request at a time, which cost little CPU.
+"""Connections for load generators: one request at a time, with little CPU per response.
 
-A response is kept as it comes, with the time of each piece, and read when it has ended.
+The chunks of a response are stored with their times, and parsed only after the response has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.transport: asyncio.Transport
         self.sent_at = self.first_at = 0.0
-        self.pieces: list[bytes] = []
+        self.chunks: list[bytes] = []
         self.times: list[float] = []
         self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._done: asyncio.Future[None] | None = None
@@ -49,9 +49,9 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(error or ConnectionError("the server closed the connection"))
 
     def send(self, request: bytes) -> asyncio.Future[None]:
-        """Send a request; the future is done when the whole response is in `pieces`."""
+        """Send a request; the future is done when the whole response is in `chunks`."""
         loop = asyncio.get_running_loop()
-        self.pieces, self.times, self.first_at = [], [], 0.0
+        self.chunks, self.times, self.first_at = [], [], 0.0
         self.first, self._done = loop.create_future(), loop.create_future()
         self.sent_at = time.monotonic()
         self.transport.write(request)
@@ -59,12 +59,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
-        self.pieces.append(data)
+        self.chunks.append(data)
         self.times.append(now)
         if not self.first.done() and self.has_token(data):
             self.first_at = now
             self.first.set_result(None)
-        # A cancelled request is done, and nobody waits for the rest of its response.
+        # The future may be done already, if the request was cancelled.
         if self._done is not None and not self._done.done() and self.is_end(data):
             self._done.set_result(None)
 
@@ -75,29 +75,29 @@ class Connection(asyncio.Protocol):
         raise NotImplementedError
 
     def num_tokens(self) -> int:
-        """About how many tokens have come."""
+        """Return the approximate number of tokens received."""
         raise NotImplementedError
 
 
 class HttpConnection(Connection):
-    """HTTP/1.1; the headers that each request has end in a line break each."""
+    """An HTTP/1.1 connection; `headers` are lines to add to the headers of each request."""
 
     def __init__(self, headers: str = "") -> None:
         super().__init__()
         self._headers = f"host: localhost\r\ncontent-type: application/json\r\n{headers}"
         self._has_head = False
-        # Bytes of the body that have not come; None for a chunked one.
+        # The number of bytes missing from the body; None for a chunked one.
         self._left: int | None = None
         self._tail = b""
 
     @property
     def status(self) -> int:
-        return int(self.pieces[0][9:12])
+        return int(self.chunks[0][9:12])
 
     @property
     def body(self) -> bytes:
-        """The response body; a chunked one has its framing."""
-        return b"".join(self.pieces).partition(b"\r\n\r\n")[2]
+        """The response body; a chunked body includes its framing."""
+        return b"".join(self.chunks).partition(b"\r\n\r\n")[2]
 
     def post(self, path: str, body: dict[str, Any]) -> asyncio.Future[None]:
         return self.request("POST", path, json.dumps(body).encode())
@@ -108,13 +108,13 @@ class HttpConnection(Connection):
         return self.send(head.encode() + body)
 
     def events(self) -> Iterator[tuple[float, Any]]:
-        """Yield each JSON object of a body, or of a stream of events, and when it had come."""
-        if b"text/event-stream" not in self.pieces[0].partition(b"\r\n\r\n")[0].lower():
+        """Yield the JSON body, or each JSON event of a stream, with the time it was received."""
+        if b"text/event-stream" not in self.chunks[0].partition(b"\r\n\r\n")[0].lower():
             yield self.times[-1], json.loads(self.body)
             return
         line = b""
-        for at, piece in zip(self.times, self.pieces, strict=True):
-            *lines, line = (line + piece).split(b"\n")
+        for at, chunk in zip(self.times, self.chunks, strict=True):
+            *lines, line = (line + chunk).split(b"\n")
             for each in lines:
                 if each.startswith(b"data: {"):
                     yield at, json.loads(each[6:])
@@ -126,7 +126,7 @@ class HttpConnection(Connection):
         if self._left is not None:
             self._left -= len(data)
         elif not self._has_head:
-            head, end, body = b"".join(self.pieces).partition(b"\r\n\r\n")
+            head, end, body = b"".join(self.chunks).partition(b"\r\n\r\n")
             self._has_head = bool(end)
             _, found, length = head.lower().partition(b"content-length: ")
             if end and found:
@@ -136,11 +136,11 @@ class HttpConnection(Connection):
         return is_last_chunk if self._left is None else self._left <= 0
 
     def num_tokens(self) -> int:
-        return b"".join(self.pieces).count(b'"choices"')
+        return b"".join(self.chunks).count(b'"choices"')
 
 
 class TcpConnection(Connection):
-    """Raw TCP."""
+    """A raw TCP connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,10 +155,10 @@ class TcpConnection(Connection):
         """Return the tokens of a response.
 
         Raises:
-            ConnectionError: It has an error.
+            ConnectionError: The response contains an error.
         """
-        for piece in self.pieces:
-            self._decoder.receive(piece)
+        for chunk in self.chunks:
+            self._decoder.receive(chunk)
         token_ids = list[int]()
         while (message := self._decoder.next_message()) is not None:
             match message.frame:
@@ -179,7 +179,7 @@ class TcpConnection(Connection):
         return PREFIX.pack(Tag.DECODE_DONE, 0)[:4] in data[-200:] and b"length" in data[-200:]
 
     def num_tokens(self) -> int:
-        return sum(map(len, self.pieces)) // 24
+        return sum(map(len, self.chunks)) // 24
 
 
 async def open_tcp(host: str, port: int) -> TcpConnection:
@@ -188,7 +188,7 @@ async def open_tcp(host: str, port: int) -> TcpConnection:
 
 
 async def open_http(host: str, port: int, key: str = "") -> HttpConnection:
-    """Connect, with the API key if there is one."""
+    """Connect over HTTP; `key` is the API key, if any."""
     headers = f"authorization: Bearer {key}\r\n" if key else ""
     loop = asyncio.get_running_loop()
     return (await loop.create_connection(lambda: HttpConnection(headers), host, port))[1]

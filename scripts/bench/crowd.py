@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A crowd of slow connections in a process of its own.
+"""Opens many slow connections, from a separate process.
 
     scripts/bench/crowd.py 127.0.0.1 8000 --face http --idle 2000 --dribbling 200 --interval-s 5
 
-Opens the connections at `--rate`, sends a byte of an unfinished request on each dribbling one
-every `--interval-s`, and waits until the server has closed them all.  Prints a JSON line at
-each turn, with the monotonic clock:
+Opens the connections at `--rate`.  On each dribbling connection, sends one byte of an incomplete
+request every `--interval-s`; idle ones send nothing.  Waits until the server has closed all
+connections, and prints a JSON line at each of these events, with the monotonic time:
 
     {"turn": "connected" | "first closed" | "all closed", "at": s, "refused": n}
 """
@@ -22,17 +22,17 @@ from typing import Any, Final
 
 import uvloop
 
-# A byte at a time, each legal where it stands.
+# An incomplete request, which is sent one byte at a time.
 DRIBBLE: Final = {
     "http": b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-slow: " + b"y" * 64,
     "tcp": bytes([30, 0, 0, 0]),
 }
-# A connection that is open for longer is reported as left.
+# Connections that are open this long after the last connect are reported as `left`.
 GIVE_UP_S: Final = 150.0
 
 
 class Slow(asyncio.Protocol):
-    """One connection, which sends its bytes slowly or none."""
+    """One connection, which sends its bytes slowly, or none."""
 
     def __init__(self, open_ones: set[Slow], dribble: bytes, interval_s: float) -> None:
         self._open_ones, self._dribble, self._interval_s = open_ones, dribble, interval_s
@@ -53,7 +53,7 @@ class Slow(asyncio.Protocol):
 
 
 class Crowd:
-    """All of them, and how many there should be."""
+    """All slow connections of this process."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
@@ -62,11 +62,12 @@ class Crowd:
         self._is_first_closed = False
 
     async def run(self) -> bool:
+        """Open all connections and wait until they are closed; return whether any failed."""
         given, begin = self._given, time.monotonic()
         num = given.idle + given.dribbling
         for index in range(num):
             await asyncio.sleep(begin + index / given.rate - time.monotonic())
-            # The dribbling ones come evenly among the idle ones.
+            # Spread the dribbling connections evenly among the idle ones.
             is_dribbling = (index + 1) * given.dribbling // num > index * given.dribbling // num
             await self._open(DRIBBLE[given.face] if is_dribbling else b"")
         say("connected", refused=self._num_refused)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A prefill and a decode worker that compute nothing: tokens as fast as a router takes them.
+"""A prefill and a decode worker that compute nothing and send tokens as fast as a router reads.
 
     scripts/bench/emitters.py tcp://127.0.0.1:5570 --model wire/demo
 
-Both are in this process and speak the wire protocol.  A prompt's first token id chooses the answer
-(`answer`), so that whoever asked can check every token of it.  The `seed` of a request says how its
-tokens come (`Flow`).  Like a real engine's, a step is one message with a token of every running
-request.
+Both run in this process and use the wire protocol.  The first token id of a prompt determines the
+output (`answer`), so that clients can check every token.  The `seed` of a request encodes the pace
+of its tokens (`Flow`).  As with a real engine, each step is one message with a token for every
+running request.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from wire.process.model import fingerprint, locate
 LAYOUT: Final = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8")
 NUM_BLOCKS: Final = 1 << 22
 BEAT_S: Final = 0.5
-# How long a step waits before it looks again whether the connection takes it.
+# The interval for polling whether the send queue of a connection is empty.
 FULL_S: Final = 0.0005
-# After the last of those that go together has come: their first tokens get to the clients first.
+# The delay before requests decode together, so that clients receive the first tokens before.
 TOGETHER_S: Final = 0.05
 
 
@@ -63,8 +63,8 @@ TOGETHER_S: Final = 0.05
 class Flow:
     """The pace of the tokens after the first.
 
-    A step every `pace_us`, 0: as fast as the router takes them; and none before so many requests
-    run together.
+    There is a step every `pace_us`, or as fast as the router reads for 0, and no step before
+    `together` requests are running.
     """
 
     pace_us: int = 0
@@ -80,19 +80,19 @@ class Flow:
 
 
 def vocabulary(model: Path) -> list[int]:
-    """Return the tokens that read as plain words; answers are made of these."""
+    """Return the ids of tokens that are plain words; outputs consist of these."""
     vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     return sorted(index for text, index in vocab.items() if text.strip("Ġ").isalpha())
 
 
 def answer(words: list[int], key: int, num_tokens: int, start: int = 0) -> list[int]:
-    """Return tokens from `start` of the answer to prompts that begin with the token `key`."""
+    """Return the output tokens from `start` on for prompts that begin with the token `key`."""
     return [words[(31 * key + 17 * i) % len(words)] for i in range(start, num_tokens)]
 
 
 @dataclass(slots=True)
 class Running:
-    """One request on the decode worker."""
+    """A running request on the decode worker."""
 
     headers: list[bytes]
     flow: Flow
@@ -101,14 +101,14 @@ class Running:
 
 @dataclass(slots=True)
 class Shared:
-    """The state that the decode workers of several routers share."""
+    """The state that the decode workers for several router processes share."""
 
     running: list[dict[int, Running]] = field(default_factory=list)
     has_more: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Worker:
-    """One of the two workers, and its connection to the router."""
+    """One of the two workers and its connection to the router."""
 
     def __init__(self, role: Role, model: Path, router: str) -> None:
         self._identity = Identity(role, 0, time.time_ns() & (2**40 - 1))
@@ -130,7 +130,7 @@ class Worker:
             router,
             self.on_message,
             on_up=self._say_hello,
-            high_water_mark=64,  # else heartbeats would come seconds late, behind the tokens
+            high_water_mark=64,  # else heartbeats would be queued behind seconds of tokens
         )
 
     def _say_hello(self) -> None:
@@ -140,7 +140,7 @@ class Worker:
         self.beat()
 
     def beat(self) -> None:
-        """Send a heartbeat with free blocks."""
+        """Send a heartbeat that reports free blocks."""
         load = Load(total=NUM_BLOCKS, used=0, cached=0, free=NUM_BLOCKS)
         self.link.send(encode(Heartbeat(0, 0, 0), encode_map(load)))
 
@@ -155,7 +155,7 @@ class Worker:
 
 
 class Prefill(Worker):
-    """Answers every prompt at once, and notes when each came and when its first token left."""
+    """Responds to every prompt at once; logs when it arrived and when its first token was sent."""
 
     def __init__(self, model: Path, router: str, notes: IO[str] | None) -> None:
         super().__init__(Role.PREFILL, model, router)
@@ -177,7 +177,7 @@ class Prefill(Worker):
 
 
 class Decode(Worker):
-    """Sends a token of every running request a step."""
+    """Sends a token for every running request in each step."""
 
     def __init__(self, model: Path, router: str, shared: Shared) -> None:
         super().__init__(Role.DECODE, model, router)
@@ -198,7 +198,7 @@ class Decode(Worker):
             self._running.pop(frame.request_id, None)
 
     async def run(self) -> None:
-        """Make steps for as long as anything runs."""
+        """Run steps while any request is running; never return."""
         tag = TAG.pack(Tag.DECODE_TOKEN)
         while True:
             while not (self._running and await self._may_begin()):
@@ -211,10 +211,10 @@ class Decode(Worker):
                     if each.num_sent == len(each.headers):
                         self._end(request_id)
                 await asyncio.sleep(max(each.flow.pace_us for _, each in moving) / 1e6)
-                await self._room()
+                await self._until_sent()
 
-    async def _room(self) -> None:
-        """Wait until the connection takes more."""
+    async def _until_sent(self) -> None:
+        """Wait until the send queue of the connection is empty."""
         while self.link.queued_bytes:  # noqa: ASYNC110  a link has no event for it
             await asyncio.sleep(FULL_S)
 

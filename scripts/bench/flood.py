@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""One API key's flood of expensive requests, from a process of its own that costs little CPU.
+"""Floods a router with expensive requests of one API key, from a process with little CPU use.
 
     tail -1 api_keys | scripts/bench/flood.py 127.0.0.1 8000 schemas --seconds 10
 
-Reads the API key from stdin, opens the connections of the load and sends on each one request after
-the other.  Prints "begun" when the first request of every connection is sent, and stops at SIGTERM,
-or after `--seconds`.  Requests that are unanswered then are aborted.  The last line is JSON: the
-seconds, how many answers there were of each status, and the first error:
+Reads the API key from stdin, opens the connections of the load, and sends one request after another
+on each.  Prints "begun" when the first request on every connection was sent.  Stops at SIGTERM or
+after `--seconds`, and aborts pending requests.  The last line is JSON with the duration, the number
+of responses by status, and the first error:
 
     {"seconds": 10.0, "answers": {"200": 97, "429": 3}, "error": "…"}
 """
@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from scripts.bench.connections import CHAT, COMPLETIONS, HttpConnection, open_http
 
-# After an error, so that a client that is refused does not compute for nothing.
+# The pause after an error, so that a refused client does not use CPU for nothing.
 PAUSE_S: Final = 0.05
 WORDS: Final = "the quick brown fox jumps over the lazy dog and "
-# Every text has very many derivations, so a mask takes milliseconds and longer with each token.
+# Every text has very many derivations: a mask takes milliseconds, longer with each token.
 AMBIGUOUS: Final = "start: s\ns: s s | /[ -~]/"
 
-# The path and the body of a request; the number makes it another one.
+# Returns the path and the body of a request; each number gives a different body.
 Request = Callable[[int], tuple[str, dict[str, Any]]]
 
 
@@ -48,12 +48,12 @@ class Load:
 
     connections: int
     request: Request
-    # Whether the client hangs up at the first token of each answer.
+    # Whether the client disconnects at the first token of each response.
     is_aborted: bool = False
 
 
 def schema(number: int) -> tuple[str, dict[str, Any]]:
-    """A JSON schema of 50 KB that is new to the router, which checks it for 0.15 s."""
+    """Return a request with a new JSON schema of 50 KB, which takes 0.15 s to validate."""
     addresses = {"type": "array", "items": {"type": "string", "format": "ipv6"}}
     properties = {f"address_{number:06}_{index:03}": addresses for index in range(480)}
     nested = {
@@ -67,7 +67,7 @@ def schema(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def large_body(number: int) -> tuple[str, dict[str, Any]]:
-    """A text of 100 KB, as a prompt to tokenize or as a chat that is cut to 64 tokens."""
+    """Return a text of 100 KB, either to tokenize or as a chat truncated to 64 tokens."""
     text = f"{number} " + WORDS * (100_000 // len(WORDS))
     if number % 2:
         return "/tokenize", {"prompt": text}
@@ -76,25 +76,25 @@ def large_body(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def opening(number: int) -> tuple[str, dict[str, Any]]:
-    """A long stream."""
+    """Return a long streamed chat."""
     messages = [{"role": "user", "content": f"Tell story number {number}."}]
     return CHAT, {"messages": messages, "max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
 def choices(number: int) -> tuple[str, dict[str, Any]]:
-    """As many choices as one request may ask for."""
+    """Return a completion request with the maximum number of choices."""
     body = {"prompt": f"Once {number}", "n": 128, "max_tokens": 64, "ignore_eos": True}
     return COMPLETIONS, body
 
 
 def scored(number: int) -> tuple[str, dict[str, Any]]:
-    """A prompt of 1500 tokens, each with its log-probability and those of 20 others."""
+    """Return a completion request with the top 20 logprobs of 1500 prompt tokens."""
     prompt = [3 + (number * 7919 + index * 31) % 1000 for index in range(1500)]
     return COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20}
 
 
 def ambiguous(number: int) -> tuple[str, dict[str, Any]]:
-    """As many choices, all of them held to a grammar that takes long to follow."""
+    """Return a completion request with 128 choices, constrained to an expensive grammar."""
     body = {"prompt": f"Once {number}", "n": 128, "max_tokens": 24, "temperature": 1.0}
     return COMPLETIONS, body | {"structured_outputs": {"grammar": AMBIGUOUS}}
 
@@ -110,7 +110,7 @@ LOADS: Final = {
 
 
 class Flood:
-    """All connections of one key."""
+    """Sends the requests of one API key."""
 
     def __init__(self, host: str, port: int, key: str, load: Load) -> None:
         self._address, self._load = (host, port, key), load
@@ -119,13 +119,13 @@ class Flood:
         self._error = ""
 
     async def run(self, seconds: float) -> dict[str, Any]:
-        """Send requests until SIGTERM, for so many seconds at most; return the counts."""
+        """Send requests until SIGTERM, for at most `seconds`; return the counts."""
         is_over = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
         connections = [await open_http(*self._address) for _ in range(self._load.connections)]
         start = time.monotonic()
         tasks = [asyncio.create_task(self._repeat(connection)) for connection in connections]
-        await asyncio.sleep(0)  # each sends its first
+        await asyncio.sleep(0)  # each task sends its first request
         print("begun", flush=True)
         over = asyncio.create_task(is_over.wait())
         await asyncio.wait([over, *tasks], timeout=seconds, return_when="FIRST_COMPLETED")
@@ -138,6 +138,7 @@ class Flood:
         return {"seconds": passed, "answers": self._answers, "error": self._error}
 
     async def _repeat(self, connection: HttpConnection) -> None:
+        """Send one request after another on a connection, reopening it when it is closed."""
         while True:
             done = connection.post(*self._load.request(next(self._numbers)))
             try:
@@ -156,7 +157,7 @@ class Flood:
                 connection = await open_http(*self._address)
 
     async def _first_token(self, connection: HttpConnection, done: asyncio.Future[None]) -> None:
-        """Wait for the first token of a response, or for its end."""
+        """Wait for the first token of a response or for its end."""
         await asyncio.wait([connection.first, done], return_when="FIRST_COMPLETED")
         if done.done():
             done.result()

@@ -1,15 +1,15 @@
-"""The least cost of moving KV between two processes: the same bytes, and no protocol.
+"""Lower bounds for moving KV between two processes: the same bytes without a protocol.
 
-`measure` starts a receiving process, sends it the KV of one prompt several times, and returns bytes
-a second of the best time.  The ways:
+`measure` starts a receiving process, sends it the KV of one prompt several times, and returns the
+best rate in bytes per second.  The methods:
 
-    memcpy       this process, from one buffer into another
-    raw, zmq     a segment again and again over a socket, and nobody looks at it
-    raw+, zmq+   of each block: digest, send, receive, digest, copy into a block
-    memory       of each block: digest, and one copy out of the memory of the other process
+    memcpy       copy from one buffer to another in this process
+    raw, zmq     send segments over a TCP or ZeroMQ socket, and ignore them
+    raw+, zmq+   for each block: checksum, send, receive, checksum, copy into a block
+    memory       for each block: checksum, and one copy out of the memory of the other process
 
-`zmq+` is what `bench_kv.py` compares with: a block of all layers is the same bytes in the pool and
-on the wire, so nothing needs to be packed.
+`bench_kv.py` compares with `zmq+`.  A block with all layers has the same bytes in the pool and on
+the wire, so nothing needs to be packed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from worker.compute.shared_memory import map_memory
 
 WAYS: Final = ("memcpy", "raw", "zmq", "raw+", "zmq+", "memory")
 REPEATS: Final = 4
-# Segments that ZeroMQ may hold: as many as the workers' credit.
+# The number of segments that ZeroMQ may queue, equal to the credit of the workers.
 HIGH_WATER_MARK: Final = 8
 
 
 def measure(way: str, layout: KVLayout, num_tokens: int, block_size: int) -> float:
-    """Return bytes a second of one way to move the KV of a prompt."""
+    """Return the rate of one method for moving the KV of a prompt, in bytes per second."""
     if way == "memcpy":
         return _memcpy(layout.token_bytes * num_tokens)
     context = mp.get_context("spawn")
@@ -54,7 +54,7 @@ def measure(way: str, layout: KVLayout, num_tokens: int, block_size: int) -> flo
         try:
             return num_tokens * layout.token_bytes / float(ours.recv())
         finally:
-            copying.join(10)  # to end takes it time, and whoever measures next shall not share that
+            copying.join(10)  # wait for its exit, which would disturb the next measurement
             copying.kill()
     receiving = context.Process(target=_receive, args=(theirs, way, layout, num_tokens, block_size))
     receiving.start()
@@ -76,7 +76,7 @@ def measure(way: str, layout: KVLayout, num_tokens: int, block_size: int) -> flo
 
 
 class Pool:
-    """A worker's KV cache with one prompt in it, in blocks in random order."""
+    """A KV cache that contains one prompt, in blocks in random order."""
 
     def __init__(self, layout: KVLayout, num_tokens: int, block_size: int) -> None:
         torch.set_num_threads(1)
@@ -95,18 +95,18 @@ class Pool:
 
     @property
     def path(self) -> str:
-        """The path under which other processes of this user can open its memory."""
+        """The path at which other processes of this user can open the pool's memory."""
         assert self._cache.memory is not None, "this system has no such memory"
         return f"/proc/{os.getpid()}/fd/{self._cache.memory.descriptor}"
 
     def block(self, index: int) -> memoryview:
-        """Return the bytes of one block where they lie."""
+        """Return the bytes of one block without copying them."""
         block = self._cache.pool[self._table[index]]
         bytes_of: memoryview = block.view(-1).view(torch.uint8).numpy().data
         return bytes_of
 
     def store(self, index: int, segment: Buffer) -> None:
-        """Copy a segment into its block."""
+        """Copy a received segment into its block."""
         self._cache.unpack(self._table, self.rectangles[index], segment)
 
 
@@ -121,6 +121,7 @@ def _memcpy(num_bytes: int) -> float:
 
 
 def _receive(pipe: Any, way: str, layout: KVLayout, num_tokens: int, block_size: int) -> None:
+    """Receive all segments several times, and send how long each time took."""
     pool = Pool(layout, num_tokens, block_size)
     receive = _receiver(way.rstrip("+"), block_size * layout.token_bytes, pipe.send)
     for _ in range(REPEATS):
@@ -135,16 +136,16 @@ def _receive(pipe: Any, way: str, layout: KVLayout, num_tokens: int, block_size:
 
 
 def _copy(pipe: Any, path: str, layout: KVLayout, num_tokens: int, block_size: int) -> None:
-    """Copy blocks out of the other process's memory into blocks in another order."""
+    """Copy all blocks from the other process's memory, in another order; send the best time."""
     pool, size = Pool(layout, num_tokens, block_size), block_size * layout.token_bytes
     with Path(path).open("rb") as file:
         memory = map_memory(file.fileno())
-    places = random.Random(2).sample(range(len(pool.rectangles)), len(pool.rectangles))
+    sources = random.Random(2).sample(range(len(pool.rectangles)), len(pool.rectangles))
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        for index, place in enumerate(places):
-            segment = memory[place * size : (place + 1) * size].data
+        for index, source in enumerate(sources):
+            segment = memory[source * size : (source + 1) * size].data
             xxh3_64_intdigest(segment)
             pool.store(index, segment)
         times.append(time.perf_counter() - start)
@@ -160,10 +161,11 @@ def _sender(kind: str, port: int) -> Callable[[memoryview], object]:
     return lambda segment: link.send(segment, copy=False)
 
 
-def _receiver(kind: str, size: int, tell: Callable[[int], None]) -> Callable[[], Buffer]:
+def _receiver(kind: str, size: int, send_port: Callable[[int], None]) -> Callable[[], Buffer]:
+    """Listen on a new port, and return a function that receives one segment."""
     if kind == "raw":
         listener = socket.create_server(("127.0.0.1", 0))
-        tell(listener.getsockname()[1])
+        send_port(listener.getsockname()[1])
         connection, _ = listener.accept()
         segment = memoryview(bytearray(size))
 
@@ -176,5 +178,5 @@ def _receiver(kind: str, size: int, tell: Callable[[int], None]) -> Callable[[],
         return receive
     hub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     hub.rcvhwm = HIGH_WATER_MARK
-    tell(hub.bind_to_random_port("tcp://127.0.0.1"))
+    send_port(hub.bind_to_random_port("tcp://127.0.0.1"))
     return lambda: hub.recv(copy=False).buffer

@@ -1,8 +1,9 @@
-"""Two real workers that move KV and compute nothing, and the router that asks them to.
+"""Two real workers that transfer KV but compute nothing, and a minimal router for them.
 
-A worker here is a process of its own: engine, roles, threads and sockets as `python -m worker` has
-them.  Only its executor computes nothing: a prompt of zeros is read by leaving in the blocks what
-is there.  A prompt of another token has its KV written, which the other worker compares bit by bit.
+Each worker is a separate process with the engine, roles, threads and sockets of `python -m worker`.
+Only its executor computes nothing.  For a prompt of zeros, prefill leaves the blocks unchanged.
+For a prompt of another token id (`mark`), the prefill worker writes KV that depends on the mark,
+and the decode worker compares it bit by bit.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ from worker.transfer.thread import SMALL_BYTES, Args, Copies, R
 
 EPOCH: Final = 7
 PATIENCE_S: Final = 60.0
-# Seldom: nothing is to happen beside a transfer.
+# A long interval, so that heartbeats do not disturb transfers.
 HEARTBEAT_MS: Final = 10_000
-# Tokens that the decode worker says.
+# The token ids with which the decode worker reports whether the KV is correct.
 RIGHT, WRONG = 1, 2
 OPTIONS: Final = Options(max_tokens=2, ignore_eos=True)
 
@@ -81,7 +82,7 @@ Tell = Callable[[dict[str, float]], None]
 
 
 class Still:
-    """The executor that computes nothing; `layout` is of a 16-bit dtype, `role` the worker's."""
+    """An executor that computes nothing, for a `layout` with a 16-bit dtype."""
 
     def __init__(self, layout: KVLayout, role: str, max_model_len: int) -> None:
         self._is_writing = role == "prefill"
@@ -96,7 +97,7 @@ class Still:
         torch.set_num_threads(1)
         layout = self.info.layout
         self.cache = TorchKVCache(layout, num_blocks, block_size, torch.device("cpu"))
-        self.cache.pool.fill_(1)  # so that every page of it is there
+        self.cache.pool.fill_(1)  # so that every page is allocated
         self._pool: Words = self.cache.pool.view(torch.int16).numpy()
         _, num_layers, _, num_heads, self._block_size, head_dim = self._pool.shape
         draw = np.random.default_rng(1)
@@ -104,9 +105,9 @@ class Still:
         return self.cache
 
     def forward(self, batch: Batch) -> list[int]:
-        """Write the KV of marked prompts, or compare the KV of each sequence with it."""
+        """Write the KV of marked prompts (prefill), or compare it for each sequence (decode)."""
         if not self._is_writing:
-            return [self._look(batch, row) for row in range(len(batch.samplings))]
+            return [self._compare(batch, row) for row in range(len(batch.samplings))]
         (marked,) = np.nonzero(batch.token_ids)
         if len(marked):
             blocks, offsets = np.divmod(batch.slots[marked], self._block_size)
@@ -119,7 +120,8 @@ class Still:
 
     def shutdown(self) -> None: ...
 
-    def _look(self, batch: Batch, row: int) -> int:
+    def _compare(self, batch: Batch, row: int) -> int:
+        """Return RIGHT if the KV of a sequence is what its mark implies, else WRONG."""
         mark, length = int(batch.token_ids[batch.sample_rows[row]]), int(batch.context_lens[row])
         if not mark:
             return RIGHT
@@ -136,7 +138,7 @@ class Still:
 
 
 class Watched(KVPlane):
-    """Tells of each transfer when its offer left and when its last ACK came."""
+    """Reports when the offer of each transfer was sent and when its last ACK was received."""
 
     def __init__(self, tell: Tell, max_model_len: int, keys: Keys | None = None) -> None:
         super().__init__(max_model_len, keys)
@@ -146,8 +148,9 @@ class Watched(KVPlane):
     def link(
         self, identity: bytes, endpoint: str, on_message: Any, *rest: Any, **more: Any
     ) -> Link:
-        hear = partial(self._hear, on_message)
-        link = super().link(identity, endpoint, hear, *rest, **more)
+        """Return a link that reports when offers are sent and last ACKs received."""
+        watch = partial(self._watch, on_message)
+        link = super().link(identity, endpoint, watch, *rest, **more)
         send = link.send
 
         def watched(parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
@@ -159,7 +162,7 @@ class Watched(KVPlane):
         link.send = watched  # type: ignore[method-assign]
         return link
 
-    def _hear(self, on_message: Callable[[list[Buffer]], None], parts: list[Buffer]) -> None:
+    def _watch(self, on_message: Callable[[list[Buffer]], None], parts: list[Buffer]) -> None:
         if parts[0] == TAG.pack(Tag.KV_CACHE_ACK) and Credit.unpack(parts[2]).ready:
             request_id = KvCacheAck.from_header(bytes(parts[1])).request_id
             offered_s = self._offered_s.pop(request_id)
@@ -168,7 +171,7 @@ class Watched(KVPlane):
 
 
 class Counted(Copies):
-    """Counts the jobs of the transfer threads."""
+    """Counts the jobs that the transfer threads run."""
 
     num_jobs = 0
 
@@ -178,7 +181,7 @@ class Counted(Copies):
 
 
 def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
-    """Run one worker until it is stopped; answer each message of the pipe with the usage so far."""
+    """Run one worker until it is stopped; reply to each message on the pipe with its usage."""
     config = Config(**settings)
     configure(config.log_level)
     if config.cores:
@@ -187,7 +190,7 @@ def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
     def answer(stop: asyncio.Event) -> None:
         try:
             pipe.recv()
-        except EOFError:  # who started us is gone
+        except EOFError:  # the parent process has ended
             asyncio.get_running_loop().remove_reader(pipe.fileno())
             stop.set()
             return
@@ -207,7 +210,7 @@ def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Moved:
-    """One transfer, from its offer to its last ACK."""
+    """The size and the times of one transfer, from its offer to its last ACK."""
 
     num_bytes: int
     offered_s: float
@@ -219,7 +222,7 @@ class Moved:
 
 
 class Pair:
-    """A prefill and a decode worker, and the router they know."""
+    """A minimal router, connected to a prefill and a decode worker."""
 
     def __init__(self, layout: KVLayout, keys: Keys | None) -> None:
         self._layout = layout
@@ -236,13 +239,13 @@ class Pair:
         self.endpoint = self._hub.bind("tcp://127.0.0.1:0")
 
     async def move(self, num_tokens: int, count: int = 1, mark: int = 0) -> list[Moved]:
-        """Move the KV of so many prompts, all at once.
+        """Transfer the KV of `count` prompts at once.
 
         Args:
-            mark: Not 0: fill it with KV of this mark first, and compare it at the end.
+            mark: If not 0, KV with this mark is written before and compared afterwards.
 
         Raises:
-            RuntimeError: A request failed, or its KV is not the one that was written.
+            RuntimeError: A request failed, or its KV did not arrive unchanged.
         """
         first = self._num_requests
         self._num_requests += count
@@ -265,7 +268,7 @@ class Pair:
         return [Moved(num_bytes, it["offered_s"], it["ready_s"]) for it in times]
 
     async def figures(self) -> dict[Role, dict[str, float]]:
-        """Return each worker's usage so far: CPU seconds, context switches, copy jobs."""
+        """Return the CPU seconds, context switches and copy jobs of each worker so far."""
         found = {}
         for role, pipe in self._pipes.items():
             pipe.send(None)
@@ -288,7 +291,7 @@ class Pair:
     def _on_pipe(self, pipe: Pipe) -> None:
         try:
             told = pipe.recv()
-        except EOFError:  # it has ended: what waits for it says so
+        except EOFError:  # it has ended: pending requests will time out
             asyncio.get_running_loop().remove_reader(pipe.fileno())
             return
         if "id" in told:
@@ -306,7 +309,7 @@ class Pair:
                 self._on_hello(peer, frame, message)
             case Heartbeat() | Drain():
                 answer = Heartbeat(0, 0, 0) if isinstance(frame, Heartbeat) else frame
-                with suppress(PeerLost):  # it may have ended meanwhile
+                with suppress(PeerLost):  # the worker may have ended meanwhile
                     self._hub.send(peer, encode(answer))
             case DecodeToken():
                 self._tokens.update(message.tokens)
@@ -335,8 +338,9 @@ class Pair:
 
 @asynccontextmanager
 async def pair(layout: KVLayout, *, is_split: bool = False, **settings: Any) -> AsyncIterator[Pair]:
-    """Two workers with these settings, `kv_bind` and `keys` among them; each on half of the cores
-    if that `is_split`.
+    """Start two workers with these settings, which include `kv_bind` and maybe `keys`.
+
+    If `is_split`, each worker gets half of the cores.
     """
     cores = sorted(own_cores())
     half = len(cores) // 2

@@ -1,4 +1,4 @@
-"""The launcher: routers and other programs to be measured, as processes of their own."""
+"""Launches routers and other programs to be measured, as separate processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Server:
-    """A process that listens; its addresses by "http" and "tcp"."""
+    """A running server; the keys of `addresses` are "http" and "tcp"."""
 
     addresses: dict[str, tuple[str, int]]
     pid: int
@@ -39,11 +39,11 @@ class Server:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """The process and all that it started."""
+        """The process and all its descendants."""
         return [self.process, *self.process.children(recursive=True)]
 
     def wait_until_ready(self) -> None:
-        """Wait until a router has its workers."""
+        """Wait until a router is ready."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with socket.create_connection(self.http) as connection:
@@ -56,7 +56,7 @@ class Server:
 
 @contextmanager
 def router(*flags: str, root: Path = ROOT) -> Iterator[Server]:
-    """A router of the checkout at `root`, on ports that are free."""
+    """Run a router of the checkout at `root`, on free ports."""
     endpoints = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
     with started("router", "--log-level", "error", *endpoints, *flags, root=root) as server:
         if "--local" in flags:
@@ -66,7 +66,7 @@ def router(*flags: str, root: Path = ROOT) -> Iterator[Server]:
 
 @contextmanager
 def started(*module: str, root: Path = ROOT) -> Iterator[Server]:
-    """A module with its flags; it takes `--ready-file` as a router does."""
+    """Run a module with flags; the module must support `--ready-file` as a router does."""
     with tempfile.TemporaryDirectory() as directory:
         ready = Path(directory) / "ready"
         with running("-m", *module, "--ready-file", str(ready), root=root) as process:
@@ -82,7 +82,7 @@ def started(*module: str, root: Path = ROOT) -> Iterator[Server]:
 def running(
     *arguments: str, python: str = sys.executable, root: Path = ROOT, is_quiet: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process, which is ended in any case."""
+    """Run a Python process, and terminate it on exit."""
     output = subprocess.DEVNULL if is_quiet else None
     process = subprocess.Popen([python, *arguments], cwd=root, stdout=output, stderr=output)
     try:
@@ -98,7 +98,7 @@ def _address(url: str) -> tuple[str, int]:
 
 
 class Cpu:
-    """The CPU seconds, as user and as system, that processes use from now on."""
+    """Measures the user and system CPU seconds that processes use from its creation on."""
 
     def __init__(self, processes: Iterable[psutil.Process]) -> None:
         self._processes = list(processes)
@@ -106,22 +106,22 @@ class Cpu:
 
     def used(self) -> tuple[float, float]:
         total, user, system = (b - a for a, b in zip(self._before, self._now(), strict=True))
-        # The kernel counts the sum exactly, and samples how it divides.
+        # The kernel counts the total exactly, but only samples the user and system times.
         share = user / (user + system or 1.0)
         return total * share, total * (1 - share)
 
     def _now(self) -> tuple[float, float, float]:
         times = [process.cpu_times() for process in self._processes]
-        # The clock of another process, as clock_getcpuclockid(3) makes it.
+        # The id of the CPU clock of another process, as in clock_getcpuclockid(3).
         clocks = [time.clock_gettime((~each.pid << 3) | 2) for each in self._processes]
         return sum(clocks), sum(each.user for each in times), sum(each.system for each in times)
 
 
 def share_cores(routers: Iterable[int], workers: Iterable[int]) -> None:
-    """Put all threads of the routers on one core and those of the workers on another.
+    """Pin all threads of the routers to one core and those of the workers to another.
 
-    Two routers that are compared need the same luck: left to the scheduler, one can sit for seconds
-    on a core that another process needs too.
+    This gives two routers that are compared equal conditions: otherwise one may run for seconds on
+    a core that another process uses too.
     """
     cores = sorted(os.sched_getaffinity(0))
     for core, pids in ((cores[0], routers), (cores[-1], workers)):

@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
-"""Clients of a router, as one process: `bench_router.py` starts them.
+"""Clients of a router, in one process that `bench_router.py` starts.
 
     scripts/bench/router_clients.py 127.0.0.1 8000 stream --streams 64 --tokens 1000 --pid 4711
 
-Waits for a line on stdin, then sends requests (`stream`: all at once; `arrivals`: at `--rate` a
-second; `requests`: of one token without a stream, on each connection again and again; `hold`:
-streams without a second token, kept open until another line comes).  After the last response, every
-token is compared with the answer of `emitters.py`.  Prints one JSON line: tokens, seconds since
-every stream had its first token, and the CPU seconds of the process `--pid` and its children in
-these; and of each request its key, when it was sent and when its first token came.
+Waits for a line on stdin, then sends requests of one kind:
+
+    stream      all at once
+    arrivals    at a rate of `--rate` per second
+    requests    one token each, not streamed, repeatedly on each connection
+    hold        streams that stop after the first token, open until another line on stdin
+
+After the last response, compares every token with the output of `emitters.py`.  Prints one JSON
+line: the number of tokens, the seconds from when all streams had their first token, the CPU seconds
+that the process `--pid` and its children used meanwhile, and for each request its key, when it was
+sent and when its first token arrived.
 """
 
 from __future__ import annotations
@@ -42,13 +47,13 @@ from scripts.bench.processes import Cpu
 from wire.process.model import locate
 
 PATHS: Final = {"completions": COMPLETIONS, "chat": CHAT}
-# The text of each token of other routers' mock workers.
+# The text of each token that the mock workers of other routers send.
 HELLO: Final = " hello"
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request; its key chooses the answer."""
+    """One request, whose key determines the output."""
 
     key: int
     num_tokens: int
@@ -57,7 +62,7 @@ class Question:
 
 
 class Answers:
-    """The expected answers: the tokens, and their text."""
+    """The expected outputs, as token ids and as text."""
 
     def __init__(self, model: Path, *, has_peer: bool) -> None:
         self._ids = vocabulary(model)
@@ -65,11 +70,11 @@ class Answers:
         self._has_peer = has_peer
 
     def first_of_chats(self) -> int:
-        """Return the first token of a chat's prompt."""
+        """Return the first token id of the prompt of a chat."""
         return int(self._tokenizer.token_to_id("<|user|>") or 0)
 
     def problem(self, connection: Connection, question: Question) -> str:
-        """Return what is wrong with the response; "": nothing."""
+        """Return the problem with a response, or ""."""
         expected = answer(self._ids, question.key, question.num_tokens)
         if isinstance(connection, TcpConnection):
             try:
@@ -92,14 +97,14 @@ class Answers:
 
 
 class Clients:
-    """All connections of this process."""
+    """All clients of this process."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
         self._connections: list[Connection] = []
         self._answers = Answers(locate("demo"), has_peer=given.model != "demo")
         self._problems: list[str] = []
-        # The key of each request, when it was sent and when its first token came.
+        # For each request its key, when it was sent and when its first token arrived.
         self._spans: list[tuple[int, float, float]] = []
 
     async def connect(self, num: int) -> None:
@@ -126,6 +131,7 @@ class Clients:
         return connection.post(PATHS[given.face], body)
 
     async def stream(self) -> dict[str, Any]:
+        """Run all streams at once; measure from when all have their first token."""
         given = self._given
         flow = Flow(given.pace_us, given.streams)
         keys = list(range(10, 10 + given.streams))
@@ -144,6 +150,7 @@ class Clients:
         return measured
 
     async def hold(self) -> dict[str, Any]:
+        """Open streams that stop after the first token, until a line on stdin."""
         flow = Flow(0, 2**30)
         questions = [Question(10 + i % 100, 9, flow) for i in range(len(self._connections))]
         done = [self._send(*pair) for pair in zip(self._connections, questions, strict=True)]
@@ -156,6 +163,7 @@ class Clients:
         return {}
 
     async def requests(self) -> dict[str, Any]:
+        """Run one-token requests repeatedly on each connection."""
         indices = iter(range(self._given.requests))
         cpu, start = self._cpu(), time.monotonic()
 
@@ -169,6 +177,7 @@ class Clients:
         return self._measured(cpu, start, self._given.requests)
 
     async def arrivals(self) -> dict[str, Any]:
+        """Start streams at a fixed rate."""
         given, start = self._given, time.monotonic()
         flow, tasks = Flow(given.pace_us), list[asyncio.Task[None]]()
         for index in range(given.requests):
@@ -179,7 +188,7 @@ class Clients:
         return {"seconds": time.monotonic() - start}
 
     async def _send_once(self, question: Question) -> None:
-        """Use an idle connection that the router has not closed, or a new one."""
+        """Send a request on an idle connection that is still open, or on a new one."""
         self._connections = [it for it in self._connections if not it.transport.is_closing()]
         if not self._connections:
             await self.connect(1)

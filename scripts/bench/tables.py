@@ -1,13 +1,13 @@
-"""The table that every bench prints."""
+"""The table that every benchmark prints."""
 
 from __future__ import annotations
 
 
 class Table:
-    """Prints headings, then rows as they are measured.
+    """Prints headings at creation, then one row per call.
 
-    A column is its heading and the format of its numbers, as in "answer s:>10.2f"; a cell of text
-    has the width alone.
+    Each column is a heading and a format for numbers, as in "answer s:>10.2f".  A cell with text
+    uses only the width of the format.
     """
 
     def __init__(self, *columns: str) -> None:

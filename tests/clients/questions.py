@@ -11,6 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 QUESTION: Final = "What is the weather in Paris and in Rome?"
 STORY: Final = "Tell me a story about a fox."
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+ALLOWED: Any = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "required", "tools": [NAMED]},
+}
 
 
 class Weather(BaseModel):

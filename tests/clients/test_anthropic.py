@@ -8,10 +8,17 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.clients.questions import PERSON, QUESTION, STORY, TOOLS, Person, Time, check_call
+from tests.clients.questions import (
+    MESSAGES,
+    PERSON,
+    STORY,
+    TOOLS,
+    Person,
+    Time,
+    check_call,
+)
 from tests.cluster import Cluster
 
-MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 OURS: Any = [
     {
         "name": tool["function"]["name"],
@@ -51,19 +58,6 @@ def test_a_message(client: anthropic.Anthropic, cluster: Cluster) -> None:
     assert message.stop_reason in ("end_turn", "max_tokens")
     assert message.stop_sequence is None
     assert message.usage.input_tokens > 0 and message.usage.output_tokens > 0
-
-
-def test_a_system_prompt_is_read(client: anthropic.Anthropic, cluster: Cluster) -> None:
-    plain = ask(client, cluster, max_tokens=1)
-    told = ask(client, cluster, max_tokens=1, system="Answer as a pirate would.")
-    blocks = ask(
-        client,
-        cluster,
-        max_tokens=1,
-        system=[{"type": "text", "text": "Answer as a pirate would."}],
-    )
-    read = [_read(message.usage) for message in (plain, told, blocks)]
-    assert read[0] < read[1] == read[2]
 
 
 def _read(usage: Any) -> int:

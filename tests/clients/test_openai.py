@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 
-from tests.clients.questions import PERSON, QUESTION, STORY, TOOLS, Person, Weather, check_call
+from tests.clients.questions import (
+    ALLOWED,
+    MESSAGES,
+    NAMED,
+    PERSON,
+    QUESTION,
+    STORY,
+    TOOLS,
+    Person,
+    Weather,
+    check_call,
+)
 from tests.cluster import Cluster
 
-MESSAGES: Any = [{"role": "user", "content": QUESTION}]
-NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-ALLOWED: Any = {
-    "type": "allowed_tools",
-    "allowed_tools": {"mode": "required", "tools": [NAMED]},
-}
 # As /v1/responses takes them: without the inner object.
 FLAT: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 GREEDY: Any = {"temperature": 0, "max_tokens": 40}
-# In the arguments of every call of the first tool.
-STOP = '"unit": "'
 
 
 def chat(client: openai.OpenAI, cluster: Cluster, **fields: Any) -> Any:
@@ -145,14 +149,6 @@ def test_chunks_of_a_call_name_it_once(client: openai.OpenAI, cluster: Cluster) 
     assert [choice.finish_reason for choice in choices if choice.finish_reason]
 
 
-def test_allowed_tools_leave_the_prompt_as_it_is(client: openai.OpenAI, cluster: Cluster) -> None:
-    chats = [chat(client, cluster, tools=TOOLS, tool_choice=it) for it in ("auto", ALLOWED)]
-    assert len({answer.usage.prompt_tokens for answer in chats}) == 1
-    flat = {"type": "allowed_tools", "mode": "required", "tools": FLAT[:1]}
-    answers = [respond(client, cluster, tools=FLAT, tool_choice=it) for it in ("auto", flat)]
-    assert len({answer.usage.input_tokens for answer in answers}) == 1
-
-
 def test_the_result_of_a_call_goes_back(client: openai.OpenAI, cluster: Cluster) -> None:
     called = chat(client, cluster, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False)
     message = called.choices[0].message
@@ -163,26 +159,6 @@ def test_the_result_of_a_call_goes_back(client: openai.OpenAI, cluster: Cluster)
     }
     said = chat(client, cluster, messages=[*MESSAGES, message, result], tools=TOOLS)
     assert said.usage.prompt_tokens > called.usage.prompt_tokens
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_call_that_a_stop_cuts_goes_back(
-    client: openai.OpenAI, cluster: Cluster, stream: bool
-) -> None:
-    asked: Any = {"tools": TOOLS, "tool_choice": NAMED, "stop": [STOP]}
-    if stream:
-        with client.chat.completions.stream(
-            model=cluster.model, messages=MESSAGES, max_completion_tokens=400, **asked
-        ) as events:
-            (choice,) = events.get_final_completion().choices
-    else:
-        (choice,) = chat(client, cluster, **asked).choices
-    assert choice.finish_reason == "stop"
-    (call,) = choice.message.tool_calls or []
-    with pytest.raises(ValueError, match="Expecting"):
-        json.loads(call.function.arguments)
-    said = chat(client, cluster, messages=[*MESSAGES, choice.message, *MESSAGES], tools=TOOLS)
-    assert said.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
 def test_parse_fills_a_model_from_a_call(client: openai.OpenAI, cluster: Cluster) -> None:
@@ -198,22 +174,6 @@ def test_parse_fills_a_model_from_a_call(client: openai.OpenAI, cluster: Cluster
     assert isinstance(call.function.parsed_arguments, Weather)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": TOOLS[1:], "tool_choice": NAMED}, "tool_choice"),
-        ({"tools": TOOLS[1:], "tool_choice": ALLOWED}, "tool_choice.allowed_tools.tools[0]"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ],
-)
-def test_an_impossible_field_is_refused_by_name(
-    client: openai.OpenAI, cluster: Cluster, fields: Any, param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        chat(client, cluster, **fields)
-    assert (caught.value.param or "").startswith(param)
-
-
 # Chat: structured output.
 
 
@@ -227,15 +187,6 @@ def test_a_streamed_object_is_parsed(client: openai.OpenAI, cluster: Cluster) ->
 
 
 # Responses.
-
-
-def test_a_response(client: openai.OpenAI, cluster: Cluster) -> None:
-    answer = respond(client, cluster, instructions="Be brief.", temperature=0)
-    assert answer.object == "response" and answer.status == "completed"
-    assert answer.output[-1].type == "message" and answer.output[-1].role == "assistant"
-    assert answer.output_text
-    assert answer.instructions == "Be brief."
-    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
 def test_events_make_the_whole_response(client: openai.OpenAI, cluster: Cluster) -> None:
@@ -276,38 +227,6 @@ def test_a_response_calls_a_function(client: openai.OpenAI, cluster: Cluster, st
     assert following.status in ("completed", "incomplete")
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_response_whose_call_a_stop_cuts_goes_on(
-    client: openai.OpenAI, cluster: Cluster, stream: bool
-) -> None:
-    asked: Any = {"tools": FLAT[:1], "tool_choice": "required", "extra_body": {"stop": [STOP]}}
-    if stream:
-        answer = list(respond(client, cluster, stream=True, **asked))[-1].response
-    else:
-        answer = respond(client, cluster, **asked)
-    assert (answer.status, answer.incomplete_details) == ("incomplete", None)
-    *_, call = answer.output
-    assert (call.type, call.status) == ("function_call", "incomplete")
-    following = respond(client, cluster, input="And?", previous_response_id=answer.id)
-    assert following.status in ("completed", "incomplete")
-
-
-def test_the_earlier_response_is_remembered(client: openai.OpenAI, cluster: Cluster) -> None:
-    first = respond(client, cluster, input=STORY)
-    assert client.responses.retrieve(first.id).output_text == first.output_text
-    second = respond(client, cluster, input="And then?", previous_response_id=first.id)
-    assert second.previous_response_id == first.id
-    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
-    with pytest.raises(openai.NotFoundError):
-        respond(client, cluster, previous_response_id="resp_none")
-    forgotten = respond(client, cluster, store=False)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(forgotten.id)
-    client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(first.id)
-
-
 def test_a_response_fills_a_model(client: openai.OpenAI, cluster: Cluster) -> None:
     answer = client.responses.parse(
         model=cluster.model, input=QUESTION, text_format=Person, max_output_tokens=400
@@ -321,10 +240,60 @@ def test_a_response_fills_a_model(client: openai.OpenAI, cluster: Cluster) -> No
     Person.model_validate_json(whole.output_text)
 
 
-def test_a_refused_response_is_an_openai_error(client: openai.OpenAI, cluster: Cluster) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        respond(client, cluster, temperature=9)
-    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
-    with pytest.raises(openai.BadRequestError) as caught:
-        respond(client, cluster, tools=[{"type": "web_search"}])
-    assert (caught.value.param or "").startswith("tools")
+# Responses that continue kept ones.
+
+CALLED: Any = {
+    "tools": FLAT,
+    "tool_choice": {"type": "function", "name": "get_weather"},
+}
+brief = partial(respond, input=STORY, max_output_tokens=40, temperature=0)
+
+
+def test_turns_that_are_kept_are_turns_that_are_sent(
+    client: openai.OpenAI, cluster: Cluster
+) -> None:
+    first = brief(client, cluster, instructions="Be brief.")
+    kept = brief(client, cluster, input="And then?", previous_response_id=first.id)
+    items = [{"role": "user", "content": STORY}, *first.output]
+    sent = brief(client, cluster, input=[*items, {"role": "user", "content": "And then?"}])
+    assert kept.output_text == sent.output_text
+    assert kept.usage.input_tokens == sent.usage.input_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    unkept = brief(client, cluster, store=False)
+    for name in (first.id, unkept.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(name)
+        with pytest.raises(openai.NotFoundError):
+            brief(client, cluster, previous_response_id=name)
+
+
+def test_a_call_is_answered_by_its_output_alone(client: openai.OpenAI, cluster: Cluster) -> None:
+    asked: Any = {"input": QUESTION, "max_output_tokens": 400, "temperature": 1, **CALLED}
+    first = brief(client, cluster, **asked)
+    (call,) = first.output
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = brief(client, cluster, input=[output], previous_response_id=first.id, tools=[])
+    pages = client.responses.input_items.list(second.id, order="asc", limit=1)
+    kinds = [item.type for item in pages]
+    assert kinds == ["message", "function_call", "function_call_output"]
+    with client.responses.stream(model=cluster.model, **asked) as stream:
+        deltas = [it for it in stream if it.type == "response.function_call_arguments.delta"]
+        (streamed,) = stream.get_final_response().output
+    assert streamed.type == "function_call"
+    assert "".join([it.delta for it in deltas]) == streamed.arguments
+    assert isinstance(json.loads(streamed.arguments), dict)
+
+
+def test_one_that_is_cut_is_incomplete(client: openai.OpenAI, cluster: Cluster) -> None:
+    fields: Any = {"max_output_tokens": 2, "extra_body": {"ignore_eos": True}}
+    whole = brief(client, cluster, **fields)
+    *_, last = brief(client, cluster, stream=True, **fields)
+    assert last.type == "response.incomplete"
+    for response in (whole, last.response):
+        assert response.status == "incomplete"
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.usage.output_tokens == 2
+    again = brief(client, cluster, input="Go on.", previous_response_id=whole.id)
+    assert again.output_text

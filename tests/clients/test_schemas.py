@@ -8,11 +8,9 @@ import httpx
 import pytest
 
 from tests.clients.openai_schema import events_of, validate, validate_event
-from tests.clients.questions import PERSON, QUESTION, STORY, TOOLS
+from tests.clients.questions import MESSAGES, NAMED, PERSON, QUESTION, STORY, TOOLS
 from tests.cluster import Cluster
 
-MESSAGES: Any = [{"role": "user", "content": QUESTION}]
-NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 ALLOWED: Any = {
     "type": "allowed_tools",
     "allowed_tools": {"mode": "auto", "tools": [NAMED]},

@@ -4,7 +4,6 @@
     scripts/chaos --processes 60   so many processes killed of workers that have two each
     scripts/chaos --outages        a worker frozen, a black hole, the router killed
     scripts/chaos --cancels 10000  cancels at every moment, then nothing may be held
-    scripts/chaos --head-of-line   a short prompt behind ten long ones that were cancelled
     scripts/chaos --slow-clients   one that stops reading and 64 that read slowly
     scripts/chaos --soak 30        minutes of load with a fault every few seconds
 
@@ -25,8 +24,7 @@ from typing import Final
 
 from scripts.bench.pairs import Pairs
 from scripts.bench.processes import share_cores
-from tests.cluster import Cluster
-from tests.faults import cancels, kills, line, outages, processes, slow, soak
+from tests.faults import cancels, kills, outages, processes, slow, soak
 from tests.faults.checks import problems
 from tests.faults.clients import Record
 from tests.faults.cluster import FaultyCluster, timed_until_idle
@@ -146,26 +144,6 @@ def cancel_storm(args: argparse.Namespace, directory: Path) -> list[str]:
     return found + ([f"free after {idle_s:.2f} s"] if idle_s > FREE_AGAIN_S else [])
 
 
-def head_of_line(args: argparse.Namespace, directory: Path) -> list[str]:
-    """Ten long prompts cancelled before their first token, then a short one; the torch executor."""
-    chunk = 256
-    worker_args = f"--max-ubatch-tokens {chunk} --threads 2"
-    router_args = ("--worker-args", worker_args, "--heartbeat-ms", "100")
-    with Cluster(directory, model=args.model, executor="torch", args=router_args) as cluster:
-        waits = asyncio.run(
-            line.measure(
-                cluster, seed=args.seed, long=args.long, chunk=chunk, num_cancelled=10, rounds=5
-            )
-        )
-    after = [f"{1000 * wait:.0f}" for wait in waits.after_cancels_s]
-    print(
-        f"  TTFT of 16 tokens: idle {1000 * waits.idle_s:.0f} ms; after 10 cancelled prompts of "
-        f"{args.long}: {', '.join(after)} ms; a chunk of {chunk}: {1000 * waits.chunk_s:.0f} ms"
-    )
-    late = [wait for wait in waits.after_cancels_s if wait > waits.bound_s]
-    return [f"TTFT {wait:.3f} s, over {waits.bound_s:.3f} s" for wait in late]
-
-
 def slow_clients(args: argparse.Namespace, directory: Path) -> list[str]:
     """Two clusters, the same streams at both: slow clients come to one, then to the other.
 
@@ -231,7 +209,6 @@ def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
             ("RSS MiB", [usage.rss_bytes >> 20 for usage in series]),
             ("fds", [usage.num_fds for usage in series]),
             ("threads", [usage.num_threads for usage in series]),
-            ("tasks", [usage.num_tasks for usage in series]),
             ("thousand Python blocks", [usage.python_blocks // 1000 for usage in series]),
         ):
             if not any(values):
@@ -253,7 +230,6 @@ RUNS: Final[dict[str, Callable[[argparse.Namespace, Path], list[str]]]] = {
     "processes": process_sweep,
     "outages": out,
     "cancels": cancel_storm,
-    "head_of_line": head_of_line,
     "slow_clients": slow_clients,
     "soak": soaked,
 }
@@ -269,15 +245,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="so many killed")
     parser.add_argument("--outages", action="store_true", help="SIGSTOP, black hole, router")
     parser.add_argument("--cancels", type=int, default=0, metavar="N", help="so many cancels")
-    parser.add_argument("--head-of-line", action="store_true", help="TTFT after cancels")
     parser.add_argument("--slow-clients", action="store_true", help="clients that do not read")
     parser.add_argument("--soak", type=float, default=0, metavar="MINUTES", help="load and faults")
     parser.add_argument("--seed", type=int, default=5, help="of the load and of the faults")
     parser.add_argument("--requests", type=int, default=800, help="of the kill sweep")
     parser.add_argument("--kv", default="sockets", choices=kills.KV_ARGS, help="its way there")
     parser.add_argument("--rounds", type=int, default=2, help="of --slow-clients")
-    parser.add_argument("--model", default="demo", help="of --head-of-line")
-    parser.add_argument("--long", type=int, default=1900, help="tokens of its long prompts")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this directory")
     args = parser.parse_args()
     if not any(getattr(args, name) for name in RUNS):

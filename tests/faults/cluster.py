@@ -7,7 +7,6 @@ again at once, as systemd would, until `rest` says not to.
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import threading
@@ -23,7 +22,6 @@ import psutil
 from tests.cluster import START_S, Cluster, until
 from tests.faults.ports import free_port
 from tests.faults.relay import Relay, Relays
-from tests.faults.statuses import Statuses
 
 Key = tuple[str, int]  # role and rank
 
@@ -35,7 +33,6 @@ class Usage:
     rss_bytes: int
     num_fds: int
     num_threads: int
-    num_tasks: int
     python_blocks: int = 0  # the router's only
 
 
@@ -68,15 +65,12 @@ class FaultyCluster(Cluster):
         self._worker_args = worker_args
         self._router_index = 0
         self._relays = Relays()
-        self._statuses = Statuses()
-        self.environ["NOTIFY_SOCKET"] = self._statuses.address
         self._is_supervised = is_supervised
         self._is_resting = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor")
 
     def __enter__(self) -> Self:
         self._relays.__enter__()
-        self._statuses.__enter__()
         super().__enter__()  # cleans up after itself
         try:
             self._start_workers()
@@ -96,7 +90,6 @@ class FaultyCluster(Cluster):
         for process in self.workers.values():
             process.kill()
         super().__exit__(*args)
-        self._statuses.__exit__()
         self._relays.__exit__()
 
     @property
@@ -144,16 +137,12 @@ class FaultyCluster(Cluster):
     def usage(self, names: Iterable[str]) -> dict[str, Usage]:
         """The resources that these processes ("router", "decode-0") hold now."""
         pids = {f"{role}-{rank}": self.workers[role, rank].pid for role, rank in self.keys}
-        return {name: self._usage_of(name, pids.get(name)) for name in names}
-
-    def _usage_of(self, name: str, worker_pid: int | None) -> Usage:
-        if worker_pid is None:
-            told = metrics(self)
-            counts = int(told["baton_tasks"]), int(told["baton_python_blocks"])
-            return _usage(self.router.pid, *counts)
-        num_tasks = re.search(r"(\d+) tasks", self._statuses.of(worker_pid))
-        assert num_tasks is not None, f"{name} has not said how many tasks it has"
-        return _usage(worker_pid, int(num_tasks[1]))
+        return {
+            name: _usage(pids[name])
+            if name in pids
+            else _usage(self.router.pid, int(metrics(self)["baton_python_blocks"]))
+            for name in names
+        }
 
     def _listen_flags(self) -> tuple[str, ...]:
         # `start_router` wants the very same ports again.
@@ -199,12 +188,12 @@ def metrics(cluster: Cluster) -> dict[str, float]:
     return {name: float(value) for name, value in lines if "{" not in name}
 
 
-def _usage(pid: int, num_tasks: int, python_blocks: int = 0) -> Usage:
+def _usage(pid: int, python_blocks: int = 0) -> Usage:
     process = psutil.Process(pid)
     with process.oneshot():
         memory = process.memory_info().rss
         held = process.num_fds(), process.num_threads()
-    return Usage(memory, *held, num_tasks, python_blocks)
+    return Usage(memory, *held, python_blocks)
 
 
 def timed_until_idle(cluster: Cluster) -> float:

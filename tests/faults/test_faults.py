@@ -16,9 +16,7 @@ from tests.faults.checks import problem
 from tests.faults.clients import Record
 from tests.faults.ports import BLOCK, free_port, kernels_range
 from tests.faults.relay import Relays
-from tests.faults.statuses import Statuses
 from wire.options import Options
-from wire.process.lifetime import notify
 
 TEXT = [5, 6, 7, 8]
 
@@ -87,19 +85,6 @@ def test_a_relay_passes_holds_and_cuts() -> None:
                     while near.recv(100):
                         pass
                     raise ConnectionResetError  # closed: a reset with nothing unread may say so
-
-
-def test_statuses_are_heard_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Statuses() as statuses:
-        monkeypatch.setenv("NOTIFY_SOCKET", statuses.address)
-        pid = os.fork()
-        if not pid:
-            os._exit(not notify("STATUS=the other one"))
-        assert os.waitpid(pid, 0)[1] == 0
-        notify("READY=1", "STATUS=first")
-        notify("STATUS=second")
-        until(lambda: statuses.of(os.getpid()) == "second", "it is heard")
-        assert statuses.of(pid) == "the other one" and statuses.of(1) == ""
 
 
 def test_two_processes_never_draw_the_same_port() -> None:

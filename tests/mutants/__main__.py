@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import queue
 import sys
 import tempfile
@@ -42,9 +41,6 @@ def main(argv: Sequence[str]) -> int:
         verdicts.append(verdict)
         print(_line(mutant, verdict), flush=True)
     _print_rates(mutants, verdicts)
-    if args.json:
-        rows = [_row(*each) for each in zip(mutants, verdicts, strict=True)]
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
     noticed = sum(bool(verdict.noticed_by) for verdict in verdicts)
     is_sound = all(verdict.is_sound for verdict in verdicts)
     return 0 if is_sound and 100 * noticed >= args.at_least * len(verdicts) else 1
@@ -61,7 +57,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--place", action="append", default=[], help="only there; may be repeated")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
     parser.add_argument("--list", action="store_true", help="print the changes and run nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there, too")
     parser.add_argument("--at-least", type=float, default=90.0, metavar="PERCENT", help="(90)")
     return parser.parse_args(argv)
 
@@ -107,12 +102,6 @@ def _rate(verdicts: Sequence[Verdict]) -> str:
     return (
         f"{len(stages)} of {len(verdicts)}{share}, {stages.count('wing')} by the wing's other tests"
     )
-
-
-def _row(mutant: Mutant, verdict: Verdict) -> dict[str, object]:
-    kind, line, _, _, new = mutant.change
-    place = {"path": str(mutant.path), "line": line, "kind": kind, "old": mutant.old, "new": new}
-    return place | verdict._asdict()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -27,23 +25,18 @@ def made(source: str) -> list[str]:
     ("source", "results"),
     [
         ("a == b", {"a != b"}),
-        ("a is not b", {"a is b"}),
         ("a not in b", {"a in b"}),
         ("a < b <= c", {"a <= b <= c", "a >= b <= c", "a < b < c", "a < b > c"}),
         ("a and b and c", {"a or b and c", "a and b or c"}),
         ("(a) or (not b)", {"(a) and (not b)", "(a) or (b)"}),
         ("a + b * c", {"a - b * c", "a + b // c"}),
         ("a = 2", {"a = 3", "a = 1"}),
-        ("a = 0", {"a = 1"}),
         ("a = True", {"a = False"}),
         ("a = Colour.GREEN", {"a = Colour.RED"}),
         ("f(ü, g[x], y)", {"pass", "f(g[x], ü, y)"}),
-        ("await f(*a)", {"pass"}),
         ("a.b = c", {"pass"}),
         ("a[b] += c", {"pass"}),
-        ("del a[b]", {"pass"}),
         ("if a: b", {"if not (a): b"}),
-        ("while a.b(): c", {"while not (a.b()): c"}),
         ("a = [b for b in c if d(b)]", {"a = [b for b in c if not (d(b))]"}),
         (
             "def f() -> bool:\n    return a",
@@ -63,7 +56,6 @@ def test_the_changes_of_a_place(source: str, results: set[str]) -> None:
     [
         '"""A docstring of 1 line."""',
         "MAX_BYTES: Final = 4 << 20",
-        "SIZES = (16 * KIB, -1)",
         "a: Annotated[int, Meta(ge=1)] = b",
         "def f(a: Literal[1]) -> Literal[2]:\n    raise a",
         "class A(Protocol):\n    def f(self, a: int = 1) -> int: ...",
@@ -72,7 +64,6 @@ def test_the_changes_of_a_place(source: str, results: set[str]) -> None:
         "class A:\n    def __init__(self) -> None:\n        self.a = b",
         "assert a == 1, b + 2",
         "_LOG.info('listening', port=1)",
-        "self._log.debug(a == b)",
         'a = f"{b + 1} of {c}"',
         "a = zip(b, strict=True)",
         "if TYPE_CHECKING:\n    import a",
@@ -84,16 +75,6 @@ def test_text_types_and_tuned_numbers_are_left_alone(source: str) -> None:
     assert made(source) == []
 
 
-@pytest.mark.parametrize("path", ["wire/frames.py", "router/core/queue.py"])
-def test_every_change_is_of_one_place_and_leaves_code(path: str) -> None:
-    source = (ROOT / path).read_bytes()
-    tree, found = ast.dump(ast.parse(source)), changes(source)
-    assert len(found) > 20
-    for it in found:
-        assert ast.dump(ast.parse(it.made_in(source))) != tree
-        assert source[: it.start].count(b"\n") + 1 >= it.line
-
-
 def test_a_seed_draws_the_same_mutants_of_all_wings() -> None:
     one, again, other = (list(itertools.islice(drawn(ROOT, seed), 60)) for seed in (7, 7, 8))
     assert one == again != other
@@ -101,17 +82,6 @@ def test_a_seed_draws_the_same_mutants_of_all_wings() -> None:
     assert num_wings > 20
     assert len({mutant.wing for mutant in one[:num_wings]}) == num_wings
     assert len(set(one)) == 60
-
-
-def test_of_some_places_each_is_drawn_once() -> None:
-    path, source = Path("wire/maps.py"), (ROOT / "wire/maps.py").read_bytes()
-    everything = changes(source, members_of_enums([source]))
-    found = [mutant.change for mutant in drawn(ROOT, 1, ["wire/maps.py"])]
-    assert sorted(found) == sorted(everything)
-    line = everything[0].line
-    only = {mutant.change.line for mutant in drawn(ROOT, 1, [f"{path}:{line}"])}
-    assert only == {line}
-    assert {it.wing for it in itertools.islice(drawn(ROOT, 1, ["wire"]), 30)} == {"wire"}
 
 
 def test_tests_of_a_module_come_before_those_of_its_wing() -> None:
@@ -207,8 +177,5 @@ def test_the_command_lists_judges_and_counts(
     assert main(["--list", "--count", "3"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == 3 and all(line.startswith("wire/numbers.py:") for line in listed)
-    rows = root / "rows.json"
-    place = ["--place", "wire/numbers.py:10"]
-    assert main([*place, "--jobs", "1", "--json", str(rows)]) == 1, "it survives"
+    assert main(["--place", "wire/numbers.py:10", "--jobs", "1"]) == 1, "it survives"
     assert "SURVIVED wire/numbers.py:10 statement dropped: notes" in capsys.readouterr().out
-    assert [row["noticed_by"] for row in json.loads(rows.read_text())] == [""]

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from router.app import Router, allow_many_files, announce, serve, with_room
+from router.app import Router, announce, serve, with_room
 from router.config import Config, split_endpoint
 from router.core.request import Request
-from router.http.server import FLUSH_S
 from scripts.tcp_client import connect
-from tests.certificate import deaf_client, make
 from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
 from tests.router.site import ids, write_model
 from wire.errors import ErrorCode, WireError
@@ -32,7 +28,6 @@ from wire.frames import (
     DecodeDone,
     DecodeRequest,
     DecodeToken,
-    Error,
     Frame,
     PrefillDone,
     PrefillRequest,
@@ -44,14 +39,7 @@ from wire.parts import Message
 from wire.payloads import encode_prompt
 from wire.process.model import fingerprint
 from wire.process.settings import ConfigError
-from wire.stream import encode
 
-# What has an answer of over a megabyte.
-BODY = json.dumps({"prompt": "a" * 250_000, "return_token_strs": True}).encode()
-LONG = (
-    b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
-)
 OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
 
 
@@ -121,21 +109,6 @@ async def test_one_answer_over_http_and_one_over_tcp(tmp_path: Path) -> None:
             assert f"baton_frames_total{{{labels}}} {count}.0" in lines
 
 
-async def test_a_raw_tcp_client_that_does_not_read_is_counted(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-    questions = b"".join(encode(DecodeRequest(5, 8))) * 1000  # each is answered with an ERROR
-    async with running(tmp_path) as cluster:
-        with socket.socket() as client:
-            little_room(client)
-            client.setblocking(False)
-            await loop.sock_connect(client, split_endpoint(cluster.router.endpoints["tcp"]))
-            with pytest.raises(ConnectionError):
-                while True:
-                    await loop.sock_sendall(client, questions)
-        rendered = cluster.router.application.metrics.render().decode()
-    assert "baton_slow_clients_total 1.0" in rendered
-
-
 async def next_frame(client: object) -> Frame:
     message = await client.next_message()  # type: ignore[attr-defined]
     assert isinstance(message, Message)
@@ -159,64 +132,6 @@ async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None
         await cluster.answer([5, 6])
         await draining
         assert sink.kinds == ["prefill", "token", "done"]
-
-
-def little_room(client: socket.socket) -> None:
-    """Have the kernels keep little of an answer."""
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    # The kernel bounds its side by the segments: by megabytes where they are large.
-    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
-
-
-async def test_a_slow_client_gets_all_of_its_answer_before_the_router_stops(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-
-    async def stop(router: Router) -> None:
-        await router.drain()
-        await router.close()
-
-    async with running(tmp_path, drain_s=20.0) as cluster:
-        http = cluster.router.endpoints["http"].removeprefix("http://")
-        with socket.socket() as client:
-            little_room(client)
-            client.setblocking(False)
-            await loop.sock_connect(client, split_endpoint(http))
-            await loop.sock_sendall(client, LONG)
-            answer = await loop.sock_recv(client, 1)
-            stopping = asyncio.create_task(stop(cluster.router))
-            # A router that does not wait is gone by then.
-            assert not (await asyncio.wait([stopping], timeout=2 * FLUSH_S))[0]
-            while part := await loop.sock_recv(client, 1 << 16):
-                answer += part
-            await stopping
-    headers, _, text = answer.partition(b"\r\n\r\n")
-    assert b"content-length: %d\r\n" % len(text) in headers and len(text) > 1_000_000
-
-
-async def test_requests_past_the_drain_get_an_error(tmp_path: Path) -> None:
-    async with running(tmp_path, drain_s=0.0) as cluster:
-        endpoint = split_endpoint(cluster.router.endpoints["tcp"])
-        async with await connect(*endpoint) as client:
-            client.send(PrefillRequest(5, 1, ANY_RANK), encode_prompt([3], Options()))
-            await cluster.prefill.hear(Tag.PREFILL_REQUEST)
-            await cluster.router.drain()
-            assert await next_frame(client) == Error(5, ErrorCode.DRAINING)
-            await cluster.decode.hear(Tag.CANCEL)
-
-
-async def test_a_silent_worker_is_noticed_by_the_clock(tmp_path: Path) -> None:
-    async with running(tmp_path, heartbeat_ms=20) as cluster:
-        async with httpx.AsyncClient(
-            base_url=cluster.router.endpoints["http"], timeout=60
-        ) as client:
-            seen = [{"ready"}]
-            while seen[-1] != {"lost"}:
-                workers = (await client.get("/v1/cluster")).json()["workers"]
-                seen.append({worker["state"] for worker in workers})
-            answer = await client.get("/readyz")
-        assert set().union(*seen) <= {"ready", "suspect", "lost"}
-        assert answer.status_code == 503
-        assert "no prefill worker is ready: prefill-0 is lost" in answer.json()["reasons"]
 
 
 async def test_a_taken_port_is_named(tmp_path: Path) -> None:
@@ -271,18 +186,6 @@ def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
         assert router.returncode == 0, log
 
 
-def test_a_client_without_close_notify_is_no_error(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    flags = ["--tls-cert", str(made.cert), "--tls-key", str(made.key)]
-    with process(tmp_path, *flags) as (router, url):
-        asked = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
-        with deaf_client(made, httpx.URL(url).port or 0, asked) as client:
-            assert client.recv(12) == b"HTTP/1.1 200"
-            router.send_signal(signal.SIGTERM)
-            _, log = router.communicate(timeout=30)
-        assert router.returncode == 0 and b"error" not in log, log
-
-
 @pytest.mark.parametrize(
     ("num_files", "tls", "most"),
     [
@@ -301,64 +204,6 @@ def test_clients_leave_files_to_others(num_files: int, tls: Path | None, most: i
         assert with_room(config, num_files).max_connections == most
     warned = [(each["max_connections"], each["open_files"]) for each in logs]
     assert warned == ([] if most == 4096 else [(most, num_files)])
-
-
-@pytest.mark.parametrize(("most", "allowed"), [(1 << 20, 1 << 20), (-1, sys.maxsize)])
-def test_as_many_files_may_be_open_as_the_system_allows(
-    most: int, allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = [256, most]
-    monkeypatch.setattr("resource.getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr("resource.setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
-    assert resource.RLIM_INFINITY == -1 and allow_many_files() == allowed
-
-
-def test_a_system_that_allows_less_than_it_says_is_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("not allowed")
-
-    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1 << 20))
-    monkeypatch.setattr("resource.setrlimit", refuse)
-    assert allow_many_files() == 256
-
-
-def said_to(client: socket.socket) -> bytes:
-    """The first bytes for a silent client; none if it is cut off."""
-    try:
-        return client.recv(12)
-    except ConnectionError:
-        return b""
-
-
-@pytest.mark.parametrize(("face", "refusal"), [("http", b"HTTP/1.1 503"), ("tcp", b"\x2d")])
-def test_where_few_files_may_be_open_too_many_clients_are_told_so_or_cut(
-    face: str, refusal: bytes, tmp_path: Path
-) -> None:
-    few = ["sh", "-c", 'ulimit -n 80; exec "$@"', "sh"]
-    with process(tmp_path, "--grace-s=60", before=few) as (router, _), ExitStack() as stack:
-        url = json.loads((tmp_path / "ready").read_text())[face]
-        address = split_endpoint(url.partition("://")[2])
-        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
-        told = [it for client in clients[20:] if (it := said_to(client))]
-        assert told and all(it.startswith(refusal) for it in told)
-        # A quarter as many as are served, or a few more if some of these have hung up already.
-        assert len(told) < 20 and len(os.listdir(f"/proc/{router.pid}/fd")) < 70
-
-
-@pytest.mark.parametrize(("flag", "processes"), [("http", 2), ("tcp", 1)])
-def test_an_address_that_is_taken_is_said_with_its_flag(
-    flag: str, processes: int, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        endpoints = {**OPEN, flag: endpoint, "processes": processes}
-        command += [f"--{name}={value}" for name, value in endpoints.items()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1
-    assert f"cannot bind --{flag} {endpoint}: Address already in use" in done.stderr
 
 
 def test_no_reader_of_a_ready_file_sees_half(tmp_path: Path) -> None:

@@ -75,22 +75,6 @@ def test_an_unknown_peer_is_asked_for_hello() -> None:
     assert list(router.fleet) == []
 
 
-def test_a_worker_beside_one_that_is_alive_is_fenced_and_told_what_to_do() -> None:
-    router = Router()
-    router.pair()
-    _, sink = router.submit()
-    newcomer = b"decode-0-2"
-    router.say(newcomer, Hello(2, 0, Role.DECODE), encode_map(detail()))
-    [(peer, message)] = router.take(Tag.ERROR)
-    told = decode_map(ErrorDetail, message.body())
-    assert (peer, message.frame) == (newcomer, Error(0, ErrorCode.FENCED))
-    assert "another --rank, or stop" in told.message and told.retry_after_s == 3.0
-    assert router.fleet.get(D) is not None and sink.ends == []
-    router.bus.on_lost(D)  # killed: its connection closed
-    router.join(Role.DECODE, epoch=2)
-    assert errors(router) == [] and router.fleet.get(newcomer) is not None
-
-
 def test_a_worker_cannot_use_another_identity() -> None:
     """As decode-1, whose identity the handshake has checked."""
     router = Router()
@@ -113,21 +97,6 @@ def test_a_worker_cannot_use_another_identity() -> None:
     router.say(mine, Drain(9, 0))
     assert errors(router)[0][1] == ErrorCode.PROTOCOL and router.fleet.get(mine) is None
     assert sink.ends == []
-
-
-def test_a_replaced_worker_is_fenced_and_its_requests_end() -> None:
-    router = Router()
-    router.pair()
-    _, sink = router.submit()
-    router.now += GONE_S
-    router.join(Role.DECODE, epoch=2)
-    [(peer, code, _)] = errors(router)
-    assert (peer, code) == (D, ErrorCode.FENCED)
-    assert sink.error.code is ErrorCode.WORKER_LOST
-    router.say(D, [DecodeToken(router.prefill_id(), 1)])
-    [(peer, code, _)] = errors(router)
-    assert (peer, code) == (D, ErrorCode.UNKNOWN_PEER)
-    router.assert_idle()
 
 
 @pytest.mark.parametrize("parts", [[b""], [b"\x1e\0\0\0", b"short"], [b"\xff" * 4, b"0" * 16], []])
@@ -239,20 +208,6 @@ def test_heartbeats_feed_the_prefix_index() -> None:
     assert router.bus.index.longest(D, hashes) == 1
     router.bus.on_lost(D)
     assert router.bus.index.size(D) == 0
-
-
-def test_requests_with_one_prefix_meet_before_the_next_heartbeat() -> None:
-    router = Router()
-    router.join(Role.PREFILL, num_blocks=512, max_model_len=4096)
-    for rank in range(3):
-        router.join(Role.DECODE, rank, num_blocks=512, max_model_len=4096)
-    handle, _ = router.submit(1000)
-    router.dispatcher.cancel(handle)
-    router.sent.clear()
-    for _ in range(3):
-        router.submit(1000)
-    ranks = [message.frame.decode_rank for _, message in router.take(Tag.PREFILL_REQUEST)]  # type: ignore[attr-defined]
-    assert len(set(ranks)) == 1
 
 
 def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:

@@ -33,17 +33,12 @@ def said(places: dict[tuple[str, int], frozenset[int]]) -> dict[str, str]:
         (machine(1, 2), (1, 1), "auto", {"d0": "0-1", "p0": "0-1"}),
         (machine(1, 2), (1, 1), "split", {"d0": "0", "p0": "1"}),
         (machine(1, 2), (2, 1), "split", {"d0": "0-1", "p0": "0-1", "p1": "0-1"}),
-        (machine(1, 2), (1, 0), "auto", {"p0": "0-1"}),
         (machine(1, 7), (1, 1), "auto", {"d0": "0-6", "p0": "0-6"}),
         (machine(1, 8), (1, 1), "auto", {"d0": "0-3", "p0": "4-7"}),
-        (machine(1, 9), (1, 1), "auto", {"d0": "0-4", "p0": "5-8"}),
         (machine(1, 8), (1, 1), "shared", {"d0": "0-7", "p0": "0-7"}),
-        (machine(1, 8), (1, 2), "auto", {"d0": "0-7", "d1": "0-7", "p0": "0-7"}),
         (machine(1, 8, 2), (1, 1), "auto", {"d0": "0-3,8-11", "p0": "4-7,12-15"}),
-        (machine(2, 16), (1, 1), "auto", {"d0": "0-15", "p0": "16-31"}),
         (machine(2, 16), (1, 2), "auto", {"d0": "0-7", "d1": "16-31", "p0": "8-15"}),
         (machine(2, 4), (1, 2), "auto", {"d0": "0-3", "d1": "4-7", "p0": "0-3"}),
-        (machine(2, 4), (1, 2), "shared", {"d0": "0-7", "d1": "0-7", "p0": "0-7"}),
         ([*machine(1, 4), [frozenset({9})]], (1, 1), "auto", {"d0": "0-3", "p0": "0-3"}),
         # A third of the large one is less than all of the small one.
         (

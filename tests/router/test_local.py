@@ -18,9 +18,8 @@ from structlog.testing import capture_logs
 from router import local
 from router.config import Config
 from router.core.cluster import ProcessState
-from router.local import LocalWorkers, command, environment, places
+from router.local import LocalWorkers, command, cores_of_workers, environment
 from tests.router.children import is_gone, until
-from wire.process.children import start_child
 from wire.process.cores import format_cores
 from wire.process.settings import ConfigError, parse
 from worker.config import Config as WorkerConfig
@@ -93,15 +92,8 @@ def test_only_those_that_may_not_use_every_core_are_told_cores(
     monkeypatch.setattr(local, "physical_cores", lambda node: [frozenset({it}) for it in node])
     monkeypatch.setattr(local, "nodes", lambda cores: [cores])
     monkeypatch.setattr(local, "quota", lambda: quota)
-    found = places(Config(local=(1, 1), local_cores=sharing))
+    found = cores_of_workers(Config(local=(1, 1), local_cores=sharing))
     assert planned == {role: format_cores(place) for (role, _), place in found.items()}
-
-
-async def test_no_task_is_left_after_stop() -> None:
-    workers = local_workers((1, 1))
-    workers.start()
-    await workers.stop(20.0)
-    assert asyncio.all_tasks() == {asyncio.current_task()} and workers.pids == {}
 
 
 async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +177,6 @@ async def test_the_settings_cannot_work_if_all_are_given_up_and_nobody_else_is_h
     await workers.stop(1.0)
 
 
-async def test_without_local_workers_none_is_missed() -> None:
-    local_workers((0, 0)).check([NOBODY])
-
-
 async def test_a_worker_whose_rank_is_taken_is_started_when_it_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -220,53 +208,3 @@ async def test_a_worker_that_will_not_end_is_killed(
     [pid] = workers.pids.values()
     await workers.stop(0.05)
     assert is_gone(pid)
-
-
-async def test_a_stopped_worker_is_not_restarted_while_another_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    is_up = tmp_path / "up"
-    scripts = [SILENT, STUBBORN.format(path=str(is_up))]
-    monkeypatch.setattr(
-        local, "command", lambda *its: [sys.executable, "-S", "-c", scripts[its[-1]]]
-    )
-    workers = local_workers((2, 0))
-    workers.start()
-    await until(lambda: len(workers.pids) == 2 and is_up.exists())
-    with capture_logs() as logs:
-        await workers.stop(0.3)
-    assert [line["event"] for line in logs] == ["local workers killed"]
-
-
-async def test_a_worker_started_during_stop_is_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    is_up, may_begin = tmp_path / "up", asyncio.Event()
-    late: list[asyncio.subprocess.Process] = []
-    start = start_child
-
-    async def start_late(command: list[str], environ: dict[str, str]) -> asyncio.subprocess.Process:
-        is_late = command[-1] == SILENT
-        if is_late:
-            await may_begin.wait()
-        process = await start(command, environ)
-        if is_late:
-            late.append(process)
-        return process
-
-    scripts = [STUBBORN.format(path=str(is_up)), SILENT]
-    run = [sys.executable, "-S", "-c"]
-    monkeypatch.setattr(local, "command", lambda *its: [*run, scripts[its[-1]]])
-    monkeypatch.setattr(local, "start_child", start_late)
-    workers = local_workers((2, 0))
-    workers.start()
-    await until(is_up.exists)
-    [pid] = workers.pids.values()
-    stopping = asyncio.create_task(workers.stop(60.0))
-    await asyncio.sleep(0)
-    may_begin.set()
-    await until(lambda: late and late[0].returncode is not None)
-    assert late[0].returncode == -signal.SIGKILL and not stopping.done()
-    os.kill(pid, signal.SIGKILL)
-    await stopping
-    assert workers.pids == {}

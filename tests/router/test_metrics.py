@@ -107,21 +107,6 @@ def test_dropped_frames_and_refused_requests() -> None:
     assert found["baton_requests_rejected_total{code=no_worker}"] == 1
 
 
-def test_http_and_the_loop() -> None:
-    metrics = served(Router())
-    metrics.on_response("completions", "stop")
-    metrics.on_lag(0.25)
-    metrics.on_slow_client()
-    metrics.on_tokens(0.04, 4)
-    found = samples(metrics)
-    assert found["baton_http_requests_total{endpoint=completions,outcome=stop}"] == 1
-    assert found["baton_event_loop_lag_seconds"] == 0.25
-    assert found["baton_slow_clients_total"] == 1
-    assert found["baton_inter_token_seconds_count"] == 4
-    assert found["baton_inter_token_seconds_bucket{le=0.01}"] == 4
-    assert found["baton_inter_token_seconds_sum"] == 0.04
-
-
 def test_names_and_units() -> None:
     router = Router()
     metrics = served(router)

@@ -21,7 +21,6 @@ from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,
     AS_MANY_AS_FIT,
-    NO_RANK,
     Cancel,
     DecodeDone,
     DecodeRequest,
@@ -40,13 +39,11 @@ from wire.parts import Buffer, Message
 from wire.payloads import (
     ErrorDetail,
     Logprobs,
-    PrefillResult,
     Usage,
     decode_continuation,
     decode_map,
     decode_prefill_result,
     encode_map,
-    encode_prefill_result,
     encode_prompt,
 )
 from wire.process.api_keys import ApiKeys
@@ -158,24 +155,6 @@ async def test_a_first_token_that_is_the_last_is_followed_by_the_end() -> None:
         assert [(await hear(client)).tag for _ in range(2)] == [Tag.PREFILL_DONE, Tag.DECODE_DONE]
 
 
-async def test_which_token_ended_it_is_of_the_bus_only() -> None:
-    async with face() as (router, client):
-        ask(client, 1, logprobs=0)
-        scores = Logprobs(logprob=-1.0)
-        ended = PrefillResult(token_id=5, finish_reason="stop", stop_token_id=5, logprobs=scores)
-        router.say(P, PrefillDone(await router.request_id(), 0), encode_prefill_result(ended))
-        assert decode_prefill_result((await hear(client)).body()).stop_token_id is None
-        usage = decode_map(Usage, (await hear(client)).body())
-        assert (usage.stop_token_id, usage.stop_logprobs) == (None, None)
-
-
-async def test_no_rank_asks_for_one_token() -> None:
-    async with face() as (router, client):
-        client.send(PrefillRequest(1, 1, NO_RANK), encode_prompt([4], Options()))
-        [(_, message)] = await router.hear(Tag.PREFILL_REQUEST)
-        assert isinstance(message.frame, PrefillRequest) and message.frame.decode_rank == NO_RANK
-
-
 @pytest.mark.parametrize(
     ("prompt", "code"), [(0, ErrorCode.INVALID_REQUEST), (1000, ErrorCode.CONTEXT_LENGTH_EXCEEDED)]
 )
@@ -214,14 +193,6 @@ async def test_bad_options_end_the_request_only() -> None:
         await router.request_id()
 
 
-async def test_a_busy_router_says_when_to_try_again() -> None:
-    async with face(Limits(max_waiting=0, max_running_per_worker=1)) as (_, client):
-        ask(client, 1)
-        ask(client, 2)
-        request_id, code, detail = await error(client)
-        assert (request_id, code, detail.retry_after_s) == (2, ErrorCode.OVERLOADED, 1.0)
-
-
 async def test_a_connection_has_a_bounded_number_of_requests() -> None:
     async with face(max_requests=2) as (router, client):
         for request_id in (1, 2, 3):
@@ -244,20 +215,6 @@ async def test_cancel_reaches_both_workers_and_is_not_answered() -> None:
         router.say(P, PrefillDone(request_id, 0), first())
         client.send(DecodeRequest(98, 1))
         assert (await error(client))[:2] == (98, ErrorCode.UNKNOWN_REQUEST)
-        router.assert_idle()
-
-
-async def test_a_connection_that_ends_takes_its_requests_with_it() -> None:
-    async with face() as (router, client):
-        ask(client, 1)
-        await router.request_id()
-        ask(client, 2)
-        await router.request_id()
-        await client.close()
-        cancelled: set[tuple[bytes, int]] = set()
-        while len(cancelled) < 4:
-            for peer, message in await router.hear(Tag.CANCEL):
-                cancelled.add((peer, message.frame.request_id))  # type: ignore[attr-defined]
         router.assert_idle()
 
 
@@ -337,23 +294,6 @@ async def test_a_client_may_ask_for_as_many_tokens_as_fit(
         assert told.max_tokens == count + 1
 
 
-async def test_a_full_context_leaves_only_the_first_token() -> None:
-    async with face() as (router, client):
-        ask(client, 1, 999)
-        client.send(DecodeRequest(1, AS_MANY_AS_FIT))
-        router.say(P, PrefillDone(await router.request_id(), 64 * 999), first(5))
-        assert (await hear(client)).tag is Tag.PREFILL_DONE
-        assert (await hear(client)).frame == DecodeDone(1)
-        router.assert_idle()
-
-
-async def test_as_many_as_fit_plus_one_is_a_plain_number() -> None:
-    async with face() as (_, client):
-        ask(client, 1)
-        client.send(DecodeRequest(1, AS_MANY_AS_FIT - 1))
-        assert (await error(client))[:2] == (1, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
-
-
 async def test_ended_requests_are_bounded() -> None:
     async with face() as (_router, client):
         for request_id in range(1, MAX_ENDED + 3):
@@ -428,31 +368,6 @@ async def test_before_hello_a_frame_is_small(key_file: Path) -> None:
         request_id, code, detail = await error(client)
         assert (request_id, code) == (0, ErrorCode.PROTOCOL)
         assert "to 4096" in detail.message
-
-
-@pytest.mark.parametrize("frame", [Hello(5, 0, Role.CLIENT, 1), Hello(0, 5, Role.CLIENT, 1)])
-async def test_hello_of_a_client_has_neither_epoch_nor_rank(frame: Hello, key_file: Path) -> None:
-    for api_keys in (None, ApiKeys(key_file)):
-        async with face(api_keys=api_keys) as (_, client):
-            client.send(frame, KEY.encode())
-            request_id, code, detail = await error(client)
-            assert (request_id, code) == (0, ErrorCode.PROTOCOL)
-            assert "epoch 0, rank 0, role 3" in detail.message
-            assert await client.next_message() is None
-
-
-async def test_hello_comes_once(key_file: Path) -> None:
-    for api_keys in (None, ApiKeys(key_file)):
-        async with face(api_keys=api_keys) as (router, client):
-            hello(client, KEY)
-            ask(client, 1)
-            await router.request_id()
-            hello(client, OTHER)
-            request_id, code, detail = await error(client)
-            assert (request_id, code) == (0, ErrorCode.PROTOCOL)
-            assert "first frame" in detail.message
-            await router.hear(Tag.CANCEL)
-            router.assert_idle()
 
 
 async def heard(client: Client) -> None:

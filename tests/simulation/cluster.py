@@ -12,11 +12,10 @@ from router.bus import Bus
 from router.core.fleet import MISSED_BEATS, Fleet
 from router.core.fleet import Worker as FleetWorker
 from router.core.state import Limits, RequestIds
-from tests.simulation import memory
 from tests.simulation.loop import Process, new_process
 from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
-from tests.simulation.sockets import Hub, Link, Plane
+from tests.simulation.sockets import Hub, Link, Plane, Port, fetch
 from tests.simulation.threads import EventCopies, EventThread, SlowExecutor
 from tests.simulation.workload import MAX_PROMPT, MAX_TOKENS, VOCAB_SIZE
 from worker.app import Worker
@@ -175,8 +174,8 @@ class WorkerProcess:
             make_copies=lambda *_: EventCopies(
                 timeline, process, random, scenario.copy_s, self.executor, self._is_used
             ),
-            make_port=partial(memory.Port, network, process),
-            fetch=partial(memory.fetch, network, process),
+            make_port=partial(Port, network, process),
+            fetch=partial(fetch, network, process),
         )
 
     def _is_used(self, block: int) -> bool:

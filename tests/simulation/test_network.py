@@ -8,10 +8,9 @@ from struct import pack
 import pytest
 
 from tests.simulation.loop import Timeline, new_process
-from tests.simulation.mischief import Mischief, kind_of
-from tests.simulation.network import Network
+from tests.simulation.network import Mischief, Network, kind_of
 from tests.simulation.sockets import Hub, Link
-from wire.errors import ErrorCode, PeerLost, WireError
+from wire.errors import PeerLost
 from wire.frames import Tag
 from wire.parts import Buffer
 
@@ -115,45 +114,6 @@ def test_a_cut_loses_what_is_under_way_and_both_hear_of_it() -> None:
     site.hub.send(b"identity", [b"5"])
     site.run(1.0)
     assert site.at_hub == [b"1", b"4"] and site.at_link == [b"5"]
-
-
-def test_a_partition_holds_back_and_says_nothing() -> None:
-    site = Site()
-    site.link.send([b"1"])
-    site.run(1.0)
-    site.network.block("worker", "router")
-    site.link.send([b"2"])
-    site.hub.send(b"identity", [b"3"])
-    site.run(60.0)
-    assert site.at_hub == [b"1"] and site.at_link == [b"3"] and site.events == ["up"]
-    site.network.heal()
-    site.run(1.0)
-    assert site.at_hub == [b"1", b"2"]
-
-
-def test_a_second_connection_of_an_identity_is_never_heard() -> None:
-    site = Site()
-    site.run(1.0)
-    twin = site.connect("twin")
-    twin.send([b"unheard"])
-    site.run(5.0)
-    site.link.send([b"heard"])
-    site.run(5.0)
-    assert site.at_hub == [b"heard"]
-
-
-def test_a_process_that_does_not_read_fills_the_queue() -> None:
-    site = Site(queue_bytes=100)
-    site.link.send([b"hello"])
-    site.run(1.0)
-    site.link.process.stop_running()
-    site.hub.send(b"identity", [bytes(90)])
-    with pytest.raises(WireError) as refused:
-        site.hub.send(b"identity", [bytes(90)])
-    assert refused.value.code is ErrorCode.OVERLOADED
-    site.link.process.go_on()
-    site.run(1.0)
-    assert len(site.at_link) == 1
 
 
 def test_only_segments_change_places() -> None:

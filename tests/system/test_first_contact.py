@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import ROOT, START_S, Cluster, until
+from tests.cluster import ROOT, START_S, until
 from wire.process.model import DEMO
 
 PORTS = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0")
@@ -42,16 +41,12 @@ def half(content: bytes) -> bytes:
 # File, what happens to it, and what the line says; the others only workers read.
 OF_ROUTERS: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
     ("config.json", half, r"config\.json.*is the file whole"),
-    ("config.json", lambda _: None, r"has no config\.json"),
-    ("config.json", lambda _: b'{"vocab_size": "many"}', r"config\.json"),
     ("tokenizer.json", lambda _: b"{}", r"tokenizer\.json"),
     ("tokenizer_config.json", lambda _: b'{"chat_template": "{% if"}', "chat template"),
-    ("tokenizer_config.json", lambda _: b'{"chat_template": 7}', r"tokenizer_config\.json"),
 ]
 OF_WORKERS: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
     ("config.json", lambda c: c.replace(b'"llama"', b'"gpt2"'), "model_type is 'gpt2', not one of"),
-    ("model.safetensors", lambda _: None, r"neither model\.safetensors nor"),
-    ("model.safetensors", half, "its header says"),
+    ("model.safetensors", half, "is the file whole"),
 ]
 
 
@@ -83,13 +78,12 @@ def test_local_explains_itself() -> None:
     assert "P,D" in line and "--local 1,1" in line and "'1,65'" in line
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_router_whose_workers_cannot_start_ends_like_them(tmp_path: Path, processes: str) -> None:
+def test_a_router_whose_workers_cannot_start_ends_like_them(tmp_path: Path) -> None:
     """Under python -P nobody imports from the working directory: the workers are the real ones."""
     for name in ("router.py", "worker.py"):
         (tmp_path / name).write_text("raise SystemExit(f'{__file__} was run')")
     command = ["router", "--local", "1,1", "--worker-args", "--num-bloks 4", *PORTS]
-    command += ["--bus", "tcp://127.0.0.1:0", "--processes", processes]
+    command += ["--bus", "tcp://127.0.0.1:0", "--processes", "2"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", *command],
         cwd=tmp_path,
@@ -103,18 +97,6 @@ def test_a_router_whose_workers_cannot_start_ends_like_them(tmp_path: Path, proc
     assert "Traceback" not in done.stderr and "exc_type" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("--local: none of these workers can start") and "--worker-args" in last
-
-
-def test_a_model_that_is_wrong_while_a_worker_restarts_is_waited_for(tmp_path: Path) -> None:
-    model = Path(shutil.copytree(DEMO, tmp_path / "model"))
-    with Cluster(tmp_path, model=str(model), executor="hash") as cluster:
-        config = model / "config.json"
-        whole = config.read_bytes()
-        config.write_bytes(half(whole))
-        cluster.kill_local("decode", 0)
-        until(lambda: cluster.log().count("is the file whole?") == 2, "a second try", START_S)
-        config.write_bytes(whole)
-        until(lambda: cluster.find("decode", 0), "the worker is back", START_S)
 
 
 @contextmanager
@@ -175,9 +157,3 @@ def test_a_router_says_what_it_waits_for_and_then_what_to_try(tmp_path: Path) ->
                 words[1], headers=headers, content=words[5], trust_env=False, timeout=60
             )
             assert answer.json()["choices"][0]["text"]
-            time.sleep(1.5)  # the next look at the workers
-            assert len(events("ready; try ")) == 1
-            waited = len(events("waiting for workers"))
-        until(lambda: len(events("waiting for workers")) > waited, "it waits again")
-        polls = [line for line in events("request") if line.get("endpoint") == "readyz"]
-        assert not polls, "a poll is a debug line"

@@ -10,13 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.tcp_client import connect
 from tests.cluster import Cluster, hash_oracle, until
+from tests.faults.clients import Record, TcpClient
 from tests.system.figures import Figures
-from wire.errors import ErrorCode
-from wire.frames import ANY_RANK, DecodeRequest, Error, PrefillRequest
 from wire.options import Options
-from wire.payloads import encode_prompt
 
 N = 3
 PROMPT = [5, 6, 7]
@@ -60,17 +57,11 @@ async def start_endless(cluster: Cluster, client: httpx.AsyncClient) -> list[asy
 
 async def overrun(cluster: Cluster) -> None:
     """A raw TCP request that its deadline ends."""
-    client = await connect(*cluster.tcp)
-    try:
-        options = Options(ignore_eos=True, deadline_ms=300)
-        client.send(PrefillRequest(1, len(PROMPT), ANY_RANK), encode_prompt(PROMPT, options))
-        client.send(DecodeRequest(1, LONG))
-        async for message in client:
-            if isinstance(message.frame, Error):
-                assert message.frame.code == ErrorCode.DEADLINE_EXCEEDED
-                return
-    finally:
-        await client.close()
+    client = await TcpClient.connect(*cluster.tcp)
+    record = Record(PROMPT, Options(ignore_eos=True, deadline_ms=300), LONG, "tcp")
+    await client.ask(record)
+    await client.close()
+    assert record.error
 
 
 async def test_each_outcome_is_counted_exactly(cluster: Cluster) -> None:
@@ -117,71 +108,6 @@ async def test_each_outcome_is_counted_exactly(cluster: Cluster) -> None:
         "kv_transfer_too_large": N,
     }
     assert figures.busy == []
-
-
-def eos_of(prompt: list[int]) -> int:
-    """How many tokens the oracle gives until it ends by itself; every prompt has its own."""
-    return len(hash_oracle(prompt, 400, Options()))
-
-
-def num_placed(cluster: Cluster) -> int:
-    """How many requests the decode worker has; 0 while it is not ready."""
-    worker = cluster.find("decode", 0)
-    return int(worker["placed"]) if worker else 0
-
-
-async def announce(cluster: Cluster, key: str, body_bytes: int) -> bytes:
-    """Say how large a body will be, send none of it, and return how the answer begins."""
-    host, _, port = cluster.http.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
-    head += "content-type: application/json\r\n"
-    writer.write(f"{head}content-length: {body_bytes}\r\n\r\n".encode())
-    answer = await reader.read()
-    writer.close()
-    return answer[:12]
-
-
-async def test_requests_that_get_nowhere_are_counted_too(tmp_path: Path) -> None:
-    """Over the limits, without a key; and some that end by themselves."""
-    key = "sk-" + "7" * 40
-    (tmp_path / "keys").write_text(key + "\n")
-    (tmp_path / "keys").chmod(0o600)
-    args = (
-        *("--api-keys", str(tmp_path / "keys"), "--max-waiting", "0"),
-        *("--max-running-per-worker", "1", "--queue-timeout-ms", "500", *PATIENT),
-        *("--worker-args", "--hash-step-ms 10"),
-    )
-    natural = next(p for n in range(1, 400) if eos_of(p := [n, n + 1]) < 64)
-    with Cluster(tmp_path, local="1,1", executor="hash", args=args, api_key=key) as cluster:
-        async with httpx.AsyncClient(
-            base_url=cluster.http, timeout=60, trust_env=False, headers=cluster.headers
-        ) as client:
-            for _ in range(N):
-                await ask(client, 200, prompt=natural, max_tokens=400, ignore_eos=False)
-                assert await announce(cluster, key, 17 << 20) == b"HTTP/1.1 413"
-                answer = await client.post(
-                    "/v1/completions", json=completion(), headers={"authorization": "Bearer no"}
-                )
-                assert answer.status_code == 401
-            endless = asyncio.create_task(
-                client.post("/v1/completions", json=completion(max_tokens=LONG))
-            )
-            await asyncio.to_thread(until, lambda: num_placed(cluster), "placed")
-            for _ in range(N):
-                await ask(client, 429)
-            endless.cancel()
-            await asyncio.to_thread(cluster.until_idle)
-            figures = Figures(cluster.http, cluster.headers)
-    assert figures.by("outcome", "baton_http_requests_total", endpoint="completions") == {
-        "stop": N,
-        "body_too_large": N,
-        "overloaded": N,
-        "cancelled": 1,
-    }
-    assert figures.one("baton_http_requests_total", outcome="invalid_api_key") == N
-    assert figures.by("code", "baton_requests_rejected_total") == {"overloaded": N}
-    assert figures.by("outcome", "baton_requests_total") == {"stop": N, "cancelled": 1}
 
 
 async def test_a_workers_own_port_says_what_it_did_and_is_at_rest_after_aborts(

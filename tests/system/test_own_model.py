@@ -4,7 +4,6 @@ Its next token is read from its KV alone, so the right text says that what Prefi
 process is what DecodeStepFn was given in another.
 """
 
-import inspect
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.examples import own_model
 from tests.cluster import START_S, Cluster, until
 from tests.poisoned_model import POISON
 
@@ -45,18 +43,6 @@ def test_the_tokens_are_the_model_s(own_cluster: Cluster, num_distinct: int) -> 
     assert {worker["blocks"]["used"] for worker in status["workers"]} == {0}
 
 
-def test_eos_ends_it(own_cluster: Cluster) -> None:
-    [eos] = own_model.create().info.eos_token_ids
-    [choice] = own_cluster.choices([7, 8, eos, 9, 7], max_tokens=40)
-    assert (choice["token_ids"], choice["finish_reason"]) == ([8, eos], "stop")
-
-
-def test_text_comes_out(own_cluster: Cluster) -> None:
-    prompt = "Mia found a lantern. Tom lost a boat. Mia found"
-    text = own_cluster.choices(prompt, max_tokens=4)[0]["text"]
-    assert isinstance(text, str) and text and text in prompt
-
-
 def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
     """It shows when the prompt is read, and when the text comes to it: on either worker."""
     prompt = [20, 21, 22, 20]
@@ -86,8 +72,3 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
     assert [event["stage"] for event in refusals] == ["prefill", "decode"], "tried once each"
     for fault in cluster.events("a sequence cannot be computed")[:2]:
         assert fault["exception"][-1]["exc_type"] == "ZeroDivisionError"
-
-
-def test_it_takes_about_thirty_lines() -> None:
-    lines = inspect.getsource(own_model).splitlines()
-    assert len([line for line in lines if line.strip()]) <= 32

@@ -20,7 +20,7 @@ import pytest
 
 from tests.cluster import ROOT, START_S, Cluster, until
 from tests.faults.checks import problems
-from tests.faults.clients import Record, TcpClient, ask_http
+from tests.faults.clients import Record, ask_http
 from tests.faults.load import draw_requests, send_all
 from tests.system.figures import Figures
 from tests.system.locked import Locked
@@ -190,59 +190,8 @@ async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
         assert lines(again, requests) == lines(counted, requests)
 
 
-async def test_without_an_answer_of_the_parent_each_speaks_for_itself(cluster: Cluster) -> None:
-    # Workers may have to join again the one that a test before has stopped for a while.
-    await asyncio.to_thread(until, lambda: is_ready(cluster), "ready")
-    async with one_each(cluster) as clients:
-        cluster.router.send_signal(signal.SIGSTOP)
-        try:
-            for client, pid in zip(clients, pids(cluster).values(), strict=True):
-                for path in ("/readyz", "/load"):
-                    answer = await patient(client.get, path)
-                    assert answer.status_code == 200, answer.text
-                processes = (await client.get("/v1/cluster")).json()["router"]["processes"]
-                assert [each["pid"] for each in processes] == [pid]
-            # Of a part of the figures nobody could tell that it is a part.
-            assert (await clients[0].get("/metrics")).status_code == 503
-            [stream] = records = streams(1)
-            await ask_http(clients[1], stream)
-            assert problems(records) == []
-        finally:
-            cluster.router.send_signal(signal.SIGCONT)
-        await asyncio.to_thread(until, lambda: len(told_of(cluster)) == 2, "each speaks for all")
-
-
-def told_of(cluster: Cluster) -> list[dict[str, Any]]:
-    """The processes that one of them tells of."""
-    return cluster.status()["router"]["processes"]  # type: ignore[no-any-return]
-
-
-def is_ready(cluster: Cluster) -> bool:
-    return httpx.get(f"{cluster.http}/readyz", trust_env=False, timeout=60).is_success
-
-
 def lines(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(name)]
-
-
-async def test_raw_tcp_clients_are_served_by_both(cluster: Cluster) -> None:
-    records = streams(16, face="tcp")
-    clients = await asyncio.gather(*[TcpClient.connect(*cluster.tcp) for _ in records])
-    await asyncio.gather(*[each.ask(record) for each, record in zip(clients, records, strict=True)])
-    assert problems(records) == []
-    for client in clients:
-        await client.close()
-
-
-async def test_blocks_that_both_promise_are_waited_for(tmp_path: Path) -> None:
-    """Each knows only what it placed since the last heartbeat: together that is more than fits."""
-    few = ("--worker-args", "--num-blocks 24 --hash-step-ms 2")
-    args = ("--processes", "2", *few)
-    with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
-        records = draw_requests(5, 40, prompt=(30, 80), answer=(20, 60))
-        await send_all(cluster, records, clients=12)
-        assert problems(records) == []
-        await asyncio.to_thread(cluster.until_idle)
 
 
 async def test_a_stop_lets_all_streams_end(tmp_path: Path) -> None:

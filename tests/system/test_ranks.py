@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster import START_S, Cluster, until
-from wire.process.settings import EX_TEMPFAIL
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +28,6 @@ def epoch(cluster: Cluster) -> int:
 
 def until_logged(cluster: Cluster, words: str) -> None:
     until(lambda: words in cluster.log(), words, START_S)
-
-
-def test_a_second_worker_of_a_rank_is_told_and_leaves(cluster: Cluster) -> None:
-    incumbent = epoch(cluster)
-    newcomer = cluster.worker("decode", 0)
-    until_logged(cluster, "give this worker another --rank, or stop that one first")
-    serve(cluster)
-    assert newcomer.wait(START_S) == EX_TEMPFAIL
-    serve(cluster)
-    assert epoch(cluster) == incumbent and "worker replaced" not in cluster.log()
 
 
 def test_a_place_that_becomes_free_is_taken_and_given_back(cluster: Cluster) -> None:

@@ -135,18 +135,6 @@ def test_the_lower_limit_holds(
         assert done.what["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    ("keys", "max_new_tokens"), [({}, CONTEXT - 3), ({}, ANY - 1), ({"max_tokens": CONTEXT}, 1)]
-)
-def test_each_limit_is_within_the_context(
-    small: Cluster, keys: dict[str, int], max_new_tokens: int
-) -> None:
-    with connected(small) as client:
-        client.ask(1, 7, 8, 9, options=options(**keys))
-        client.decode(1, max_new_tokens)
-        assert client.rest()[-1] == Said(ERROR, 1, CONTEXT_LENGTH)
-
-
 def test_a_late_decode_request_is_too_late_after_the_lease(small: Cluster) -> None:
     with connected(small) as client:
         client.ask(1, 7, 8, 9)
@@ -155,16 +143,6 @@ def test_a_late_decode_request_is_too_late_after_the_lease(small: Cluster) -> No
         client.ask(2, 7, 8, 9)
         client.decode(2, 1)
         assert {said.request_id for said in client.rest()} == {2}
-
-
-def test_a_key_twice_ends_that_request_only(small: Cluster) -> None:
-    twice = b"\x82" + 2 * (msgspec.msgpack.encode("max_tokens") + b"\x05")
-    with connected(small) as client:
-        client.ask(1, 7, options=twice)
-        assert client.rest() == [Said(ERROR, 1, INVALID_REQUEST)]
-        client.ask(2, 7)
-        client.decode(2, 0)
-        assert client.rest()[-1].tag == DONE
 
 
 def test_hello_comes_first_once_and_plain(small: Cluster) -> None:

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from router.text.tokenizer import Tokenizer
-from tests.clients.openai_schema import events_of, validate
+from tests.clients.openai_schema import validate
 from tests.cluster import Cluster
 from wire.process.model import DEMO
 
@@ -90,34 +90,6 @@ def test_an_answer_matches_its_pattern(
         assert re.fullmatch(pattern, text_of(body))
 
 
-def test_an_object_is_streamed_as_it_is_whole(cluster: Cluster) -> None:
-    asked = {"response_format": {"type": "json_object"}, "seed": 4, "temperature": 1}
-    whole = text_of(chat(cluster, **asked, max_tokens=40))
-    said = {"messages": MESSAGES, **GREEDY, **asked, "max_tokens": 40, "stream": True}
-    chunks = events_of(post(cluster, "/v1/chat/completions", **said))
-    for chunk in chunks:
-        validate("CreateChatCompletionStreamResponse", chunk)
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(delta.get("content", "") for delta in deltas) == whole
-    assert whole.startswith("{")
-
-
-def test_bad_words_are_not_said(cluster: Cluster) -> None:
-    words = set(re.findall("[a-z]{3,}", text_of(complete(cluster))))
-    assert words
-    said = text_of(complete(cluster, bad_words=sorted(words)))
-    assert words.isdisjoint(re.findall("[a-z]{3,}", said))
-
-
-def test_a_stop_string_is_named(cluster: Cluster) -> None:
-    stop = text_of(complete(cluster))[10:13]
-    for is_shown in (False, True):
-        body = complete(cluster, stop=[stop, "\ue000"], include_stop_str_in_output=is_shown)
-        choice = body["choices"][0]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-        assert choice["text"].endswith(stop) is is_shown
-
-
 @pytest.mark.parametrize("position", [0, 5])
 def test_a_stop_token_is_named(cluster: Cluster, position: int) -> None:
     """The first is drawn by a prefill worker, which says so in another frame."""
@@ -135,18 +107,6 @@ def test_a_stop_token_is_named(cluster: Cluster, position: int) -> None:
         assert choice["token_ids"] == ids[: first + 1]
         assert usage_of(body) == first + 1
         assert choice["text"] == TOKENIZER.decode(ids[: first + is_shown])
-
-
-def test_eos_counts_and_is_no_reason(cluster: Cluster) -> None:
-    eos = {"allowed_token_ids": [0], "ignore_eos": False}
-    body = chat(cluster, **eos, return_token_ids=True)
-    [choice] = body["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
-    assert (choice["token_ids"], usage_of(body), text_of(body)) == ([0], 1, "")
-    said = {"prompt": STORY, **GREEDY, **eos, "stream": True}
-    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    chunks = events_of(post(cluster, "/v1/completions", **said, **options))
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -172,16 +132,6 @@ def test_eos_has_its_scores_as_any_token(cluster: Cluster, held: Any, echo: bool
     assert choice["logprobs"]["text_offset"][-1] == len(choice["text"])
 
 
-def test_every_chunk_counts_its_own_tokens(cluster: Cluster) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    said = {"prompt": STORY, **GREEDY, "stream": True, "stream_options": options}
-    *chunks, last = events_of(post(cluster, "/v1/completions", **said))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert [counts.count(n) for n in range(1, 25)] == [1] * 23 + [len(counts) - 23]
-    assert last["usage"]["completion_tokens"] == 24
-
-
 def test_prompt_logprobs_are_those_of_an_echo(cluster: Cluster) -> None:
     [text] = complete(cluster, prompt_logprobs=2, return_token_ids=True)["choices"]
     [echo] = complete(cluster, logprobs=2, echo=True)["choices"]
@@ -195,13 +145,6 @@ def test_prompt_logprobs_are_those_of_an_echo(cluster: Cluster) -> None:
     body = chat(cluster, prompt_logprobs=0, return_token_ids=True)
     assert len(body["prompt_logprobs"]) == len(body["prompt_token_ids"])
     assert all(len(row) == 1 for row in body["prompt_logprobs"][1:])
-
-
-def test_special_tokens_have_a_text_where_asked(cluster: Cluster) -> None:
-    only = {"allowed_token_ids": [4], "max_tokens": 2}
-    assert text_of(complete(cluster, **only)) == ""
-    shown = text_of(complete(cluster, **only, skip_special_tokens=False))
-    assert shown == 2 * TOKENIZER.token_text(4) != ""
 
 
 def test_an_answer_goes_on_with_a_message(cluster: Cluster) -> None:

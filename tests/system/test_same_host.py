@@ -87,12 +87,3 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) 
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert not names.intersection(listening().values())
-
-
-def test_a_worker_that_does_not_share_sends_bytes(cluster: Cluster) -> None:
-    decode = cluster.worker("decode", 0)
-    cluster.worker("prefill", 0, "--kv-shared-memory", "off")
-    assert answers(cluster) and mapped_to_read(decode.pid) == 0
-    assert cluster.events("KV is read from memory") == []
-    (event,) = cluster.events("KV is sent as bytes")
-    assert event["reason"] == "--kv-shared-memory is off"

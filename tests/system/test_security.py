@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,16 +16,11 @@ import psutil
 import pytest
 import zmq
 
-from scripts.tcp_client import Client, connect
-from tests.cluster import ROOT, START_S, Cluster, hash_oracle, kv_endpoint, until
+from tests.cluster import ROOT, START_S, Cluster, kv_endpoint, until
 from tests.system.locked import Locked
 from tests.worker.scripted import ScriptedPrefill
 from wire.aio.port import client_options, new_key_pair
 from wire.errors import ErrorCode
-from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, PrefillRequest
-from wire.options import Options
-from wire.parts import Message
-from wire.payloads import encode_prompt
 from wire.process.keys import Keys
 
 MIB = 1 << 20
@@ -43,38 +38,6 @@ def test_local_workers_have_their_keys_and_serve(locked: Locked) -> None:
     answer = locked.complete(locked.key, range(100, 150))
     assert answer.status_code == 200
     assert answer.json()["usage"]["baton"]["kv_transfer"]["bytes"] > 0, "KV crossed a locked socket"
-
-
-def test_a_wrong_and_a_missing_key_get_401(locked: Locked) -> None:
-    for key in ("", "sk-wrong", locked.key[:-1]):
-        answer = locked.complete(key)
-        assert answer.status_code == 401
-        assert answer.json()["error"]["code"] == "invalid_api_key"
-
-
-async def test_raw_tcp_says_hello_first(locked: Locked) -> None:
-    prompt = [11, 22, 33]
-    async with await connect(*locked.tcp) as client:
-        client.send(Hello.of_client(), locked.key.encode())
-        client.send(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, Options()))
-        client.send(DecodeRequest(1, 4))
-        frames = [message.frame async for message in _until_end(client)]
-        assert isinstance(frames[-1], DecodeDone)
-        tokens = [frame.token_id for frame in frames if hasattr(frame, "token_id")]
-        assert tokens[:-1] == hash_oracle(prompt, 5, Options())[1:]
-    for key in (b"", b"sk-wrong"):
-        async with await connect(*locked.tcp) as client:
-            client.send(Hello.of_client(), key)
-            message = await client.next_message()
-            assert message is not None and message.frame == Error(0, ErrorCode.UNAUTHORIZED)
-            assert await client.next_message() is None
-
-
-async def _until_end(client: Client) -> AsyncIterator[Message]:
-    async for message in client:
-        yield message
-        if isinstance(message.frame, DecodeDone | Error):
-            return
 
 
 def test_no_secret_is_seen_anywhere(locked: Locked) -> None:
@@ -174,13 +137,6 @@ def test_without_keys_the_same_flood_would(hash_cluster: Cluster) -> None:
     assert flood(hash_cluster, b"NULL") > 2 * MAX_GROWTH
 
 
-def test_a_revoked_api_key_is_refused_from_the_next_request_on(locked: Locked) -> None:
-    assert locked.complete(locked.other_key).status_code == 200
-    locked.api_keys.write_text(f"{locked.key}\n")
-    assert locked.complete(locked.other_key).status_code == 401
-    assert locked.complete(locked.key).status_code == 200
-
-
 async def test_a_key_lets_a_prefill_worker_offer_kv_and_nobody_else(locked: Locked) -> None:
     worker = locked.worker("decode", 2, "--keys", str(locked.keys), "--kv-segment-port", "off")
     endpoint = kv_endpoint(worker)
@@ -215,25 +171,6 @@ def test_a_revoked_worker_is_out(locked: Locked) -> None:
     path.write_text("".join(line for line in lines if "decode-1" not in line))
     until(lambda: locked.find("decode", 1) is None, "decode-1 gone")
     assert locked.complete(locked.key).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("args", "advice"),
-    [
-        (["router", "--bus", "tcp://0.0.0.0:5570"], "--keys DIR"),
-        (["router", "--http", "0.0.0.0:8000"], "--api-keys FILE"),
-        (["worker", "--kv-bind", "tcp://10.0.0.3:5580"], "--keys DIR"),
-    ],
-)
-def test_an_open_port_without_keys_is_refused_and_says_what_to_do(
-    args: list[str], advice: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 78
-    assert "scripts/keys" in done.stderr and advice in done.stderr and "--insecure" in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_kv_is_sealed_and_is_again_when_a_worker_was_killed(tmp_path: Path) -> None:

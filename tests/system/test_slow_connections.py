@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 
 from scripts.tcp_client import connect
 from tests.cluster import ROOT, Cluster, until
@@ -38,25 +37,27 @@ async def ask(cluster: Cluster, face: str) -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("face", ["http", "tcp"])
-async def test_a_crowd_is_closed_and_leaves_nothing(tmp_path: Path, face: str) -> None:
+async def test_a_crowd_is_closed_and_leaves_nothing(tmp_path: Path) -> None:
     with Cluster(tmp_path, executor="hash", args=("--grace-s", "1")) as cluster:
-        host, _, port = cluster.endpoints[face].rpartition("//")[2].rpartition(":")
-        router = psutil.Process(cluster.router.pid)
-        before = router.num_fds()
-        crowd = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(ROOT / "scripts/bench/crowd.py"), host, port, "--face", face),
-            *("--idle", str(IDLE), "--dribbling", str(DRIBBLING), "--interval-s", "0.4"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert crowd.stdout is not None
-        turns = [json.loads(await crowd.stdout.readline())]
-        await ask(cluster, face)
-        turns += [json.loads(line) async for line in crowd.stdout]
-        assert await crowd.wait() == 0
-        *first, last = [turn["turn"] for turn in turns]
-        assert (sorted(first), last) == (["connected", "first closed"], "all closed")
-        assert (turns[-1]["refused"], turns[-1]["left"]) == (0, 0)
-        until(
-            lambda: router.num_fds() <= before + 1, "descriptors are back, less the one that asks"
-        )
+        await crowd_of(cluster, "http")
+        await crowd_of(cluster, "tcp")
+
+
+async def crowd_of(cluster: Cluster, face: str) -> None:
+    host, _, port = cluster.endpoints[face].rpartition("//")[2].rpartition(":")
+    router = psutil.Process(cluster.router.pid)
+    before = router.num_fds()
+    crowd = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(ROOT / "scripts/bench/crowd.py"), host, port, "--face", face),
+        *("--idle", str(IDLE), "--dribbling", str(DRIBBLING), "--interval-s", "0.4"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert crowd.stdout is not None
+    turns = [json.loads(await crowd.stdout.readline())]
+    await ask(cluster, face)
+    turns += [json.loads(line) async for line in crowd.stdout]
+    assert await crowd.wait() == 0
+    *first, last = [turn["turn"] for turn in turns]
+    assert (sorted(first), last) == (["connected", "first closed"], "all closed")
+    assert (turns[-1]["refused"], turns[-1]["left"]) == (0, 0)
+    until(lambda: router.num_fds() <= before + 1, "descriptors are back, less the one that asks")

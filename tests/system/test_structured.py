@@ -5,23 +5,20 @@ The answers of clusters are compared with those of one engine in this process, o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import signal
-import socket
-import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from tests.cluster import START_S, Cluster, until
+from tests.faults.clients import Record, TcpClient
 from wire.errors import ErrorCode
 from wire.options import Options, Structure
 from wire.process.model import DEMO, locate
@@ -54,8 +51,6 @@ PERSON: dict[str, Any] = {
 PERSONS = {"type": "array", "items": PERSON, "minItems": 2, "maxItems": 2}
 PROMPTS = [[40 + (7 * n + k) % 300 for k in range(10 + 9 * n)] for n in range(6)]
 EOS = {0, 4}
-# What is asked in the system tests: PREFILL_REQUEST and DECODE_REQUEST, and what is said.
-PREFILL_REQUEST, PREFILL_DONE, DECODE_REQUEST, TOKEN, DONE, ERROR = 30, 31, 34, 35, 36, 45
 
 
 def structured(schema: dict[str, Any] = PERSON, **options: Any) -> Options:
@@ -174,26 +169,13 @@ def test_requests_that_cannot_be_are_refused_alone(
     engine.check()
 
 
-def test_structures_that_fail_in_one_step_end_in_it(
-    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Else their masks become slow first, and are made outside of steps.
-    monkeypatch.setattr(Grammars, "_find_slow", lambda *_: None)
-    engine = engine_of(executor)
-    for number in range(2):
-        engine.add(Request(number, PROMPTS[0], REFUSED["too ambiguous"][0]))
-    failed: list[int] = []
-    while not failed:
-        failed = [output.request_id for output in engine.step() if isinstance(output, Failed)]
-    assert sorted(failed) == [0, 1]
-
-
-def test_structures_that_fail_while_their_masks_are_made_outside_of_steps_end_too(
-    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_slow", [False, True], ids=["in steps", "outside of steps"])
+def test_structures_whose_masks_cannot_be_made_end_their_sequences(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     def find_slow(grammars: Grammars, limit_s: float) -> None:
         for it in grammars._current:  # noqa: SLF001
-            it.is_slow = True
+            it.is_slow = is_slow
 
     monkeypatch.setattr(Grammars, "_find_slow", find_slow)
     engine = engine_of(executor)
@@ -211,100 +193,82 @@ def test_structures_that_fail_while_their_masks_are_made_outside_of_steps_end_to
 # Clusters of real processes, asked over raw TCP.
 
 
-def ask(cluster: Cluster, prompt: Sequence[int], options: dict[str, Any]) -> tuple[list[int], Any]:
-    """The tokens of an answer and its end: a map, or the code and message of an error."""
-    packed = msgspec.msgpack.encode(options)
-    tokens: list[int] = []
-    with (
-        socket.create_connection(cluster.tcp, timeout=60) as client,
-        client.makefile("rwb") as peer,
-    ):
-        payload = struct.pack(f"<{len(prompt)}I", *prompt) + packed
-        for tag, header, more in (
-            (PREFILL_REQUEST, struct.pack("<QII", 1, len(prompt), 0xFFFFFFFF), payload),
-            (DECODE_REQUEST, struct.pack("<QII", 1, 0xFFFFFFFF, 0), b""),
-        ):
-            peer.write(struct.pack("<II", tag, 16 + len(more)) + header + more)
-        peer.flush()
-        while True:
-            tag, length = struct.unpack("<II", peer.read(8))
-            body = peer.read(length)
-            if tag == DONE:
-                return tokens, msgspec.msgpack.decode(body[16:])
-            if tag == ERROR:
-                code = struct.unpack_from("<I", body, 8)[0]
-                return tokens, (code, msgspec.msgpack.decode(body[16:])["message"])
-            tokens.append(struct.unpack_from("<q", body, 16 if tag == PREFILL_DONE else 8)[0])
+async def ask_all(cluster: Cluster, options: Sequence[Options]) -> list[Record]:
+    client = await TcpClient.connect(*cluster.tcp)
+    records = [
+        Record(PROMPTS[number % 6], it, it.max_tokens or 1, "tcp")
+        for number, it in enumerate(options)
+    ]
+    await asyncio.gather(*[client.ask(record) for record in records])
+    await client.close()
+    return records
 
 
-def wanted(schema: dict[str, Any], seed: int) -> dict[str, Any]:
-    structure = {"kind": "json_schema", "text": json.dumps(schema)}
-    return {"temperature": 1.0, "seed": seed, "max_tokens": 900, "structure": structure}
+def check_persons(records: Sequence[Record], tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+    for record in records:
+        assert record.finish == "stop", record.error
+        jsonschema.validate(json.loads(tokenizer.decode(record.tokens)), schema)
 
 
-def ask_all(cluster: Cluster, requests: Sequence[dict[str, Any]]) -> list[tuple[list[int], Any]]:
-    numbered = list(enumerate(requests))
-    with ThreadPoolExecutor(16) as threads:
-        return list(threads.map(lambda it: ask(cluster, PROMPTS[it[0] % 6], it[1]), numbered))
-
-
-def test_answers_of_pairs_are_valid_and_those_of_one_engine(
+async def test_answers_of_pairs_are_valid_and_those_of_one_engine(
     tmp_path: Path, expected: list[list[int]], tokenizer: Tokenizer
 ) -> None:
-    """1 + 2 workers, drafts, prompts in chunks; raw TCP."""
+    """1 + 2 workers, drafts, prompts in chunks."""
     args = ("--worker-args=--max-ubatch-tokens 32 --speculate ngram:4",)
     with Cluster(tmp_path, local="1,2", args=args) as cluster:
-        answers = ask_all(cluster, [wanted(PERSON, seed) for seed in range(24)])
-        assert [tokens for tokens, _ in answers[:12]] == expected
-        for tokens, end in answers:
-            assert end["finish_reason"] == "stop"
-            jsonschema.validate(json.loads(tokenizer.decode(tokens)), PERSON)
-        options = wanted(PERSON, 1) | {"structure": {"kind": "regex", "text": "(yes|no)"}}
-        tokens, end = ask(cluster, PROMPTS[1], options)
-        assert re.fullmatch("yes|no", tokenizer.decode(tokens)) and end["finish_reason"] == "stop"
-        options["structure"] = {"kind": "regex", "text": "(yes"}
-        tokens, (code, message) = ask(cluster, PROMPTS[1], options)
-        assert not tokens and code == ErrorCode.INVALID_REQUEST and "malformed" in message
-        cluster.until_idle()
+        records = await ask_all(cluster, [structured(seed=seed) for seed in range(24)])
+        assert [record.tokens for record in records[:12]] == expected
+        check_persons(records, tokenizer, PERSON)
+        texts = ("(yes|no)", "(yes")
+        structures = (Structure(kind="regex", text=text) for text in texts)
+        word, malformed = await ask_all(cluster, [structured(structure=it) for it in structures])
+        assert re.fullmatch("yes|no", tokenizer.decode(word.tokens)) and word.finish == "stop"
+        assert not malformed.tokens and "malformed" in malformed.error
+        await asyncio.to_thread(cluster.until_idle)
 
 
-STRUCTURED = [wanted(PERSONS, seed) for seed in range(8)]
-PENALIZED = [
-    {"temperature": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.3, "min_tokens": 90}
-    | {"seed": seed, "max_tokens": 100}
-    for seed in range(4)
+SURVIVORS = [
+    *(structured(PERSONS, seed=seed, max_tokens=900) for seed in range(8)),
+    *(
+        Options(
+            temperature=0.9,
+            presence_penalty=0.6,
+            frequency_penalty=0.3,
+            min_tokens=90,
+            seed=seed,
+            max_tokens=100,
+        )
+        for seed in range(4)
+    ),
 ]
 
 
-def test_texts_survive_the_kill_of_their_decode_worker(
+async def test_texts_survive_the_kill_of_their_decode_worker(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     """Structured and penalized ones, sampled with a seed: the same with and without a kill."""
     with Cluster(tmp_path, local="1,1") as cluster:
-        undisturbed = ask_all(cluster, STRUCTURED + PENALIZED)
+        undisturbed = [record.tokens for record in await ask_all(cluster, SURVIVORS)]
         for rank in range(1, 9):
-            answers = ask_all_and_kill(cluster, rank)
-            assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in undisturbed]
+            records = await ask_all_and_kill(cluster, rank)
+            assert [record.tokens for record in records] == undisturbed
             if "worker_lost" in cluster.log():
                 break
         else:
             pytest.fail("every kill came when the answers were over")
-        for tokens, end in answers[: len(STRUCTURED)]:
-            assert end["finish_reason"] == "stop"
-            jsonschema.validate(json.loads(tokenizer.decode(tokens)), PERSONS)
-        cluster.until_idle()
+        check_persons(records[:8], tokenizer, PERSONS)
+        await asyncio.to_thread(cluster.until_idle)
 
 
-def ask_all_and_kill(cluster: Cluster, rank: int) -> list[tuple[list[int], Any]]:
+async def ask_all_and_kill(cluster: Cluster, rank: int) -> list[Record]:
     """Start one more decode worker, ask, and kill it when it has work, if it still has."""
-    victim = cluster.worker("decode", rank)
-    with ThreadPoolExecutor(1) as threads:
-        answers = threads.submit(ask_all, cluster, STRUCTURED + PENALIZED)
+    victim = await asyncio.to_thread(cluster.worker, "decode", rank)
+    asking = asyncio.create_task(ask_all(cluster, SURVIVORS))
 
-        def has_work() -> bool:
-            row = cluster.find("decode", rank)
-            return answers.done() or (row is not None and row["placed"] > 2)
+    def has_work() -> bool:
+        row = cluster.find("decode", rank)
+        return asking.done() or (row is not None and row["placed"] > 2)
 
-        until(has_work, f"decode-{rank} has work", START_S)
-        victim.send_signal(signal.SIGKILL)
-        return answers.result()
+    await asyncio.to_thread(until, has_work, f"decode-{rank} has work", START_S)
+    victim.kill()
+    return await asking

@@ -5,9 +5,7 @@ They run as printed but for what belongs to one machine: the directory /etc/bato
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -20,11 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.keys import make_keys
-from scripts.models.make_model import make_model
 from tests.cluster import ROOT, START_S, until
-from tests.expected import NUM_TOKENS, VOCAB_SIZE, expectations
-from worker.app import EXIT_CRASHED
 
 DOCUMENT = (ROOT / "scripts" / "README.md").read_text()
 SECTION = DOCUMENT[DOCUMENT.index("## Several machines") : DOCUMENT.index("## Security")]
@@ -178,34 +172,3 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
         "decode-1 ready",
         START_S,
     )
-
-
-@pytest.mark.usefixtures("hosts")
-def test_a_worker_whose_stages_are_on_two_hosts(tmp_path: Path, start: Start) -> None:
-    """It answers as one process does, and ends when the process on the other host dies."""
-    make_keys(tmp_path / "keys", ["router", "prefill-0", "decode-0"], list[object]().append)
-    path = make_model(tmp_path / "model", num_hidden_layers=3, vocab_size=VOCAB_SIZE)
-    (expected,) = expectations(path, random.Random(1), (300,))
-    shared = f"--model {path} --keys {tmp_path}/keys"
-    worker = f"python -m worker --router tcp://10.0.0.1:5570 --dtype float32 --device cpu {shared}"
-    start("router", f"python -m router --bus tcp://10.0.0.1:5570 {shared}", tmp_path, "torch")
-    start("router", f"{worker} --role prefill", tmp_path, "torch")
-    stage = (
-        f"{worker} --role decode --pipeline-parallel 2 --rendezvous tcp://10.0.0.2:29500 "
-        "--kv-bind tcp://10.0.0.2:5580"
-    )
-    body = {"prompt": expected.prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True}
-    ask = ["curl", "-s", "-H", "content-type: application/json", "-d", json.dumps(body)]
-
-    def answered() -> list[int] | None:
-        words = on("router", [*ask, "http://127.0.0.1:8000/v1/completions"])
-        done = subprocess.run(words, capture_output=True, text=True)
-        choices = json.loads(done.stdout or "{}").get("choices")
-        return choices[0]["token_ids"] if choices else None
-
-    leader = start("prefill", f"{stage} --process 0", tmp_path, "torch")
-    other = start("decode", f"{stage} --process 1", tmp_path, "torch")
-    assert until(answered, "answer", START_S) == expected.tokens
-    other.kill()
-    assert leader.wait(60) == EXIT_CRASHED

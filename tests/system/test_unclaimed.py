@@ -9,13 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.tcp_client import connect
 from tests.cluster import Cluster, hash_oracle, kv_endpoint
+from tests.faults.clients import Record, TcpClient
 from tests.worker.scripted import ScriptedPrefill
 from wire.errors import ErrorCode
-from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, DecodeToken, Error, PrefillRequest
+from wire.frames import Error
 from wire.options import Options
-from wire.payloads import decode_prefill_result, encode_prompt
 
 OPTIONS = Options(ignore_eos=True)
 PROMPT = [(13 * i) % 1000 for i in range(200)]
@@ -40,19 +39,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, 
 
 async def answer(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[int]:
     """The tokens that a client gets for this prompt."""
-    tokens: list[int] = []
-    async with await connect(*cluster.tcp) as client:
-        client.send(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, OPTIONS))
-        client.send(DecodeRequest(1, num_tokens - 1))
-        first = await client.next_message()
-        assert first is not None
-        tokens.append(decode_prefill_result(first.body()).token_id)
-        async for message in client:
-            if isinstance(message.frame, DecodeDone):
-                break
-            assert isinstance(message.frame, DecodeToken), message
-            tokens.append(message.frame.token_id)
-    return tokens
+    client = await TcpClient.connect(*cluster.tcp)
+    record = Record(prompt, OPTIONS, num_tokens, "tcp")
+    await client.ask(record)
+    await client.close()
+    return record.tokens
 
 
 def blocks_at_rest(cluster: Cluster) -> dict[str, int]:
@@ -98,12 +89,4 @@ async def test_offers_without_bytes_keep_nobody_waiting(target: tuple[Cluster, s
             if isinstance(frame, Error):
                 ended.append(frame.code)
         assert set(ended) == {ErrorCode.TRANSFER_FAILED}
-    blocks_at_rest(cluster)
-
-
-async def test_a_decode_worker_may_not_offer(target: tuple[Cluster, str]) -> None:
-    cluster, endpoint = target
-    async with ScriptedPrefill(endpoint, b"decode-9-1") as bad:
-        bad.offer(200, PROMPT)
-        assert await bad.error() == (0, ErrorCode.PROTOCOL)
     blocks_at_rest(cluster)

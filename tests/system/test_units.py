@@ -6,7 +6,6 @@ hears what the processes would tell it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -18,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
-from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -28,7 +26,6 @@ import router.config
 import worker.config
 from tests.cluster import ROOT, until
 from tests.faults.ports import free_port
-from tests.wedged_executor import WEDGE
 from wire.process.settings import Settings
 
 UNITS = ROOT / "scripts" / "systemd"
@@ -214,41 +211,5 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
             assert service.said.index("STOPPING=1") > service.said.index("READY=1")
         assert prefill.end() == 0
     finally:
-        for service in services:
-            service.kill()
-
-
-def test_a_worker_whose_engine_is_wedged_stops_feeding_its_watchdog(
-    root: Path, tmp_path: Path
-) -> None:
-    http, tcp, bus = (free_port() for _ in range(3))
-    endpoints = {"BATON_HTTP": f"127.0.0.1:{http}", "BATON_TCP": f"127.0.0.1:{tcp}"}
-    plugin = {"BATON_EXECUTOR": "tests.wedged_executor:create"}
-    plugin |= {"BATON_ROUTER": f"tcp://127.0.0.1:{bus}"}
-    plugin |= {name: str(tmp_path / name) for name in ("WEDGED", "GO_ON")}
-    client = HTTPConnection("127.0.0.1", http)
-    services: list[Service] = []
-    try:
-        services.append(
-            Service(root, tmp_path, NAMES[0], BATON_BUS=f"tcp://127.0.0.1:{bus}", **endpoints)
-        )
-        wedged = Service(root, tmp_path, NAMES[1], WATCHDOG_USEC="1000000", **plugin)
-        services.append(wedged)
-        for service in services:
-            service.until_ready()
-        fed = wedged.said.count("WATCHDOG=1")
-        until(lambda: wedged.said.count("WATCHDOG=1") > fed + 1, "fed while idle")
-        body = {"model": "demo", "prompt": [1, 2, WEDGE], "max_tokens": 1}
-        headers = {"content-type": "application/json"}
-        client.request("POST", "/v1/completions", json.dumps(body), headers)  # no answer will come
-        until((tmp_path / "WEDGED").exists, "the engine hangs")
-        reports = wedged.statuses
-        until(lambda: wedged.statuses >= reports + 2, "the last feeding is past")
-        # Its loop is well: it says how it is, once a second, and never again that all is.
-        fed, reports = wedged.said.count("WATCHDOG=1"), wedged.statuses
-        until(lambda: wedged.statuses >= reports + 3, "three more reports")
-        assert wedged.said.count("WATCHDOG=1") == fed
-    finally:
-        client.close()
         for service in services:
             service.kill()

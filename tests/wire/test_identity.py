@@ -17,7 +17,7 @@ IDENTITIES = st.builds(Identity, ROLES, st.integers(0, NO_RANK - 1), st.integers
 
 
 @given(IDENTITIES)
-def test_what_is_written_is_read_back(identity: Identity) -> None:
+def test_identities_are_read_back(identity: Identity) -> None:
     assert Identity.parse(identity.name) == identity
     assert is_of_party(identity.name, str(identity))
 
@@ -45,7 +45,7 @@ def test_any_bytes_give_the_identity_they_spell_or_an_error(name: bytes) -> None
         b"decode-1-7-7",
     ],
 )
-def test_what_is_no_identity(name: bytes) -> None:
+def test_invalid_identities_are_refused(name: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         Identity.parse(name)
     assert not is_of_party(name, "decode-1")

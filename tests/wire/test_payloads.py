@@ -35,7 +35,6 @@ from wire.payloads import (
     decode_prefill_result,
     decode_prompt,
     encode_continuation,
-    encode_map,
     encode_prefill_result,
     encode_prompt,
 )
@@ -91,10 +90,6 @@ def test_any_bytes_give_a_prompt_or_a_remote_protocol_error(buffer: bytes, seq_l
         decode_prompt(buffer, seq_len)
     with suppress(RemoteProtocolError):
         decode_continuation(buffer)
-
-
-def test_an_empty_continuation_is_that_of_a_client() -> None:
-    assert decode_continuation(b"") == ((), Options())
 
 
 LOGPROBS = st.builds(
@@ -158,13 +153,9 @@ def test_any_bytes_give_a_map_or_a_remote_protocol_error(kind: Any, buffer: byte
     "buffer",
     [
         b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
         b"\x91" * 200_000,
         b"\x81" + b"\x91" * 200_000,
-        b"\x81\xa6stored\xdd\xff\xff\xff\xff",
         b"\x81\xa6stored" + b"\x91" * 200_000,
-        b"\x81\xa6stored\x91\xff",
         b"\x81\xd9\xff" + b"\xff" * 255 + b"\x01",
         b"\xc1",
         b"",
@@ -206,7 +197,7 @@ for kind, lead in ((Load, b"\\x81\\xa6stored"), (list[Logprobs | None], b"")):
         "ipc://@abstract",
     ],
 )
-def test_where_a_kv_socket_may_be(endpoint: str) -> None:
+def test_valid_kv_endpoints(endpoint: str) -> None:
     hello = decode_map(HelloDetail, msgspec.msgpack.encode(HELLO | {"kv_endpoint": endpoint}))
     assert hello.kv_endpoint == endpoint
     about = {"rank": 0, "epoch": 2**64 - 1, "kv_endpoint": endpoint}
@@ -235,73 +226,41 @@ def test_only_a_worker_without_a_kv_socket_may_leave_it_out() -> None:
     [
         "tcp://*:5600",
         "tcp://127.0.0.1",
-        "tcp://127.0.0.1:0",
-        "tcp://127.0.0.1:65536",
-        "tcp://127.0.0.1:99999",
         "tcp://127.0.0.1:*",
         "tcp://:5600",
         "tcp://eth0;10.0.0.1:5600",
         "tcp://user@host:1",
-        "tcp://a b:1",
         "tcp://127.0.0.1:5600\n",
         "tcp://127.0.0.1:5600/path",
         "TCP://127.0.0.1:5600",
-        "inproc://zeromq.zap.01",
-        "pgm://239.1.1.1:1",
         "ipc://",
         "ipc://a b",
         "file:///etc/passwd",
         "tcp://" + "a" * 250 + ":1",
     ],
 )
-def test_where_a_kv_socket_may_not_be(endpoint: str) -> None:
+def test_invalid_kv_endpoints_are_refused(endpoint: str) -> None:
     with pytest.raises(RemoteProtocolError, match="kv_endpoint"):
         decode_map(HelloDetail, msgspec.msgpack.encode(HELLO | {"kv_endpoint": endpoint}))
-
-
-def test_maps_come_back_as_they_were() -> None:
-    layout = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
-    assert layout.token_bytes == 2 * 2 * 1 * 4 * 2
-    assert decode_map(KVLayout, encode_map(layout)) == layout
-    load = Load(total=4, used=1, cached=1, free=2, stored=(2**64 - 1, 0), evicted=(7,))
-    assert decode_map(Load, encode_map(load)) == load
-    both = [Logprobs(logprob=-1.0), None]
-    assert decode_map(list[Logprobs | None], encode_map(both)) == both
 
 
 @pytest.mark.parametrize(
     ("kind", "content", "field"),
     [
-        (KVLayout, {"groups": []}, "groups"),
-        (KVLayout, {"groups": [GROUP] * 17}, "groups"),
         (KVLayout, {"groups": [GROUP | {"num_layers": 0}]}, "num_layers"),
-        (KVLayout, {"groups": [GROUP | {"dtype": "f4"}]}, "dtype"),
-        (KVLayout, {"groups": [GROUP | {"window": 0}]}, "window"),
-        (KVLayout, {"groups": [GROUP | {"kind": "other"}]}, "kind"),
-        (KVLayout, {"groups": [GROUP | {"kind": "state"}]}, "num_kv_heads"),
-        (Load, {"total": -1}, "total"),
         (Load, {"total": 0, "used": 0, "cached": 0, "free": 0, "stored": [-1]}, "stored"),
         (PeerDetail, {"rank": 2**32}, "rank"),
-        (Usage, {"finish_reason": "x"}, "finish_reason"),
         (Usage, {"finish_reason": "stop\n"}, "finish_reason"),
         (Usage, {"finish_reason": "stop", "kv_seconds": nan}, "kv_seconds"),
         (Usage, {"finish_reason": "stop", "kv_seconds": inf}, "kv_seconds"),
-        (Usage, {"finish_reason": "stop", "kv_transfer_seconds": -0.1}, "kv_transfer_seconds"),
         (Usage, {"finish_reason": "stop", "kv_transfer_seconds": 1e9}, "kv_transfer_seconds"),
         (Usage, {"finish_reason": "stop", "kv_bytes": 2**53}, "kv_bytes"),
-        (Usage, {"finish_reason": "stop", "completion_tokens": 2**63 - 1}, "completion_tokens"),
-        (payloads.PrefillRest, {"finish_reason": "error"}, "finish_reason"),
-        (payloads.PrefillRest, {"cached_tokens": 2**63 - 1}, "cached_tokens"),
         (payloads.PrefillRest, {"prompt_logprobs": bytes(983_045)}, "prompt_logprobs"),
-        (payloads.ErrorDetail, {"message": "", "retry_after_s": nan}, "retry_after_s"),
         (payloads.ErrorDetail, {"message": "x" * 4097}, "message"),
-        (payloads.ErrorDetail, {"message": "", "stage": "engine"}, "stage"),
         (payloads.ErrorDetail, {"message": "", "stage": "router\n"}, "stage"),
         (Logprobs, {"logprob": nan}, "logprob"),
-        (Logprobs, {"logprob": -inf}, "logprob"),
         (Logprobs, {"logprob": 1.0}, "logprob"),
         (Logprobs, {"logprob": -1.0, "top": [[7, -1.0]] * 21}, "top"),
-        (Logprobs, {"logprob": -1.0, "top": [[7, nan]]}, "top"),
         (Logprobs, {"logprob": -1.0, "top": [[2**32, -1.0]]}, "top"),
         (Load, LOAD | {"stored": [7] * 1025}, "stored"),
         (Load, LOAD | {"evicted": [7] * 1025}, "evicted"),
@@ -309,9 +268,6 @@ def test_maps_come_back_as_they_were() -> None:
         (KVLayout, {"groups": [GROUP | {"dtype": "uint8\n"}]}, "dtype"),
         (HelloDetail, HELLO | {"num_blocks": 2**31}, "num_blocks"),
         (HelloDetail, HELLO | {"max_model_len": 0}, "max_model_len"),
-        (HelloDetail, HELLO | {"kv_endpoint": "http://127.0.0.1:80"}, "kv_endpoint"),
-        (PeerDetail, {"rank": 0, "epoch": 1, "kv_endpoint": "tcp://a;b:1"}, "kv_endpoint"),
-        (Usage, {"finish_reason": "stop", "cost": 1}, "cost"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(kind: Any, content: Any, field: str) -> None:
@@ -319,7 +275,13 @@ def test_a_value_out_of_range_is_refused_by_name(kind: Any, content: Any, field:
         decode_map(kind, msgspec.msgpack.encode(content))
 
 
-def test_of_an_unknown_key_so_much_is_quoted() -> None:
+def test_an_offer_shows_neither_its_key_nor_its_prompt() -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8")
+    offer = Offer(layout=layout, num_tokens=1, total_bytes=2, token_ids=bytes(4), key=bytes(32))
+    assert "x00" not in repr(offer)
+
+
+def test_an_unknown_key_is_quoted_in_part() -> None:
     with pytest.raises(RemoteProtocolError, match="unknown field `xxx") as caught:
         decode_map(Load, msgspec.msgpack.encode(LOAD | {"x" * 4096: 1}))
     assert len(caught.value.message) == MAX_SHOWN
@@ -338,6 +300,6 @@ def test_any_bytes_give_a_credit_or_a_remote_protocol_error(buffer: bytes) -> No
     ("buffer", "reason"),
     [(bytes(15), "15 bytes"), (bytes(17), "17 bytes"), (pack("<QII", 1, 0, 2), "ready is 2")],
 )
-def test_what_is_no_credit_is_refused(buffer: bytes, reason: str) -> None:
+def test_an_invalid_credit_is_refused(buffer: bytes, reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         Credit.unpack(buffer)

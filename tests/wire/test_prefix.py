@@ -20,12 +20,6 @@ def test_each_hash_is_seeded_by_the_one_before() -> None:
     assert prefix_hashes([1, 2, 3, 2**32 - 1, 5], 2) == [first, second]
 
 
-def test_only_full_blocks_have_a_hash() -> None:
-    assert prefix_hashes([], 4) == []
-    assert prefix_hashes([1, 2, 3], 4) == []
-    assert len(prefix_hashes(range(8), 4)) == 2
-
-
 @given(TOKENS, TOKENS, st.integers(1, 8))
 def test_a_longer_prompt_keeps_the_hashes_of_its_prefix(
     head: list[int], tail: list[int], block_size: int
@@ -54,6 +48,8 @@ def test_a_changed_token_changes_every_hash_from_its_block_on(
     ("tokens", "block_size", "reason"),
     [([1], 0, "block_size"), ([-1], 1, "u32"), ([2**32], 1, "u32")],
 )
-def test_what_has_no_hash_is_refused(tokens: list[int], block_size: int, reason: str) -> None:
+def test_an_invalid_block_size_or_token_id_is_refused(
+    tokens: list[int], block_size: int, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         prefix_hashes(tokens, block_size)

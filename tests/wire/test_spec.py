@@ -219,28 +219,28 @@ def test_every_tcp_example_decodes_and_is_a_vector() -> None:
 
 def test_the_limits_are_the_constants() -> None:
     limits = {row[0]: row[1] for row in tables(sections()["9"], ["what", "limit"])[0]}
-    assert limits["headers of a message"] == str(MAX_HEADERS)
-    assert limits["options"] == f"{MAX_OPTIONS_BYTES} bytes"
-    assert limits["stop_token_ids"] == str(MAX_STOP_TOKEN_IDS)
-    assert limits["logit_bias"] == str(MAX_LOGIT_BIASES)
-    assert limits["structure"] == f"{MAX_STRUCTURE_LENGTH} characters"
-    assert limits["allowed_token_ids"] == str(MAX_ALLOWED_TOKEN_IDS)
-    bad_sequences = f"{MAX_BAD_SEQUENCES} of at most {MAX_BAD_SEQUENCE_LENGTH}"
-    assert limits["bad_sequences"] == bad_sequences
-    assert limits["top logprobs"] == str(MAX_TOP_LOGPROBS)
-    assert limits["prompt logprobs of a request"] == f"{MAX_PROMPT_LOGPROBS_BYTES >> 10} KiB"
-    assert limits["groups of a layout"] == str(layout.MAX_GROUPS)
-    per_layer = limits["a layer of a group, of one token or state"]
-    assert per_layer == f"{layout.MAX_LAYER_BYTES >> 20} MiB"
-    assert limits["segment"] == f"{MAX_SEGMENT_BYTES >> 20} MiB"
-    assert limits["segment in memory"] == f"{MAX_READ_BYTES >> 20} MiB"
-    assert limits["segments of a transfer"] == str(MAX_SEGMENTS)
-    with_offer = f"kv_unasked_bytes of the decode worker, {MAX_UNASKED_SEGMENTS} segments"
-    assert limits["KV with an offer"] == with_offer
-    assert limits["length of a frame on raw TCP"] == (
-        f"{DEFAULT_MAX_FRAME_BYTES >> 20} MiB with a prompt or KV, "
-        f"else {MAX_SMALL_FRAME_BYTES >> 20} MiB"
-    )
+    large, small = DEFAULT_MAX_FRAME_BYTES >> 20, MAX_SMALL_FRAME_BYTES >> 20
+    constants = {
+        "headers of a message": str(MAX_HEADERS),
+        "options": f"{MAX_OPTIONS_BYTES} bytes",
+        "stop_token_ids": str(MAX_STOP_TOKEN_IDS),
+        "logit_bias": str(MAX_LOGIT_BIASES),
+        "structure": f"{MAX_STRUCTURE_LENGTH} characters",
+        "allowed_token_ids": str(MAX_ALLOWED_TOKEN_IDS),
+        "bad_sequences": f"{MAX_BAD_SEQUENCES} of at most {MAX_BAD_SEQUENCE_LENGTH}",
+        "top logprobs": str(MAX_TOP_LOGPROBS),
+        "prompt logprobs of a request": f"{MAX_PROMPT_LOGPROBS_BYTES >> 10} KiB",
+        "groups of a layout": str(layout.MAX_GROUPS),
+        "a layer of a group, of one token or state": f"{layout.MAX_LAYER_BYTES >> 20} MiB",
+        "segment": f"{MAX_SEGMENT_BYTES >> 20} MiB",
+        "segment in memory": f"{MAX_READ_BYTES >> 20} MiB",
+        "segments of a transfer": str(MAX_SEGMENTS),
+        "KV with an offer": (
+            f"kv_unasked_bytes of the decode worker, {MAX_UNASKED_SEGMENTS} segments"
+        ),
+        "length of a frame on raw TCP": f"{large} MiB with a prompt or KV, else {small} MiB",
+    }
+    assert {name: limits[name] for name in constants} == constants
 
 
 def test_every_section_the_code_cites_exists() -> None:

@@ -60,7 +60,7 @@ def read(octets: bytes, cuts: list[int]) -> tuple[list[Message], str | None]:
 
 
 @given(MESSAGES, CUTS)
-def test_what_was_encoded_is_decoded_in_any_chunking(
+def test_messages_are_decoded_in_any_chunking(
     messages: list[tuple[Frame, bytes]], cuts: list[int]
 ) -> None:
     octets = b"".join(b"".join(encode(frame, payload)) for frame, payload in messages)
@@ -79,15 +79,7 @@ def test_any_bytes_give_messages_or_one_error_and_chunking_never_matters(
 
 
 @pytest.mark.parametrize(
-    ("tag", "length"),
-    [
-        (99, 16),
-        (Tag.CANCEL, 15),
-        (Tag.CANCEL, 0),
-        (Tag.CANCEL, MAX_SMALL_FRAME_BYTES + 1),
-        (Tag.PREFILL_REQUEST, DEFAULT_MAX_FRAME_BYTES + 1),
-        (Tag.KV_CACHE, 2**32 - 1),
-    ],
+    ("tag", "length"), [(99, 16), (Tag.CANCEL, 15), (Tag.CANCEL, 0), (Tag.KV_CACHE, 2**32 - 1)]
 )
 def test_a_bad_prefix_is_refused_before_anything_is_allocated(tag: int, length: int) -> None:
     decoder = StreamDecoder()
@@ -96,10 +88,9 @@ def test_a_bad_prefix_is_refused_before_anything_is_allocated(tag: int, length: 
         decoder.receive(pack("<II", tag, length))
         with pytest.raises(RemoteProtocolError):
             decoder.next_message()
-        _, peak = tracemalloc.get_traced_memory()
+        assert tracemalloc.get_traced_memory()[1] < 64 * 1024
     finally:
         tracemalloc.stop()
-    assert peak < 64 * 1024
     assert decoder.buffered_bytes == 0
 
 

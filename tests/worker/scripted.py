@@ -57,6 +57,8 @@ from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create
 EPOCH = 7
 # Answers of a worker come within milliseconds; only a broken test waits so long.
 PATIENCE_S = 30.0
+# A worker that is a process of its own imports torch before it joins, on cores that others use.
+START_S = 120.0
 
 
 class ScriptedRouter:
@@ -133,12 +135,12 @@ class ScriptedRouter:
         return self.loads_by_role[role]
 
     async def until_joined(self, *roles: Role) -> None:
-        await self.until(lambda: all(role in self.loads_by_role for role in roles))
+        await self.until(lambda: all(role in self.loads_by_role for role in roles), START_S)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
         """Wait for what a worker says to make this true; it is looked at after every message."""
         async with self._heard:
-            await asyncio.wait_for(self._heard.wait_for(condition), PATIENCE_S)
+            await asyncio.wait_for(self._heard.wait_for(condition), patience_s)
 
     @property
     def loads_by_role(self) -> dict[Role, Load]:

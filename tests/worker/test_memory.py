@@ -15,7 +15,7 @@ from wire.layout import KVGroup, KVLayout
 from worker.config import Config
 from worker.executor.contract import MemoryRequirements, blocks_of_window
 from worker.memory import (
-    BESIDE_TENSORS_BYTES,
+    GPU_OVERHEAD_BYTES,
     HOST_KV_CACHE_BYTES,
     count_blocks,
     default_kv_cache_bytes,
@@ -99,7 +99,7 @@ class Card:
         self, share: float, weights: int, device: str = "auto", num_devices: int = 1
     ) -> int:
         """Load weights in a process of its own, and take what is the default for KV."""
-        self.taken += weights + BESIDE_TENSORS_BYTES
+        self.taken += weights + GPU_OVERHEAD_BYTES
         self._patch("memory_allocated", lambda: weights // 2)  # torch has cached the rest
         self._patch("memory_reserved", lambda: weights)
         self._patch("mem_get_info", lambda: (self.total - self.taken, self.total))
@@ -112,7 +112,7 @@ class Card:
 def test_kv_takes_what_is_left_of_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, 80 << 30)
     kept = card.kv_cache_bytes(0.9, 16 << 30)
-    assert kept == int(0.9 * (80 << 30)) - (16 << 30) - BESIDE_TENSORS_BYTES - 200
+    assert kept == int(0.9 * (80 << 30)) - (16 << 30) - GPU_OVERHEAD_BYTES - 200
 
 
 def test_workers_of_one_gpu_take_no_more_than_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +125,13 @@ def test_workers_of_one_gpu_take_no_more_than_their_parts(monkeypatch: pytest.Mo
 def test_what_others_take_of_the_gpu_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, 80 << 30)
     card.taken = 60 << 30  # by a program that is none of ours
-    assert card.kv_cache_bytes(0.9, 16 << 30) == (80 - 60 - 16 << 30) - BESIDE_TENSORS_BYTES - 200
+    assert card.kv_cache_bytes(0.9, 16 << 30) == (80 - 60 - 16 << 30) - GPU_OVERHEAD_BYTES - 200
     with pytest.raises(ValueError, match=r"--memory-share is 0\.2, .* leaves 0 for KV.*raise it"):
         Card(monkeypatch, 80 << 30).kv_cache_bytes(0.2, 16 << 30)
 
 
 def test_the_last_block_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    least = 100 + BESIDE_TENSORS_BYTES + 200 + 48  # weights, a step and a block
+    least = 100 + GPU_OVERHEAD_BYTES + 200 + 48  # weights, a step and a block
     assert Card(monkeypatch, least).kv_cache_bytes(1.0, 100) == 48
     with pytest.raises(ValueError, match="leaves 47 for KV, and a block takes 48"):
         Card(monkeypatch, least - 1).kv_cache_bytes(1.0, 100)
@@ -140,7 +140,7 @@ def test_the_last_block_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 def test_several_gpus_have_as_much_each_and_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, 80 << 30)
     kept = card.kv_cache_bytes(0.9, 16 << 30, num_devices=3)
-    assert kept == 3 * (int(0.9 * (80 << 30)) - (16 << 30) - BESIDE_TENSORS_BYTES) - 200
+    assert kept == 3 * (int(0.9 * (80 << 30)) - (16 << 30) - GPU_OVERHEAD_BYTES) - 200
     assert free_bytes("auto", num_devices=3) == 3 * (card.total - card.taken)
 
 

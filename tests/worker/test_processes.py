@@ -29,13 +29,13 @@ from worker.config import Config
 from worker.parallel.executor import ShardedExecutor
 from worker.processes import (
     Followers,
-    Place,
+    ProcessInfo,
     command,
     equal_settings,
     follow,
-    meet,
-    place_of,
-    settle,
+    join_processes,
+    process_info,
+    set_environment,
 )
 
 pytestmark = pytest.mark.timeout(360)  # some start several workers, each with its imports
@@ -56,48 +56,48 @@ EIGHT: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 2}
 
 
 @pytest.mark.parametrize(
-    ("settings", "environ", "place"),
+    ("settings", "environ", "process"),
     [
-        ({}, {}, Place(0, "", 0, 1)),
-        (EIGHT, {}, Place(0, "", 0, 8)),
-        ({}, TORCHRUN, Place(0, "", 0, 1)),  # one of many workers that torchrun has started
+        ({}, {}, ProcessInfo(0, "", 0, 1)),
+        (EIGHT, {}, ProcessInfo(0, "", 0, 8)),
+        ({}, TORCHRUN, ProcessInfo(0, "", 0, 1)),  # one of many workers that torchrun has started
         # Of torchrun's own port the next.
-        ({**EIGHT, "insecure": True}, TORCHRUN, Place(5, "tcp://10.0.0.5:29501", 1, 4)),
-        ({**EIGHT, "keys": Path("/k")}, TORCHRUN, Place(5, "tcp://10.0.0.5:29501", 1, 4)),
+        ({**EIGHT, "insecure": True}, TORCHRUN, ProcessInfo(5, "tcp://10.0.0.5:29501", 1, 4)),
+        ({**EIGHT, "keys": Path("/k")}, TORCHRUN, ProcessInfo(5, "tcp://10.0.0.5:29501", 1, 4)),
         # Names that anybody may use say nothing without torchrun's own.
-        (EIGHT, {"RANK": "5", "WORLD_SIZE": "8"}, Place(0, "", 0, 8)),
+        (EIGHT, {"RANK": "5", "WORLD_SIZE": "8"}, ProcessInfo(0, "", 0, 8)),
         (
             {**EIGHT, "rendezvous": "file:///tmp/meet", "process": 6},
             TORCHRUN,  # a flag wins
-            Place(6, "file:///tmp/meet", 6, 8),
+            ProcessInfo(6, "file:///tmp/meet", 6, 8),
         ),
         (
             {**EIGHT, "rendezvous": "tcp://10.0.0.5:29500", "process": 6, "insecure": True},
             {},
-            Place(6, "tcp://10.0.0.5:29500", 0, 1),
+            ProcessInfo(6, "tcp://10.0.0.5:29500", 0, 1),
         ),
         # On one machine no port is opened.
-        ({**EIGHT, "rendezvous": "tcp://[::1]:29500"}, {}, Place(0, AT_A_PORT, 0, 1)),
+        ({**EIGHT, "rendezvous": "tcp://[::1]:29500"}, {}, ProcessInfo(0, AT_A_PORT, 0, 1)),
     ],
 )
 def test_each_process_knows_its_place(
-    settings: dict[str, Any], environ: Mapping[str, str], place: Place
+    settings: dict[str, Any], environ: Mapping[str, str], process: ProcessInfo
 ) -> None:
-    assert place_of(Config(**settings), environ) == place
+    assert process_info(Config(**settings), environ) == process
 
 
 def test_torchrun_with_another_number_of_processes_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"8 processes, --tensor-parallel 2 .* 3 are 6; .*--nnodes"
     ):
-        place_of(Config(tensor_parallel=2, pipeline_parallel=3), TORCHRUN)
+        process_info(Config(tensor_parallel=2, pipeline_parallel=3), TORCHRUN)
 
 
 def test_torchrun_on_several_machines_needs_keys_or_insecure() -> None:
     with pytest.raises(ValueError, match=r"no key to tell who may connect: .* --insecure"):
-        place_of(Config(**EIGHT), TORCHRUN)
+        process_info(Config(**EIGHT), TORCHRUN)
     one_machine = {**TORCHRUN, "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
-    assert place_of(Config(**EIGHT), one_machine) == Place(5, AT_A_PORT, 5, 8)
+    assert process_info(Config(**EIGHT), one_machine) == ProcessInfo(5, AT_A_PORT, 5, 8)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def settled() -> dict[str, str]:
 
 @pytest.mark.usefixtures("bare")
 def test_nothing_changes_where_there_is_one_process() -> None:
-    settle(Config(), place_of(Config(), {}))
+    set_environment(Config(), process_info(Config(), {}))
     assert settled() == {}
 
 
@@ -131,7 +131,7 @@ def test_each_process_of_a_machine_has_a_gpu_and_its_share_of_the_threads(
             bare.delenv(name, raising=False)
         if visible is not None:
             bare.setenv(GPUS, visible)
-        settle(config, Place(number, "file:///m", number, 2))
+        set_environment(config, ProcessInfo(number, "file:///m", number, 2))
         threads = str(max(1, best_threads() // 2))
         assert settled() == {GPUS: gpu, THREADS: threads, INTERFACE: LOOPBACK}
 
@@ -143,30 +143,32 @@ def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.M
     for name, value in SAID.items():
         bare.setenv(name, value)
     config = Config(tensor_parallel=2, device="cpu", insecure=True)
-    settle(config, Place(1, "tcp://127.1.1.1:29500", 0, 1))
+    set_environment(config, ProcessInfo(1, "tcp://127.1.1.1:29500", 0, 1))
     assert settled() == SAID
 
 
 @pytest.mark.parametrize(
-    "place",
+    "process",
     [
-        Place(1, "file:///m", 1, 2),
-        Place(1, AT_A_PORT, 0, 1),
+        ProcessInfo(1, "file:///m", 1, 2),
+        ProcessInfo(1, AT_A_PORT, 0, 1),
     ],
 )
-def test_processes_of_one_machine_use_the_loopback(bare: pytest.MonkeyPatch, place: Place) -> None:
+def test_processes_of_one_machine_use_the_loopback(
+    bare: pytest.MonkeyPatch, process: ProcessInfo
+) -> None:
     for name, value in SAID.items():
         bare.setenv(name, value)
     with capture_logs() as logs:
-        settle(Config(tensor_parallel=2), place)
-    gpu = str(place.local_number)
+        set_environment(Config(tensor_parallel=2), process)
+    gpu = str(process.local_number)
     assert settled() == {GPUS: gpu, THREADS: "3", INTERFACE: LOOPBACK}
     assert [line[INTERFACE] for line in logs] == ["eth7"]
 
 
 @pytest.mark.usefixtures("bare")
 def test_the_flag_for_threads_is_not_divided() -> None:
-    settle(Config(tensor_parallel=2, device="cpu", threads=3), Place(0, "", 0, 2))
+    set_environment(Config(tensor_parallel=2, device="cpu", threads=3), ProcessInfo(0, "", 0, 2))
     assert settled() == {THREADS: "3"}
     assert os.environ["MKL_NUM_THREADS"] == "3" and os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
@@ -175,13 +177,13 @@ def test_processes_of_several_machines_choose_by_their_number_there_and_where_th
     bare: pytest.MonkeyPatch,
 ) -> None:
     bare.setattr("worker.processes.best_threads", lambda: 24)
-    settle(Config(**EIGHT), Place(5, "tcp://127.1.1.1:29501", 1, 4))
+    set_environment(Config(**EIGHT), ProcessInfo(5, "tcp://127.1.1.1:29501", 1, 4))
     assert settled() == {GPUS: "1", THREADS: "6", INTERFACE: LOOPBACK}
 
 
 @pytest.mark.usefixtures("bare")
 def test_no_interface_is_chosen_without_a_route() -> None:
-    settle(Config(**EIGHT, threads=1), Place(1, "tcp://[ff02::1]:29500", 0, 1))
+    set_environment(Config(**EIGHT, threads=1), ProcessInfo(1, "tcp://[ff02::1]:29500", 0, 1))
     assert settled() == {GPUS: "0", THREADS: "1"}
 
 
@@ -267,7 +269,7 @@ def test_the_meeting_directory_is_removed(
 
 
 def test_a_worker_of_one_process_meets_nobody() -> None:
-    assert meet(Config(), lambda _: None) is None
+    assert join_processes(Config(), lambda _: None) is None
 
 
 @pytest.mark.usefixtures("bare")
@@ -276,7 +278,7 @@ def test_a_model_that_does_not_divide_starts_no_process(
 ) -> None:
     lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"')
     with pytest.raises(ValueError, match="--tensor-parallel may be 1, 2, 4 for this model"):
-        meet(Config(tensor_parallel=3, device="cpu"), lost.statuses.append)
+        join_processes(Config(tensor_parallel=3, device="cpu"), lost.statuses.append)
     assert lost.wait() == [] and not (tmp_path / "out").exists()
 
 
@@ -301,7 +303,7 @@ def test_only_the_leader_watches_processes_that_others_have_started(
     bare.setattr("worker.processes.ending_signals", list)
     path, place = make_model(tmp_path / "model"), f"file://{tmp_path}/meet"
     settings: dict[str, Any] = {"tensor_parallel": 2, "device": "cpu", "process": process}
-    meet(Config(model=str(path), rendezvous=place, **settings), lost.put)
+    join_processes(Config(model=str(path), rendezvous=place, **settings), lost.put)
     if process == 0:
         assert (lost.get(timeout=30), watched.get(timeout=30)) == (1, 1)
     assert watched.empty() and lost.empty()

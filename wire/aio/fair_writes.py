@@ -1,11 +1,8 @@
 """Fair writes: each connection with pending data writes once in an iteration of the event loop.
 
-Data that arrived for a connection in one iteration leaves in one write, because writes are the
-largest part of a token's cost; the reader, on another core, is woken once for all of it.
-
-With very many writers an iteration serves a quarter of them, in the order in which they asked.
-Iterations follow each other at once when there is nothing to read, and alternate with reading
-otherwise: nothing waits for thousands of writes in a row, and each later write carries more data.
+Data for a connection in one iteration leaves in one write, because writes are the largest part of a
+token's cost.  With very many writers an iteration serves a quarter of them, in the order in which
+they asked, so that reading does not wait for thousands of writes in a row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Listens on a TCP port, with or without TLS, and names each accepted client.
+"""Listens on a TCP port, with or without TLS.
 
-asyncio's own server tells nobody of a TLS client before its handshake is over: whoever opens many
-connections and says nothing would cost a descriptor and a handshake's buffers each, and no cap
-would count them.  So TLS clients are accepted here, with a cap and a timer for handshakes alone;
-what follows is counted by the protocol, as without TLS.
+asyncio's own server reports a TLS client only after its handshake, so silent connections would hold
+descriptors and buffers that no limit counts.  Hence TLS clients are accepted here, with a limit and
+a timer for handshakes alone; the protocol counts connections after that, as without TLS.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import structlog
 from wire.aio.tls import sealed_protocol
 
 BACKLOG: Final = 1024
-# Clients that are accepted in one iteration of the loop.  Of those that connect and leave, as many
-# as can be in the backlog would else be ahead of everybody else, each for a whole iteration.
+# Clients accepted in an iteration of the loop: with one, a full backlog of clients that connect and
+# leave would delay all others by as many iterations.
 NUM_ACCEPTED: Final = 4
 # After an accept that failed: the process has no descriptor left, which takes a while to change.
 PAUSE_S: Final = 1.0
-# When a client's time is over, what it has sent is read for so long before it is told: if the whole
-# process stood still, all of it may have come in time.
+# At a client's deadline its bytes are read for this long before it is refused: if the whole process
+# stood still, they may have come in time.
 LAST_LOOK_S: Final = 0.05
-# Clients over the limit that are told so at a time.
-MAX_TOLD: Final = 32
+# Clients over the limit that get an error at a time.
+MAX_REFUSED: Final = 32
 
 _LOG = structlog.get_logger(__name__)
 
@@ -42,10 +41,10 @@ class Listener(Protocol):
     """The interface of `Servers` and `Acceptor`."""
 
     def close(self) -> None:
-        """Accept nobody from here on."""
+        """Stop accepting clients, and end the handshakes under way."""
 
     async def wait_closed(self) -> None:
-        """Wait until that is so."""
+        """Wait until the sockets are closed and no handshake is left."""
 
 
 def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -59,11 +58,10 @@ def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
 
 
 def reserve(host: str, port: int, others: Sequence[socket.socket] = ()) -> socket.socket:
-    """Return a socket that keeps `host`:`port` (0: any) for shared ones of this user, and does not
-    listen.  Linux only.
+    """Reserve `host`:`port` (0: any) for shared sockets of this user, without listening.  On Linux.
 
     Raises:
-        OSError: Among others, somebody has it, or one of the `others` that we have reserved; two
+        OSError: The address is in use, or is also one of `others` that we have reserved: two
             reservations would mix their connections.
     """
     kept = socket.socket(_family(host))
@@ -81,7 +79,7 @@ def reserve(host: str, port: int, others: Sequence[socket.socket] = ()) -> socke
 
 
 def _are_mixed(one: socket.socket, other: socket.socket) -> bool:
-    """Whether some client would be that of both."""
+    """Whether one client could reach either socket."""
     (host, port), (other_host, other_port) = (each.getsockname()[:2] for each in (one, other))
     is_at_both = host == other_host or {host, other_host} & {"0.0.0.0", "::"}
     return port == other_port and one.family == other.family and bool(is_at_both)
@@ -91,10 +89,12 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def is_told(num_connections: int, max_connections: int) -> bool:
-    """Tell whether a client over the limit is told so, which keeps its descriptor for a second or
-    two.  Of many at once the rest are just cut off: they would take all that is left."""
-    return num_connections - max_connections <= max(1, min(MAX_TOLD, max_connections // 4))
+def gets_refusal(num_connections: int, max_connections: int) -> bool:
+    """Whether a client over the limit gets an error, which keeps its descriptor for 1 or 2 s.
+
+    Of many at once the rest are cut off at once: they would take all descriptors that are left.
+    """
+    return num_connections - max_connections <= max(1, min(MAX_REFUSED, max_connections // 4))
 
 
 async def listen(
@@ -108,45 +108,36 @@ async def listen(
 ) -> Listener:
     """Give each client of a listening socket a protocol, under TLS once its handshake is over.
 
-    At most `max_handshakes` may be under way, each for `handshake_s`; for one more, the eldest is
-    hung up on.
-    Where no descriptor is left, the next client is accepted after `pause_s`.
+    At most `max_handshakes` are under way, each for `handshake_s`; for one more, the oldest is cut.
+    When no descriptor is left, the next client is accepted after `pause_s`.
     """
     if tls is not None:
         shake_hands = partial(_shake_tls_hands, make_protocol, tls, handshake_s)
         return Acceptor(sock, shake_hands, max_handshakes, pause_s)
-    loop, servers = asyncio.get_running_loop(), Servers()
-    for each in (sock, *(sock.dup() for _ in range(NUM_ACCEPTED - 1))):
-        servers.add(await loop.create_server(make_protocol, sock=each, backlog=BACKLOG))
-    return servers
+    create_server = partial(asyncio.get_running_loop().create_server, backlog=BACKLOG)
+    sockets = [sock, *(sock.dup() for _ in range(NUM_ACCEPTED - 1))]
+    return Servers([await create_server(make_protocol, sock=each) for each in sockets])
 
 
 class Servers:
     """Servers of one listening socket: uvloop's accepts one client in an iteration of the loop."""
 
-    def __init__(self) -> None:
-        self._servers: list[asyncio.Server] = []
-
-    def add(self, server: asyncio.Server) -> None:
-        """Let one more server accept clients."""
-        self._servers.append(server)
+    def __init__(self, servers: Sequence[asyncio.Server]) -> None:
+        self._servers = servers
 
     def close(self) -> None:
-        """Accept nobody any more."""
         for server in self._servers:
             server.close()
 
     async def wait_closed(self) -> None:
-        """Wait until all sockets are closed."""
         for server in self._servers:
             await server.wait_closed()
 
 
 class Acceptor:
-    """Accepts clients, one in a turn of the loop, and shakes hands with each in a task of its own.
+    """Accepts one client in an iteration of the loop; each handshake is a task of its own.
 
-    At most `max_handshakes` are under way: for one more, the eldest is hung up on.  Whom
-    `shake_hands(client)` does not keep, it closes.
+    `shake_hands(client)` closes a client whose handshake fails.
     """
 
     def __init__(
@@ -163,12 +154,10 @@ class Acceptor:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Accept nobody any more, and hang up on handshakes under way."""
         for task in (self._accepting, *self._handshakes):
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until the socket is closed and no handshake is left."""
         await asyncio.wait((self._accepting, *self._handshakes))
 
     async def _accept(self) -> None:
@@ -182,11 +171,11 @@ class Acceptor:
                     await asyncio.sleep(self._pause_s)
                     continue
                 if len(self._handshakes) >= self._max_handshakes:
-                    # Who means well is done within milliseconds.
-                    eldest = next(task for task in self._handshakes if not task.cancelling())
-                    eldest.cancel()
+                    # An honest client is done within milliseconds.
+                    oldest = next(task for task in self._handshakes if not task.cancelling())
+                    oldest.cancel()
                 self._start(client)
-                await asyncio.sleep(0)  # where many come at once, everybody else has a turn too
+                await asyncio.sleep(0)  # let the rest of the loop run between many clients
 
     def _start(self, client: socket.socket) -> None:
         task = asyncio.create_task(self._shake_hands(client))

@@ -1,8 +1,7 @@
 """The outgoing messages of one peer: sent at once, or queued up to a bound in bytes.
 
-A full peer makes `Outbox.send` raise; it blocks no one and costs no other peer a message.  A
-message whose buffers the caller wants back is followed by a `Sending`.  Delivery is at most once:
-what waits when a connection ends is dropped.  The socket itself is behind `transmit`.
+A full peer makes `Outbox.send` raise and delays no other peer.  A `Sending` tells when the buffers
+of a message may be reused.  Delivery is at most once: the queue is dropped when a connection ends.
 """
 
 from __future__ import annotations
@@ -84,11 +83,7 @@ class Limits:
             )
 
     def measure(self, parts: Sequence[Buffer]) -> int:
-        """Return the bytes of a message.
-
-        Raises:
-            LocalProtocolError: The peer would cut the connection over it.
-        """
+        """Return the bytes of a message.  Raises LocalProtocolError."""
         num_bytes = 0
         for part in parts:
             size = size_of(part)
@@ -122,11 +117,7 @@ class Outbox:
         """Transmit a message now, or queue it if that must not be or the socket is full.
 
         Without `track` the caller may reuse its buffers at once, so mutable ones are copied.
-
-        Raises:
-            WireError: OVERLOADED, the queue is full.
-            LocalProtocolError: See `Limits.measure`.
-            ConnectionError: There is no such peer.
+        Raises WireError (OVERLOADED: the queue is full), ConnectionError, or as `Limits.measure`.
         """
         num_bytes = self._limits.measure(parts) + MESSAGE_OVERHEAD
         sending = Sending() if track else None

@@ -1,9 +1,8 @@
 """The peers of a bound socket: their connections and the frames queued for each.
 
-libzmq's monitor names a closed connection by its file descriptor only.  Each frame tells the
-descriptor that it came by, and so a loss is traced to its peer.  Descriptors are reused: every
-event up to now must have been noticed (`open`, `close`) before `meet`.  No sockets here:
-`transmit(peer, parts, sending)` sends, and raises what `outbox.Transmit` says.
+libzmq's monitor names a closed connection by its file descriptor only; each frame tells the
+descriptor that it came by.  Descriptors are reused: every event up to now must have been noticed
+(`open`, `close`) before `meet`.  `transmit(peer, parts, sending)` raises as `outbox.Transmit`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Reads and sends on one ZeroMQ socket in iterations of the event loop, and reads its monitor.
 
 The file descriptor of such a socket is edge-triggered, and any use of the socket may swallow an
-edge.  So a turn reads until the socket says that there is nothing more (or its burst is used up),
-sends what waits, then asks the socket again; whoever uses the socket outside of a turn schedules
-one with `wake`.  Nothing here can be cancelled between a message and its handler.
+edge.  So a turn reads until the socket is empty or the burst is over, sends queued messages, then
+checks the socket again; code that uses the socket outside of a turn calls `wake`.
 
-A monitor event is noticed as soon as it is seen, but acted on only after everything that came
-before it on the socket has been delivered: a peer's last message precedes its loss.
+A monitor event is noticed at once, but acted on after all earlier messages have been delivered: a
+peer's last message precedes its loss.
 """
 
 from __future__ import annotations

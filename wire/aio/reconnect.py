@@ -1,8 +1,8 @@
-"""When a link tries again to reach a peer that is not there.
+"""When a link tries again to reach a peer that is down.
 
-libzmq's own reconnecting is off: it has either a jitter or a growing pause, and it starts anew at
-each connection that was accepted, be it by a proxy with nobody behind it.  Only a completed
-handshake counts here.
+libzmq's own reconnecting is off: it has jitter or growing pauses but not both, and starts anew at
+each accepted connection, even of a proxy without a backend.  Only a completed handshake counts
+here.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 FIRST_S: Final = 0.1
-# A router that restarts is to serve within 2 s, most of which its start may take on a busy machine:
-# for half a minute nobody waits long.  What is away for longer is not restarting, and a thousand
-# workers had better not knock twice a second.
+# A restarted router should serve within 2 s, so pauses are short for half a minute.  After that it
+# is not just restarting, and a thousand workers should not try twice a second.
 BRIEF_S: Final = 30.0
 MAX_BRIEF_S: Final = 0.5
 MAX_S: Final = 30.0
-# A try ends by itself: `sockopts` bounds the connection and the handshake, 5 s each.  A name that
-# is not found ends it without an event.
+# A try ends by itself: `sockopts` bounds connection and handshake to 5 s each.  A name that does
+# not resolve ends it without an event.
 TRY_S: Final = 12.0
 
 
 def pauses(draw: Callable[[], float]) -> Iterator[float]:
     """Yield the seconds before each try of one outage, without an end.
 
-    They double from 0.1 s to 0.5 s, and on to 30 s when 30 s have been waited.  `draw` gives
-    numbers from 0 to 1: each pause is shortened by up to a half, or all would come at once.
+    They double from 0.1 s to 0.5 s, and on to 30 s after 30 s of waiting.  `draw` gives numbers
+    from 0 to 1: each pause is shortened by up to a half, so that workers do not come back all at
+    once.
     """
     whole_s, waited_s = FIRST_S, 0.0
     while True:
@@ -43,11 +43,10 @@ class Timer(Protocol):
     def cancel(self) -> None: ...
 
 
-class Dial:
+class Reconnect:
     """Retries until `succeed` is called, and starts again at the next `fail`.
 
-    `connect` starts a try; the caller tells how it ended by `succeed` or `fail`.  The first try is
-    taken to be under way already.  `call_later` is the loop's.
+    `connect` starts a try; the caller reports its end.  The first try is already under way.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Outgoing bytes of one client, and the rule that cuts off a client that reads too slowly.
 
-A client may be slow, and a full write buffer does not show how slow: the kernel takes more only
-when a third of its own buffer is free, which on a slow network is a minute's worth.  So the bytes
-that the client has acknowledged are measured.
+A full write buffer does not show how slow a client is: the kernel takes more only when a third of
+its own buffer is free, a minute's worth on a slow network.  So acknowledged bytes are measured.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-# The least rate of a client with more pending than it may have, and the time it is measured over.
-# Any network is faster, while a client that reads a byte now and then cannot hold our memory.  The
-# kernel of a slow program acknowledges more only when a good part of its buffer is free: at 10 kB/s
-# every 13 s.
+# The least rate of a client with too many pending bytes, and the time it is measured over.  Any
+# network is faster; a client that reads a byte now and then cannot hold our memory.  The kernel of
+# a slow client acknowledges in steps: every 13 s at 10 kB/s.
 MIN_BYTES_PER_S: Final = 4 << 10
 STALL_S: Final = 30.0
 # In Linux's `struct tcp_info`, which is only ever added to: tcpi_bytes_acked, a u64 at 120.
@@ -32,7 +30,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 class SlowReader:
     """Watches one connection while more than its limit is pending, and when it ends.
 
-    A client that takes less than `MIN_BYTES_PER_S` in `stall_s` is cut off, and `on_cut` is called.
+    Below `MIN_BYTES_PER_S` over `stall_s` the client is cut off, and `on_cut` is called.
     """
 
     __slots__ = (
@@ -52,7 +50,7 @@ class SlowReader:
         self._stall_s = stall_s
         self._on_cut = on_cut
         self._timer: asyncio.TimerHandle | None = None
-        # Once we have said our last: how long the client may wait with hanging up.
+        # Set after our last byte: how long the client may keep the connection open.
         self._hang_up_s: float | None = None
         self._taken_bytes = 0
         self._is_over = False
@@ -63,26 +61,26 @@ class SlowReader:
         return self._transport.get_extra_info("sslcontext") is not None
 
     def watch(self) -> None:
-        """More waits than may."""
+        """Start measuring: more bytes are pending than the limit."""
         if self._timer is None:
             self._arm()
 
     def relax(self) -> None:
-        """The client has caught up."""
+        """Stop measuring: the client has caught up."""
         if self._hang_up_s is None:
             self._disarm()
 
     def hang_up(self, after_s: float) -> None:
-        """Our last byte is written: once it is taken, the client has `after_s`, then we abort."""
+        """Close gracefully: once all is read, the client has `after_s` to close; then abort."""
         if self._is_over:
             return
-        # Over TLS what waits cannot be seen: it is in the buffer of the transport below.
+        # Over TLS pending bytes are in the buffer of the transport below, which cannot be seen.
         self._hang_up_s = self._stall_s if self.is_sealed else after_s
         self._disarm()
         self._arm()
 
     def cut(self) -> None:
-        """Reset the connection, so that the kernel keeps nothing of what waits either."""
+        """Reset the connection, so that the kernel drops pending bytes too."""
         if self._is_over:
             return
         on_cut = self._on_cut
@@ -140,11 +138,11 @@ def has_left(transport: asyncio.Transport) -> bool:
 
 
 def _taken_bytes(transport: asyncio.Transport) -> int:
-    """Return a number that grows by each byte the client takes."""
+    """Return a number that grows with each byte that the client acknowledges."""
     acked = 0
     if hasattr(socket, "TCP_INFO"):
         sock = transport.get_extra_info("socket")
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         acked = int.from_bytes(info[_ACKED_AT:_INFO_BYTES], "little")
-    # Other systems than Linux do not tell: what we still hold has to do.
+    # Only Linux tells; elsewhere our own buffer is the measure.
     return acked or -transport.get_write_buffer_size()

@@ -1,9 +1,8 @@
 """The raw TCP server: connections that speak `wire.stream`, with their limits.  SPEC 2.2.
 
-A client can cost no more than the limits: connections are counted, a message must arrive at a
-minimum rate, what it does not read is bounded in bytes and in time.  Whoever breaks the protocol
-is told so by ERROR(0, PROTOCOL) and closed.  A client that ends its side has gone: there is no
-half-open conversation.  What messages mean is the handler's business.
+Limits bound the cost of a client: the number of connections, the rate at which a message arrives,
+the pending bytes and their age.  A client that breaks the protocol gets ERROR(0, PROTOCOL), and its
+connection is closed.  A client that closes its side has gone: no connection is half-open.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Final, Protocol, cast
 import structlog
 
 from wire.aio.fair_writes import FairWrites
-from wire.aio.listener import LAST_LOOK_S, Listener, bind, is_told, listen
+from wire.aio.listener import LAST_LOOK_S, Listener, bind, gets_refusal, listen
 from wire.aio.slow_readers import STALL_S, SlowReader, has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame, Tag
@@ -27,9 +26,9 @@ from wire.process.frame_counters import Traffic
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode, encode_token
 
 _LOG = structlog.get_logger(__name__)
-# Messages of one client that are taken before others have their turn: some milliseconds.
+# Messages handled for one client before the loop serves others: some milliseconds.
 MAX_AT_ONCE: Final = 64
-# Over TLS, who left without a good-bye is looked for this often.
+# How often to look for TLS clients that closed without close_notify.
 LOOK_S: Final = 1.0
 
 
@@ -37,12 +36,11 @@ LOOK_S: Final = 1.0
 class Limits:
     """Limits of one client.
 
-    At most `max_write_bytes` wait for a client to read them; while more than `high_water_bytes` do,
-    it must read at a least rate in each `stall_s` (`wire.aio.slow_readers`).  A message must be
-    complete `message_s` after its first byte, plus its
-    size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection, and so
-    must a TLS handshake be over.  A client with nothing open may be silent for `idle_s`.  After our
-    last byte it has `hang_up_s` to hang up, before we do.
+    At most `max_write_bytes` are pending; above `high_water_bytes` the client must read at a least
+    rate in each `stall_s` (`wire.aio.slow_readers`).  A message must be complete `message_s` after
+    its first byte, plus its size at `min_bytes_per_s`; the first message must begin, and a TLS
+    handshake end, within `message_s`.  A client without open requests may be idle for `idle_s`.
+    After our last byte it has `hang_up_s` to close the connection.
     """
 
     max_connections: int = 1024
@@ -61,7 +59,7 @@ class Handler(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the client waits for something: then it may be silent."""
+        """Whether a request is open: the client may be silent then."""
 
     def on_message(self, message: Message) -> None:
         """Take one message.  Raises WireError to refuse it and end the connection."""
@@ -78,7 +76,7 @@ class Connection(asyncio.Protocol):
         limits: Limits,
         connections: set[Connection],
         traffic: Traffic,
-        turns: FairWrites,
+        fair_writes: FairWrites,
         on_slow_client: Callable[[], object],
     ) -> None:
         self.peer_name = ""
@@ -89,17 +87,17 @@ class Connection(asyncio.Protocol):
         self._limits = limits
         self._connections = connections
         self._traffic = traffic
-        self._turns = turns
+        self._fair_writes = fair_writes
         self._on_slow_client = on_slow_client
-        # What was sent in this turn of the loop: it leaves in one write.
+        # Messages sent in this iteration of the loop: they leave in one write.
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
         self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._unread: SlowReader
+        self._slow_reader: SlowReader
         self._message_began_at: float | None = None
-        # When a message whose time is over is read for the last time.
+        # When an overdue message is refused, after a last read.
         self._last_look_at: float | None = None
         self._active_at = self._loop.time()
         self._read_timer: asyncio.TimerHandle | None = None
@@ -127,7 +125,7 @@ class Connection(asyncio.Protocol):
     def _send(self, tag: int, message: bytes) -> None:
         self._traffic.sent[tag] += 1
         if not self._unwritten:
-            self._turns.take(self)
+            self._fair_writes.take(self)
         self._unwritten.append(message)
         self._unwritten_bytes += len(message)
         if self._unwritten_bytes > self._limits.high_water_bytes:
@@ -144,10 +142,10 @@ class Connection(asyncio.Protocol):
         self._transport.write(body)
         if self.buffered_bytes > self._limits.max_write_bytes:
             self._end(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
-            self._unread.cut()
+            self._slow_reader.cut()
 
     def _write(self) -> None:
-        """Write what was sent in this turn before it is over."""
+        """Write pending messages before the end of the iteration."""
         if body := self.prepare(self._loop.time()):
             self.transmit(body)
 
@@ -162,7 +160,7 @@ class Connection(asyncio.Protocol):
             return
         self._write()
         self._end(error)
-        self._unread.hang_up(self._limits.hang_up_s)
+        self._slow_reader.hang_up(self._limits.hang_up_s)
         if not self._transport.can_write_eof():  # TLS says good-bye by itself
             self._transport.close()
             return
@@ -173,7 +171,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def abort(self) -> None:
-        """Cut the connection; what waits is lost."""
+        """Cut the connection; pending bytes are lost."""
         self._end(None)
         self._transport.abort()
 
@@ -182,18 +180,18 @@ class Connection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("unknown", 0)
         self.peer_name = f"{address[0]}:{address[1]}"
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
-        self._unread = SlowReader(self._transport, self._limits.stall_s, self._on_cut)
+        self._slow_reader = SlowReader(self._transport, self._limits.stall_s, self._on_cut)
         self._connections.add(self)
         num, most = len(self._connections), self._limits.max_connections
         if num > most:
-            if is_told(num, most):
+            if gets_refusal(num, most):
                 self.refuse(WireError(ErrorCode.OVERLOADED, "too many connections"))
             else:
                 self.abort()
             return
         self._handler = self._make_handler(self)
         self._read_timer = self._loop.call_later(self._limits.message_s, self._look_again)
-        if self._unread.is_sealed:
+        if self._slow_reader.is_sealed:
             self._look_timer = self._loop.call_later(LOOK_S, self._look)
 
     def data_received(self, data: bytes) -> None:
@@ -230,8 +228,7 @@ class Connection(asyncio.Protocol):
         self._take_messages()
 
     def _look(self) -> None:
-        """Notice a client that left while something waits for it: of its end without a good-bye
-        the loop does not tell over TLS, and throws away what is written from there on."""
+        """End the connection of a client that left: over TLS the loop does not report it."""
         if has_left(self._transport):
             self.eof_received()
         else:
@@ -240,20 +237,20 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._write()
         self._end(None)
-        self._unread.hang_up(self._limits.hang_up_s)
+        self._slow_reader.hang_up(self._limits.hang_up_s)
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(exc)
         self._connections.discard(self)
         self.closed.set_result(None)
-        self._unread.forget()
+        self._slow_reader.forget()
 
     def pause_writing(self) -> None:
-        self._unread.watch()
+        self._slow_reader.watch()
 
     def resume_writing(self) -> None:
-        self._unread.relax()
+        self._slow_reader.relax()
 
     def _watch_rate(self) -> None:
         if self._read_timer is not None:
@@ -271,7 +268,7 @@ class Connection(asyncio.Protocol):
         if self._last_look_at is None:
             due = self._message_began_at + allowed_s
             self._read_timer = self._loop.call_at(due, self._look_again)
-        else:  # which no byte puts off
+        else:  # no byte extends this
             self._read_timer = self._loop.call_at(self._last_look_at, self._on_slow)
 
     def _look_again(self) -> None:
@@ -287,7 +284,7 @@ class Connection(asyncio.Protocol):
         due = since + self._limits.idle_s
         if due > self._loop.time():
             self._read_timer = self._loop.call_at(due, self._on_silence)
-        else:  # unless something comes after all
+        else:  # a last read
             self._read_timer = self._loop.call_later(LAST_LOOK_S, self._on_idle)
 
     def _on_idle(self) -> None:
@@ -328,7 +325,7 @@ class Server:
 
     @property
     def is_answering(self) -> bool:
-        """Whether something waits for a client to take it."""
+        """Whether some client has pending bytes."""
         return any(connection.buffered_bytes for connection in self._connections)
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -358,17 +355,16 @@ async def serve(
 ) -> Server:
     """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError.
 
-    `traffic` counts the frames of all of them; `is_shared` is as for `bind`; `on_slow_client` is
-    called for each that is cut because it does not read.
+    `is_shared` is as for `bind`; `on_slow_client` is called for each slow reader that is cut.
     """
     connections: set[Connection] = set()
-    turns = FairWrites()
+    fair_writes = FairWrites()
     allowed = limits or Limits()
     counts = traffic or Traffic()
     sock = bind(host, port, is_shared=is_shared)
     address = sock.getsockname()[:2]
     listener = await listen(
-        lambda: Connection(make_handler, allowed, connections, counts, turns, on_slow_client),
+        lambda: Connection(make_handler, allowed, connections, counts, fair_writes, on_slow_client),
         sock,
         tls,
         handshake_s=allowed.message_s,

@@ -1,10 +1,9 @@
 """TLS for clients: the certificate, and a bound on records without data.
 
-A record may cost far more than its bytes: a KeyUpdate of TLS 1.3 has 27, takes 24 us and a reply,
-and any client may send as many as it likes, without an API key.  So records are counted as they
-come, by the lengths in their headers, which are not encrypted: a client that sends too many in a
-row without data is cut off.  And no more bytes are read at once than a few records take: uvloop
-would read 256 KiB, 32 times in a turn of the loop, which would stand still for seconds.
+A KeyUpdate of TLS 1.3 has 27 bytes, costs 24 us and a reply, and needs no API key.  So records are
+counted by the lengths in their headers, which are not encrypted: a client that sends too many in a
+row without data is cut off.  And only a few records are read at once: uvloop would read 256 KiB, 32
+times in an iteration of the loop, which takes seconds.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None
 
 
 def _check_pem(cert: Path, key: Path) -> None:
-    """Say in words what is wrong with a file, and with which: OpenSSL does not.
-
-    Raises:
-        ConfigError: It is.
-    """
+    """Raise ConfigError that names a bad file and its problem: OpenSSL does not."""
     for path, what in ((cert, "CERTIFICATE"), (key, "PRIVATE KEY")):
         pem = read_file(path, is_secret=False)  # with comments in any encoding
         if f"{what}-----".encode() not in pem:
@@ -163,10 +158,7 @@ def sealed_protocol(
     handshake_s: float,
     shaken: asyncio.Future[None],
 ) -> Sealed:
-    """Return the protocol of a connection that speaks TLS, for who is at its end.
-
-    `shaken` is done when the handshake is over, or has the error that ended it.
-    """
+    """Return `protocol` under TLS.  `shaken` gets the end of the handshake, or its error."""
     loop = asyncio.get_running_loop()
     make: Any = asyncio.sslproto.SSLProtocol
     if isinstance(loop, uvloop.Loop):

@@ -19,7 +19,7 @@ MAX_UNAUTHENTICATED: Final = 128
 class UnauthenticatedConnections:
     """The unauthenticated connections of one bound socket, by file descriptor.
 
-    `read_events` must call `come`, `succeed` and `leave` for every pending event of the socket:
+    `read_events` must call `add`, `drop_oldest` and `remove` for every pending event of the socket:
     descriptors are reused, and `cut` may only end connections of this socket.
     """
 
@@ -28,13 +28,13 @@ class UnauthenticatedConnections:
         self._cut = cut
         self._waiting: dict[int, None] = {}  # a dict for its order
 
-    def come(self, fd: int) -> None:
+    def add(self, fd: int) -> None:
         """A connection was accepted."""
         self._waiting[fd] = None
         if len(self._waiting) == MAX_UNAUTHENTICATED + 1:
             asyncio.get_running_loop().call_soon(self._make_room)
 
-    def succeed(self) -> None:
+    def drop_oldest(self) -> None:
         """One connection authenticated.  libzmq does not say which; the oldest is assumed.
 
         So each authenticated peer may spare one other connection, which libzmq ends after the 5 s
@@ -43,7 +43,7 @@ class UnauthenticatedConnections:
         if self._waiting:
             del self._waiting[next(iter(self._waiting))]
 
-    def leave(self, fd: int) -> None:
+    def remove(self, fd: int) -> None:
         """A connection sent its first message, or ended."""
         self._waiting.pop(fd, None)
 

@@ -1,8 +1,8 @@
 """Passes a file descriptor to other processes of the same user on this machine.
 
-`DescriptorPort` listens under a random name in Linux's abstract namespace: the name is in no file
-system, and is gone with the process.  Whoever connects is one of the same user by what the kernel
-says, gets one message with the descriptor, and is hung up on; so no connection lasts.  SPEC 6.8.
+`DescriptorPort` listens under a random name in Linux's abstract namespace, which ends with the
+process.  A process of the same user, by what the kernel says, gets one message with the descriptor;
+then the connection is closed.  SPEC 6.8.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Final
 
 import structlog
 
-# Connections that may wait to be accepted; who finds so many there tries again.
+# Connections that may wait to be accepted; the next one tries again.
 BACKLOG: Final = 64
 AGAIN_S: Final = 0.01
-# How long to wait for who listens to accept and say something: it does nothing else first.
+# How long to wait for the listener's message, which it sends at once.
 ANSWER_S: Final = 2.0
-# How long to wait where no descriptor is left to accept a connection.
+# How long to wait when no descriptor is left to accept a connection.
 PAUSE_S: Final = 1.0
 # The most bytes that may follow the greeting and a space; they describe the descriptor.
 MAX_ABOUT_BYTES: Final = 64
@@ -100,12 +100,9 @@ class DescriptorPort:
 
 
 async def fetch_descriptor(name: str, greeting: bytes) -> tuple[int, bytes]:
-    """Return the descriptor that a port of this name hands out with this greeting.
+    """Return the descriptor of the port `name`, and the description that followed its greeting.
 
-    The caller closes it.  Beside it is the description that followed the greeting, b"" for none.
-
-    Raises:
-        OSError: Nobody listens there, or one of another user, or it says something else.
+    The caller closes it.  Raises OSError if no process of this user listens with this greeting.
     """
     with _new_socket() as connection:
         try:

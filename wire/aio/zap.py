@@ -1,11 +1,9 @@
-"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.process.keys`.
+"""Authentication at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.process.keys`.
 
-libzmq asks at every CURVE handshake, over an in-process socket of the same context; a socket that
-finds nobody there admits nobody (ZAP_ENFORCE_DOMAIN).  `prove` shows that before a port is opened.
-
-Authentication ends with the handshake, so `Gate` goes on: the first message of a peer must come
-under an identity that its key's party may use, and a key that is revoked, or another party's now,
-loses its connections.
+libzmq asks at every CURVE handshake, over an in-process socket of the same context; without an
+authenticator there it refuses everybody (ZAP_ENFORCE_DOMAIN).  `prove` tests that before a port is
+opened.  After the handshake, `Gate` checks that a peer's identity is one of its key's party, and
+cuts the connections of revoked keys.
 """
 
 from __future__ import annotations
@@ -113,8 +111,8 @@ class Authenticator:
 class Gate:
     """The keys behind the connections of one bound socket, and whether they are still allowed.
 
-    `read_events` must call `leave` for every connection that has ended: descriptors are reused, and
-    only connections of this socket may be cut.
+    `read_events` must call `remove` for every ended connection: descriptors are reused, and only
+    connections of this socket may be cut.
     """
 
     def __init__(self, context: Context, keys: Keys, read_events: Callable[[], None]) -> None:
@@ -136,7 +134,7 @@ class Gate:
             cut(fd)
         return is_welcome
 
-    def leave(self, fd: int) -> None:
+    def remove(self, fd: int) -> None:
         """The connection ended."""
         self._holders.pop(fd, None)
 
@@ -158,7 +156,6 @@ class Gate:
         return [fd for fd, its in self._holders.items() if not self._may_speak(*its)]
 
     def _may_speak(self, public: str, peer: bytes) -> bool:
-        """Whether the holder of `public` may use the identity `peer`, still."""
         party = self._keys.party(public)
         return party is not None and is_of_party(peer, party)
 
@@ -171,10 +168,8 @@ def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float =
     """Make sure that `port`, not bound yet, refuses an unknown key.
 
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
-    Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
-
-    Raises:
-        ConfigError: The stranger was admitted, or nobody decided.
+    Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.  Raises
+    ConfigError: the stranger was admitted, or nobody decided.
     """
     stranger = new_key_pair()
     authenticator.own_stranger = stranger.public

@@ -1,16 +1,12 @@
 """ZeroMQ on the event loop: `Hub`, a bound ROUTER, and `Link`, a connected DEALER.  SPEC 2.1.
 
-Strategy: plain sockets that never block, run by `wire.aio.pump`; what a peer cannot take waits in
-its `wire.aio.outbox`, because libzmq's high-water mark counts messages and ours counts bytes.
+Sockets never block: `wire.aio.pump` runs them, and messages that a peer cannot take wait in its
+`wire.aio.outbox`, bounded in bytes.  `on_lost` follows a peer's last message; a peer that vanishes
+without closing TCP is noticed after 25 to 30 s, so callers send heartbeats.  A second connection
+under a connected identity is never heard, hence identities carry the epoch of their process.
 
-A closed connection is traced to its peer (`wire.aio.peers`), and `on_lost` follows the peer's last
-message.  A peer that vanishes without closing TCP is noticed only after 25 to 30 s: heartbeats are
-the caller's business.  A second connection with an identity already connected is never heard (no
-take-over), hence identities carry the epoch of their process.
-
-With keys, a hub admits whom `wire.aio.zap` knows, and a link connects to one named party only;
-everything is encrypted then (CURVE).  Sockets belong to the loop's thread.  The meaning of parts is
-not handled here.
+With keys, everything is encrypted (CURVE): a hub admits the parties that `wire.aio.zap` knows, a
+link connects to one named party.  Sockets belong to the loop's thread.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from wire.aio.port import (
     terminate,
 )
 from wire.aio.pump import Pump, guarded
-from wire.aio.reconnect import Dial
+from wire.aio.reconnect import Reconnect
 from wire.aio.unauthenticated import UnauthenticatedConnections
 from wire.aio.zap import Gate, cut, prove
 from wire.errors import PeerLost, WireError
@@ -51,11 +47,11 @@ _LOG = structlog.get_logger(__name__)
 class Hub:
     """A bound ROUTER: many peers, each known by its routing id from its first message on.
 
-    `on_message(peer, parts)` and `on_lost(peer)` run on the loop; an exception in one is logged.
-    `max_message_bytes` bounds one part, `max_queue_bytes` what waits for one peer here; libzmq may
-    hold `high_water_mark` messages more per peer and direction.  With `zero_copy`, parts from
-    `ZERO_COPY_BYTES` on arrive as memoryviews of libzmq's memory and leave from the caller's.
-    A message of more than 64 parts arrives as [].  `traffic` counts what comes and goes.
+    `on_message(peer, parts)` and `on_lost(peer)` run on the loop; their exceptions are logged.
+    `max_message_bytes` bounds one part, `max_queue_bytes` the queue of one peer; libzmq may hold
+    `high_water_mark` messages more per peer and direction.  With `zero_copy`, parts from
+    `ZERO_COPY_BYTES` on are memoryviews of libzmq's memory or of the caller's.  A message of more
+    than 64 parts arrives as [].
     """
 
     def __init__(
@@ -97,12 +93,7 @@ class Hub:
         return self._peers.reachable
 
     def bind(self, endpoint: str) -> str:
-        """Listen and return the endpoint with its actual port.
-
-        Raises:
-            OSError: It cannot; the endpoint is named.
-            ConfigError: With keys, a stranger would be admitted.
-        """
+        """Listen and return the endpoint with its actual port.  Raises OSError or ConfigError."""
         if self._gate is not None and self._keys is not None:
             prove(self._port, self._keys, self._gate.authenticator)
         return self._port.attach("bind", endpoint)
@@ -110,10 +101,8 @@ class Hub:
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
         """Send now, or queue if `peer` cannot take it; never wait.
 
-        Raises:
-            PeerLost: No connection to `peer`, or not a message of it yet.
-            WireError: OVERLOADED, its queue is full.
-            LocalProtocolError: A part is over `max_message_bytes`.
+        Raises PeerLost for an unknown peer, WireError (OVERLOADED) for a full queue, and
+        LocalProtocolError for a part over `max_message_bytes`.
         """
         self._pump.wake()
         try:
@@ -121,7 +110,7 @@ class Hub:
         except WireError as error:
             self._traffic.drop(error)
             raise
-        self._traffic.say(parts)
+        self._traffic.count_sent(parts)
         return sending
 
     def queued_bytes(self, peer: bytes) -> int:
@@ -129,11 +118,11 @@ class Hub:
         return self._peers.queued_bytes(peer)
 
     def forget(self, peer: bytes) -> None:
-        """Drop what waits for `peer` and treat it as unknown; its next message makes it known."""
+        """Drop the queue of `peer`; its next message makes it known again."""
         self._peers.forget(peer)
 
     async def close(self, linger_s: float = 0.0) -> None:
-        """Send what waits for up to `linger_s` seconds, then close.  Calls no handler."""
+        """Send queued messages for up to `linger_s` seconds, then close.  Calls no handler."""
         if self._gate is not None:
             self._gate.close()
         await self._pump.close(linger_s)
@@ -155,14 +144,14 @@ class Hub:
                 return self._port.read(frame)[1]
             self._peers.meet(peer, fd)
         parts, num_bytes = self._port.read(frame)
-        self._traffic.hear(parts)
+        self._traffic.count_received(parts)
         self._on_message(peer, parts)
         return num_bytes
 
     def _may_speak(self, peer: bytes, frame: zmq.Frame, fd: int) -> bool:
         if self._gate is None:
             return True
-        self._unauthenticated.leave(fd)
+        self._unauthenticated.remove(fd)
         public = str(frame.get("User-Id"))
         return self._gate.admit(peer, public, fd, is_live=self._peers.is_live(fd))
 
@@ -171,22 +160,22 @@ class Hub:
         if kind == zmq.EVENT_ACCEPTED:
             self._peers.open(fd)
             if self._gate is not None:
-                self._unauthenticated.come(fd)
+                self._unauthenticated.add(fd)
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._unauthenticated.succeed()
+            self._unauthenticated.drop_oldest()
         elif kind == zmq.EVENT_DISCONNECTED:
             self._peers.close(fd)
-            self._unauthenticated.leave(fd)
+            self._unauthenticated.remove(fd)
             if self._gate is not None:
-                self._gate.leave(fd)
+                self._gate.remove(fd)
 
 
 class Link:
-    """A connected DEALER: one peer, `endpoint`, reconnected to for as long as the link is open.
+    """A connected DEALER: reconnects to `endpoint` for as long as the link is open.
 
-    `on_up()` is called at each completed handshake and what it sends goes first; `on_down()` when
+    `on_up()` is called at each completed handshake, and its messages go first; `on_down()` when
     that connection ends.  Bounds and handlers as in `Hub`.  With `keys`, the other end must be the
-    party `server`.  Raises ConfigError if its key is not known.
+    party `server`, whose key must be known (or ConfigError).
     """
 
     def __init__(
@@ -224,7 +213,7 @@ class Link:
         self._port.attach("connect", endpoint)
         self._outbox = Outbox(endpoint, limits, partial(self._port.transmit, b""))
         later = asyncio.get_running_loop().call_later
-        self._dial = Dial(partial(self._port.connect_again, endpoint), later)
+        self._reconnect = Reconnect(partial(self._port.connect_again, endpoint), later)
         self._pump = Pump(self._port, self._receive, self._events.append, self._settle, self._flush)
 
     @property
@@ -247,12 +236,12 @@ class Link:
         except WireError as error:
             self._traffic.drop(error)
             raise
-        self._traffic.say(parts)
+        self._traffic.count_sent(parts)
         return sending
 
     async def close(self, linger_s: float = 0.0) -> None:
         """As `Hub.close`."""
-        self._dial.stop()
+        self._reconnect.stop()
         await self._pump.close(linger_s)
         self.is_up = False
         self._outbox.drop()
@@ -263,7 +252,7 @@ class Link:
         except zmq.Again:
             return None
         parts, num_bytes = self._port.read(frame)
-        self._traffic.hear(parts)
+        self._traffic.count_received(parts)
         self._on_message(parts)
         return num_bytes
 
@@ -272,7 +261,7 @@ class Link:
             kind, _ = self._events.pop(0)
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_up, self._is_greeting, self._was_refused = True, True, False
-                self._dial.succeed()
+                self._reconnect.succeed()
                 self._on_up()
                 self._is_greeting = False
             elif kind & ENDED:
@@ -288,7 +277,7 @@ class Link:
             _LOG.warning("hung up on: does it ask for keys, or is it stopping?", by=self.endpoint)
 
     def _end(self) -> None:
-        self._dial.fail()
+        self._reconnect.fail()
         if self.is_up:
             self.is_up = False
             self._outbox.drop()

@@ -1,8 +1,8 @@
 """The API keys of clients: a file with one key a line, read again when it changes.
 
-Only digests are kept and compared, every one of them and in constant time, so that neither memory
-nor the time of an answer tells a key.  A line taken out is a key revoked, from the next request on.
-A file that cannot be read any more admits nobody until it can.
+Only digests are kept, and all are compared in constant time, so that neither memory nor timing
+reveals a key.  Removing a line revokes a key from the next request on.  An unreadable file admits
+nobody.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ BEARER: Final = b"bearer "
 
 
 class ApiKeys:
-    """The keys in `path`.
-
-    Raises:
-        ConfigError: The file cannot be read, everybody can read it, or it holds no usable key.
-    """
+    """The keys in `path`.  Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self._file = WatchedFile(path, _read, "no API key is valid now")

@@ -1,9 +1,7 @@
 """Runs work that mostly holds no GIL at a low priority, behind event loop and engine.
 
-Without that, threads that compile structures get as much of a busy core as the engine, each step of
-which waits for a time slice of every one of them.  Only work that releases the GIL belongs here: a
-thread that holds the GIL at a low priority delays all threads of the process for as long as other
-processes have the cores.
+Otherwise each step of the engine waits for a time slice of every thread that compiles a structure.
+Only work that releases the GIL belongs here: a low-priority thread with the GIL delays the process.
 """
 
 from __future__ import annotations

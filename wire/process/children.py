@@ -19,8 +19,7 @@ MAX_PAUSE_S: Final = 30.0
 # After a child has run for this long, the pause is short again.
 HEALTHY_S: Final = 60.0
 _PR_SET_PDEATHSIG: Final = 1
-# Fields of `sys.flags`, and the variables that set them: what is imported, and what runs of it.
-# -X and -W are for the one process that they are said to.
+# Fields of `sys.flags` that change imports or code, and the variables that set them.
 _FLAGS: Final = {
     "safe_path": "PYTHONSAFEPATH",
     "no_user_site": "PYTHONNOUSERSITE",
@@ -32,8 +31,8 @@ _FLAGS: Final = {
 def same_release(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which a child of ours imports what this process would import.
 
-    Its path begins with ours, and its interpreter has the flags of ours.  If ours ignores the
-    variables of Python (-E, -I), the child is not given them.
+    Its path begins with ours, and its interpreter has our flags.  If ours ignores Python's
+    variables (-E, -I), the child does not get them.
     """
     if sys.flags.ignore_environment:
         environ = {name: it for name, it in environ.items() if not name.startswith("PYTHON")}
@@ -50,9 +49,7 @@ async def start_child(
     """Start a program of this release that ends with us.
 
     It is in a session of its own: Ctrl-C reaches only us, and we end it.
-
-    Raises:
-        OSError, RuntimeError: There is no memory, descriptor or thread for it.
+    Raises OSError or RuntimeError: there is no memory, descriptor or thread for it.
     """
     return await asyncio.create_subprocess_exec(
         *command,

@@ -21,11 +21,7 @@ MAX_CORES: Final = 1 << 16
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """Return the numbers of a list such as ``0-3,8``; none of an empty one.
-
-    Raises:
-        ValueError: It is no such list.
-    """
+    """Return the numbers of a list such as ``0-3,8``; none of an empty one.  Raises ValueError."""
     found: set[int] = set()
     for run in filter(None, text.strip().split(",")):
         match = fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", run.strip())

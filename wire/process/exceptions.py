@@ -1,11 +1,9 @@
 """Exceptions in the log: types and frames, without locals and without text from requests.
 
 Locals, and the text of many exceptions (``invalid literal for int(): 'what was in the prompt'``),
-would bring prompts, token ids and keys into the log.  So only those texts are kept that are
-written without them: our own errors', the operating system's, the GPU libraries'.
-
-`catch_all` gives what nobody catches the same form: asyncio's handler would show the arguments of
-callbacks, and Python's hooks the text.
+would bring prompts, token ids and keys into the log.  So only the texts of our own errors, of the
+operating system's and of GPU libraries' are kept.  `catch_all` logs uncaught exceptions the same
+way.
 """
 
 from __future__ import annotations

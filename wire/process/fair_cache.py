@@ -1,7 +1,7 @@
 """A cache of slow results: each is computed once and kept while there is room.
 
-When there is no room, the client with the most results loses the one it has not used for longest.
-So a client that asks for ever new ones pushes out its own.
+A full cache evicts the least recently used result of the client that has the most, so a client with
+ever new requests evicts its own results.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ class FairCache(Generic[K, V]):
     def __init__(self, threads: FairThreads, num_kept: int) -> None:
         self._threads = threads
         self._num_kept = num_kept
-        # With the client that asked first, the least recently used at the beginning.
+        # Each with its first client, the least recently used first.
         self._kept: OrderedDict[K, tuple[Hashable, Future[V]]] = OrderedDict()
         self._num_of_client: Counter[Hashable] = Counter()
 
-    def ask(self, client: Hashable, key: K, compute: Callable[[], V]) -> Future[V]:
+    def get(self, client: Hashable, key: K, compute: Callable[[], V]) -> Future[V]:
         """Return the result under this key, computed by a thread if it is not known.
 
-        The Future may be that of others: cancel it only if nobody else waits for it.
-
-        Raises:
-            WireError: OVERLOADED; too much work of this client waits.
+        The Future may be that of others: cancel it only if nobody else waits for it.  Raises
+        WireError: OVERLOADED; too much work of this client waits.
         """
         kept = self._kept.get(key)
         if kept is not None and not kept[1].cancelled():

@@ -1,7 +1,6 @@
 """A thread pool in which clients take turns, and no client has all threads.
 
-A client that submits much long work uses every thread but one, and the others never wait for more
-than a single job of it, however many it submits.
+A client with much long work uses every thread but one; others wait for one of its jobs at most.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from wire.process.fair_queue import FairQueue
 
 T = TypeVar("T")
 
-# Half as many as a router has connections (4096), each of which waits for one thing at a time; and
-# several times the sequences of a worker.
+# Half of a router's connections (4096), and several times the sequences of a worker.
 MAX_WAITING: Final = 2048
 
 
@@ -44,9 +42,7 @@ class FairThreads:
         """Have `work` done in the client's turn.
 
         Work that waits is dropped when its Future is cancelled, or when nobody holds the Future.
-
-        Raises:
-            WireError: OVERLOADED; too much work of this client waits.
+        Raises WireError: OVERLOADED; too much work of this client waits.
         """
         job = _Job(work)
         with self._lock:
@@ -86,7 +82,7 @@ class FairThreads:
         self._waiting.add(client, job.ref)
 
     def _leave(self, job: Future[Any]) -> None:
-        """Take work out of the queue that was cancelled; its Future calls this at every end."""
+        """Dequeue cancelled work; its Future calls this at every end."""
         assert isinstance(job, _Job)
         with self._lock:
             if self._forget(job):

@@ -21,10 +21,8 @@ class WatchedFile(Generic[_T]):
 
     While it cannot be read, it is tried each time: nothing about a file tells that there are
     descriptors again.  Meanwhile `trouble` says what is wrong, and `content` is what it was;
-    `consequence`, what that means to users, is logged once.
-
-    Raises:
-        ConfigError: It cannot be read, or `parse` refuses it.
+    `consequence`, what that means to users, is logged once.  Raises ConfigError: it cannot be read,
+    or `parse` refuses it.
     """
 
     def __init__(self, path: Path, parse: Callable[[Path], _T], consequence: str) -> None:
@@ -51,11 +49,7 @@ class WatchedFile(Generic[_T]):
 
 
 def read_file(path: Path, *, is_secret: bool) -> bytes:
-    """Return the content of a regular file; refuse a secret that everybody may read.
-
-    Raises:
-        ConfigError: It cannot be read, is something else, or is a secret that anybody can read.
-    """
+    """Return the content of a regular file.  ConfigError also for a world-readable secret."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -74,11 +68,7 @@ def read_file(path: Path, *, is_secret: bool) -> bytes:
 
 
 def read_text(path: Path, *, is_secret: bool) -> str:
-    """Return the text of a regular file, in ASCII.
-
-    Raises:
-        ConfigError: As `read_file` does, or it is something else than text.
-    """
+    """Return the text of a regular file, in ASCII.  Raises ConfigError."""
     try:
         return read_file(path, is_secret=is_secret).decode("ascii")
     except UnicodeDecodeError:

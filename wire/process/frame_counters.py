@@ -25,15 +25,18 @@ class Traffic:
     Attributes:
         sent, received: Frames by tag; each DECODE_TOKEN of a message is one.
         dropped: Frames that were not sent, by the label of the reason's code.
-        say: Called with the parts of a message that was sent, or waits in a queue to be.
-        hear: Called with those of one that came, whatever becomes of it.
+        count_sent: Called with the parts of each message sent or queued.
+        count_received: Called with the parts of each message received.
     """
 
     def __init__(self) -> None:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self.dropped: Counter[str] = Counter()
-        self.say, self.hear = partial(_count, self.sent), partial(_count, self.received)
+        self.count_sent, self.count_received = (
+            partial(_count, self.sent),
+            partial(_count, self.received),
+        )
 
     def drop(self, error: WireError) -> None:
         """A message could not be sent."""

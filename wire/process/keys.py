@@ -6,10 +6,9 @@ One directory holds what a process needs (`scripts/keys` writes it):
     authorized_keys   a line for each party, `PUBLIC NAME`, the same on every machine
 
 A name is `router` or `<role>-<rank>`: a key speaks for its own party only.  A name may have several
-keys, while one replaces another; the first is the one that a connecting side expects.  The list is
-read again when the file changes, so that a line taken out is a key revoked.  A line that makes no
-sense admits nobody; a list that cannot be read changes nothing until it can.  Nothing here knows
-ZeroMQ.
+keys while one replaces another; connecting sides expect the first.  The list is read again when the
+file changes: removing a line revokes a key.  An invalid line admits nobody; an unreadable list
+keeps its last content.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class KeyPair:
 
 
 class Keys:
-    """The keys of the party `name`, from `directory`.
-
-    Raises:
-        ConfigError: A file is missing, malformed, or a secret that everybody may read.
-    """
+    """The keys of the party `name`, from `directory`.  Raises ConfigError."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
@@ -62,11 +57,7 @@ class Keys:
         return self._list.content.get(public)
 
     def public_of(self, name: str) -> str:
-        """The key that the party `name` must prove to have, also if it came into the list late.
-
-        Raises:
-            ConfigError: The list has none.
-        """
+        """Return the key that the party `name` must prove to have, or raise ConfigError."""
         self.refresh()
         for public, party in self._list.content.items():
             if party == name:
@@ -76,7 +67,6 @@ class Keys:
         )
 
     def refresh(self) -> bool:
-        """Read the list again if its file has changed; whether it was read."""
         return self._list.refresh()
 
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-# Words as llguidance parts them: what it reads another way could hide something from us.  What is
-# not closed reaches to the end, so that nothing is read twice.
+# Tokens as llguidance reads them: a difference could hide something from us.  An unclosed one
+# reaches to the end, so that nothing is read twice.
 COMMENT: Final = r"//[^\n]*|\#[^\n]*"
 TEXT: Final = r'"(?:\\.|[^"\\\n]+)*"?'  # on one line; patterns may go on over several
 PATTERN: Final = r"/(?P<pattern>(?:\\.|[^/\\]+)+)/?"

@@ -36,10 +36,10 @@ from wire.process.exceptions import catch_all
 from wire.process.settings import EX_CONFIG, ConfigError
 
 FORCE_S: Final = 2.0
-# How much more time a start asks systemd for.  It asks four times as often, so three may be lost.
+# The time that a slow start requests from systemd, four times as often as needed.
 EXTEND_S: Final = 60.0
-# Of every thread.  Where stacks have no limit (`ulimit -s unlimited`), threads would have 2 MB, and
-# llguidance takes up to 4 (`wire.process.structured_output`).
+# Of every thread: without a limit (`ulimit -s unlimited`) threads have 2 MB, and llguidance takes
+# up to 4 (`wire.process.structured_output`).
 STACK_BYTES: Final = 8 * 1024 * 1024
 
 _LOG = structlog.get_logger(__name__)
@@ -61,10 +61,10 @@ def run(main: Main) -> int:
 
 
 def open_standard_streams() -> None:
-    """Open those of the three standard streams that are closed, on nothing; call it first of all.
+    """Open closed standard streams on /dev/null; call it first of all.
 
-    Where one is closed (`<&-`), the first socket would get its number, into which everything that
-    prints would write, and which libuv refuses to close: it aborts the process at its end.
+    Otherwise (`<&-`) the first socket gets the number of one: prints write into it, and libuv
+    aborts the process when it closes it.
     """
     for number in range(3):
         try:
@@ -110,7 +110,7 @@ async def _live(main: Main, force: _Force) -> int:
             _LOG.info("draining", signal=number.name)
             notify("STOPPING=1")
             stop.set()
-        elif number != signal.SIGHUP:  # a terminal that is closed may send it twice
+        elif number != signal.SIGHUP:  # a closed terminal may send it twice
             _LOG.warning("forced to end", signal=number.name)
             force.arm(128 + number)
             task.cancel()
@@ -130,7 +130,7 @@ async def _live(main: Main, force: _Force) -> int:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end; that of a terminal only without nohup."""
+    """Return the signals that end this process; SIGHUP only without nohup."""
     signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.append(signal.SIGHUP)

@@ -1,9 +1,8 @@
 """Logs: JSON lines on stderr, coloured ones on a terminal; logging never blocks.
 
-structlog and the standard library's loggers (uvicorn, huggingface_hub) end in one bounded queue
-that a thread writes out.  When the reader of stderr stalls, lines are dropped and counted; the
-count is logged when it reads again.  Values bound with `structlog.contextvars` are on every line.
-Of an exception there are types and frames, no values (`wire.process.exceptions`).
+structlog and the standard library's loggers (uvicorn, huggingface_hub) share one bounded queue and
+a thread that writes it.  When the reader of stderr stalls, lines are dropped, and their number is
+logged later.  Values bound with `structlog.contextvars` are on every line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Final, TextIO
 
 import structlog
 from structlog.processors import ExceptionRenderer
-from structlog.typing import EventDict, ExcInfo, Processor
+from structlog.typing import EventDict, Processor
 
 from wire.process.exceptions import described, printed
 
@@ -91,7 +90,7 @@ class _Logger:
 
 
 class _Handler(logging.Handler):
-    """Where the standard library's records go."""
+    """Passes records of the standard library's loggers to the writer."""
 
     def __init__(self, writer: LogWriter, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -124,11 +123,14 @@ def configure(
     number = logging.getLevelNamesMapping()[level.upper()]
     if stream.isatty() if is_terminal is None else is_terminal:
         renderers: list[Processor] = [
-            ExceptionRenderer(_printed),
+            ExceptionRenderer(lambda exc_info: printed(exc_info[1])),
             structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
         ]
     else:
-        renderers = [ExceptionRenderer(_described), structlog.processors.JSONRenderer()]
+        renderers = [
+            ExceptionRenderer(lambda exc_info: described(exc_info[1])),
+            structlog.processors.JSONRenderer(),
+        ]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -146,14 +148,6 @@ def configure(
     )
     logging.basicConfig(level=number, handlers=[_Handler(writer, formatter)], force=True)
     return writer
-
-
-def _described(exc_info: ExcInfo) -> list[dict[str, Any]]:
-    return described(exc_info[1])
-
-
-def _printed(exc_info: ExcInfo) -> str:
-    return printed(exc_info[1])
 
 
 def _add_name(logger: Any, method: str, event: EventDict) -> EventDict:

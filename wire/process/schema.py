@@ -1,11 +1,10 @@
 """Rewrite a JSON schema so that llguidance enforces what it says, or refuse it by name.
 
-llguidance reads every number as a double and writes bounds as patterns of 64-bit integers and of
-shortest decimals.  A number that does not survive this would come out as another, -2^63 even ends
-the process.  So each number is compared, exactly, with what llguidance would make of it.  A bound
-of integers beyond 64 bits is moved to the last integer that llguidance holds, and an exclusive
-bound that it would include is moved inwards; the answers are then fewer, but valid.  Everything
-else that would come out wrong is refused.
+llguidance reads numbers as doubles and writes bounds as patterns of 64-bit integers and shortest
+decimals, so some numbers would change, and -2^63 ends the process.  So each number is compared with
+what llguidance would make of it.  An integer bound beyond 64 bits becomes the last integer that
+llguidance holds, and an exclusive bound that it would include is moved inwards: valid answers,
+though fewer.  Everything else that would change is refused.
 """
 
 from __future__ import annotations
@@ -104,12 +103,7 @@ def is_joined(node: dict[str, Any]) -> bool:
 
 
 def settle(schema: object) -> None:
-    """Rewrite a schema in place.
-
-    Raises:
-        ValueError: llguidance would allow answers that are not valid; the message begins with the
-            path of the keyword.
-    """
+    """Rewrite a schema in place.  Raises ValueError."""
     has_joins = any(map(is_joined, objects(schema)))
     steps: list[Decimal] = []
     waiting = [("", schema)]

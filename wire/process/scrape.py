@@ -1,7 +1,6 @@
 """A port for `/metrics` alone: HTTP/1.1 by h11, one answer a connection, small and bounded.
 
-For processes that serve nothing else over HTTP.  With API keys every request needs one.  Whoever is
-slow, or one too many, is cut off.
+With API keys every request needs one.  Slow clients, and those over the limit, are cut off.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ A flag beats the environment, the environment beats a systemd credential, that b
 A bad value ends the process with one line and status 78 (EX_CONFIG), which systemd does not
 restart.  A secret is never a setting, only the path of its file is: a command line can be read.
 
-pydantic-settings reads the environment and pydantic validates; the flags are argparse's, because
-the library's own command line names neither flag nor range in its errors and exits with 2 or 1.
+Flags are argparse's, because pydantic-settings names neither flag nor range in its errors.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 # sysexits.h; the units restart after neither.
 EX_CONFIG: Final = 78
-# Of a worker whose rank another one has: its settings may be right, and the place become free.
+# For a worker whose rank is taken: its settings may be right, and the rank may become free.
 EX_TEMPFAIL: Final = 75
-# The most bytes, and the most blocks or tokens, that a frame can say.  SPEC 5.1.
+# The most bytes, and the most blocks or tokens, in a frame.  SPEC 5.1.
 MAX_BYTES: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_PORT: Final = 65_535

@@ -3,10 +3,9 @@
 A router calls `problem_of`, on a thread, to refuse a structure early; a worker calls `grammar_of`
 and compiles what it returns within `limits`.
 
-llguidance bounds by itself what a grammar takes to compile and to follow, but not well enough where
-others wait for it.  So some are refused here: intersections of many patterns and the remainders of
-large numbers, whose automata are exponential in the text of the schema; patterns that are long or
-repeat what they repeat, which take seconds and hundreds of megabytes.
+llguidance bounds the cost of a grammar, but not tightly enough for a shared server.  So these are
+refused here: intersections of many patterns and remainders of large numbers, whose automata are
+exponential; long patterns and nested repetitions, which take seconds and hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -31,25 +30,23 @@ MAX_JOINED_PATTERNS: Final = 8
 MAX_PATTERN_PROPERTIES: Final = 32
 # The time to compile a pattern grows with the square of its length: 6000 characters take 0.1 s.
 MAX_PATTERN_LENGTH: Final = 4096
-# The same of a terminal of a grammar with all terminals in it: one of as many parts takes 0.1 s and
-# 35 MB.  Of several, the squares of their lengths are added.
+# The same of a terminal with all terminals in it: one of this length takes 0.1 s and 35 MB.  Of
+# several, the squares of their lengths are added.
 MAX_TERMINAL_LENGTH: Final = 8192
 # Of repetitions within repetitions, all multiplied: 10^6 take 0.3 s and 90 MB.
 MAX_REPETITIONS: Final = 20_000
 # Of %json in a grammar.
 MAX_SCHEMAS: Final = 512
-# llguidance follows schemas that refer to others, rules of rules, and brackets by recursion, and
-# the process ends where the stack ends; so deep, it takes 4 MB of one.  Of a grammar: its rules and
-# terminals, and the brackets nested in each.  Of a schema: the depth of all, if each is as deep as
-# the deepest and refers to the next.
+# llguidance recurses into references, rules and brackets, and a stack overflow ends the process;
+# this depth takes 4 MB of stack.  Of a grammar: rules, terminals and the brackets nested in each.
+# Of a schema: its depth times the number of schemas that it refers to.
 MAX_DEPTH: Final = 1000
 # llguidance quotes the structure in its messages.
 _MAX_SHOWN: Final = 200
 _EXCERPT: Final = re.compile(r"\n *\d+ \||<non-verbose/>")
 _ESCAPES: Final = "json_allowed_escapes"
-# How the JSON of answers looks: on one line.  With free space between values, a model of little
-# skill at temperature 1 may go on with line breaks until its limit.  Every option is named, for an
-# option that is not could be set by the schema (`x-guidance`).
+# JSON on one line: with free whitespace, a weak model at temperature 1 may write line breaks until
+# its limit.  Every option is named: one that is not could be set by the schema (`x-guidance`).
 _JSON: Final[Any] = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -62,12 +59,10 @@ _JSON: Final[Any] = {
 }
 # Options by which keywords would be left out unsaid.
 _LOOSE: Final = ("lenient", "coerce_one_of")
-# Where the text that follows is certain, llguidance would allow only the tokens in which it would
-# write that text.  It is as well left to the model, and to find them takes three times as long as
-# all else.  It comes last, for messages say which line they are about.
+# Where the following text is certain, llguidance would force its own tokens for it, which takes
+# three times as long as all else.  This comes last, because messages name lines.
 _UNFORCED: Final = '%llguidance {"no_forcing": true}'
-# What embeds a JSON schema in a grammar, and what is not looked at for it; of a pattern, what
-# matters for what it repeats.
+# Tokens of a grammar among which a %json is found, and tokens of a pattern with its repetitions.
 _LITERAL: Final = re.compile(rf"{COMMENT}|{TOKEN_OF_MODEL}|{TEXT}|{PATTERN}|%(?P<json>json\s*)")
 _PART: Final = re.compile(
     r"\\.|\[(?:\\.|[^\]\\])*\]?|(?P<open>\()|(?P<close>\))|(?P<count>\{\d{0,9}(?:,\d{0,9})?\})"
@@ -86,10 +81,7 @@ class StructureError(ValueError):
 
 
 def problem_of(structure: Structure) -> str | None:
-    """Say why no model could be held to a structure; None if one could.
-
-    It takes up to a third of a second, most of it in the background.
-    """
+    """Return why a structure cannot be enforced, or None.  Takes up to a third of a second."""
     from llguidance import LLMatcher
 
     try:
@@ -107,11 +99,7 @@ def problem_of(structure: Structure) -> str | None:
 
 
 def grammar_of(structure: Structure) -> str:
-    """Return the grammar to be compiled.
-
-    Raises:
-        StructureError: It is no structure, or would take too long to compile.
-    """
+    """Return the grammar to be compiled.  Raises StructureError."""
     from llguidance import LLMatcher
 
     match structure.kind:
@@ -138,10 +126,10 @@ def embedded(schema: dict[str, Any]) -> str:
 
 
 def limits() -> LLParserLimits:
-    """Return what compiling a grammar and each step along it may cost.
+    """Return limits on the cost of compiling a grammar and of each mask.
 
-    A mask takes 10 ms at most then, if a grammar is ambiguous without end, and 340 us in the worst
-    case of a sensible one, with 128,000 tokens.  400 optional properties need 5000 items.
+    With 128,000 tokens a mask takes 10 ms at most, and 340 us for sensible grammars.  400 optional
+    properties need 5000 items.
     """
     from llguidance import LLParserLimits
 
@@ -155,11 +143,7 @@ def limits() -> LLParserLimits:
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """Return a JSON schema.
-
-    Raises:
-        StructureError: It is none, or says something to llguidance itself.
-    """
+    """Return a JSON schema.  Raises StructureError."""
     try:
         schema = DECODER.decode(text)
     except (ValueError, RecursionError) as error:

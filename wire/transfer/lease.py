@@ -1,7 +1,6 @@
 """State common to both ends of a transfer: its phase, its lease, its one end.  SPEC 6.6.
 
-Every frame of the peer renews the lease.  Nothing here sends or frees anything: the owner asks
-`expired` now and then and calls `fail`.
+Every frame of the peer renews the lease.  The owner polls `expired` and calls `fail`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from wire.transfer.sealing import Sealing
 
 
 class TransferState(Enum):
-    """Where one end of a transfer is."""
+    """The state of one end of a transfer."""
 
     OFFERED = "offered"
     SENDING = "sending"

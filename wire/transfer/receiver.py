@@ -1,8 +1,8 @@
 """The decode worker's end of a transfer: credit, checks, acknowledgement, claim.  SPEC 6.
 
-Blocks are reserved before a byte is let in, and the credit says how many bytes may come: a window
-beyond what is stored.  Each segment is checked against the offer, the credit and everything
-admitted before, then handed out once to be verified and unpacked.
+Blocks are reserved before a byte is admitted.  The credit is a window of bytes beyond those stored.
+Each segment is checked against the offer, the credit and all earlier segments, then returned once
+to be verified and unpacked.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ from wire.transfer.segment import (
 
 Ack = tuple[KvCacheAck, Credit]
 
-# How long a transfer waits for a router to ask for it.  A router asks when the whole prompt is
-# read, and gives a request 600 s unless told otherwise: 20 leases of 30 s.  Prompts that take
-# longer to read need a longer lease.
+# How long a transfer waits for its router's DECODE_REQUEST, which follows the whole prompt.  A
+# request has 600 s by default: 20 leases of 30 s.  Prompts that take longer need a longer lease.
 UNCLAIMED_LEASES: Final = 20
 
 
 class Segment(NamedTuple):
-    """An admitted segment: verify it, unpack it, then tell the receiver `stored` or `broken`.
+    """An admitted segment: verify it, unpack it, then call `stored` or `broken`.
 
-    `kv` is its bytes, if it `is_sealed` only after `opened`; or, if it is in the sender's memory,
-    its pieces lie at `places` there.
+    `kv` holds its bytes (if it `is_sealed`, after `opened`), or its pieces lie at `places` in the
+    sender's memory.
     """
 
     number: int
@@ -64,7 +63,6 @@ class Segment(NamedTuple):
         return self.descriptor.rectangle
 
     def pieces(self, memory: Buffer) -> list[memoryview]:
-        """Return its bytes, which lie in the sender's memory if it has places."""
         if not self.places:
             return [memoryview(self.kv)]
         size = self.descriptor.num_bytes // len(self.places)
@@ -74,9 +72,9 @@ class Segment(NamedTuple):
 class KVReceiver(Transfer):
     """The decode worker's end.
 
-    Reserve blocks for `token_ids`, then `accept`.  Give every KV_CACHE to `on_segment` (with a
-    payload) or `on_keepalive` (without), and send every ACK that comes back.  Say `claim` when a
-    router asks for it: until then less time is allowed.
+    Reserve blocks for `token_ids`, then `accept`.  Pass every KV_CACHE to `on_segment` (with a
+    payload) or `on_keepalive` (without), and send the ACKs that they return.  Call `claim` when a
+    router requests decoding: until then the time is limited.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class KVReceiver(Transfer):
         self.num_tokens = offer.num_tokens
         self.total_bytes = offer.total_bytes
         self.token_ids: tuple[int, ...] = unpack(f"<{offer.num_tokens}I", offer.token_ids)
-        self.is_claimed = False  # a router has asked for it
+        self.is_claimed = False  # a router has requested decoding
         self.cached_tokens = 0
         self.kv_bytes = 0  # stored
         self.transfer_s = 0.0
@@ -124,7 +122,7 @@ class KVReceiver(Transfer):
         self.offers_memory = offer.memory is not None
         self.token = offer.token  # opens a connection for segments
         self._sealing = None if offer.key is None else Sealing(offer.key)
-        self.segment_port = 0  # where segments may come beside the KV socket
+        self.segment_port = 0  # for segments on a connection of their own; 0: none
         self._memory_bytes = 0  # of the sender's memory, if its segments may lie there
         self._expected_bytes = 0
         self._admitted_bytes = 0
@@ -143,7 +141,7 @@ class KVReceiver(Transfer):
 
     @property
     def offers_sealing(self) -> bool:
-        """Whether the sender seals segments that do not come over the KV socket."""
+        """Whether segments on a connection of their own are sealed."""
         return self._sealing is not None
 
     @property
@@ -153,12 +151,12 @@ class KVReceiver(Transfer):
 
     @property
     def num_unpacking(self) -> int:
-        """Segments handed out and not yet back: while there are any, the blocks are not free."""
+        """Segments returned and neither `stored` nor `broken`: the blocks are in use until 0."""
         return len(self._unpacking)
 
     @property
     def overdue(self) -> str:
-        """Say what did not happen in time, when `expired` is true."""
+        """The reason, when `expired` is true."""
         if self._deadline == self._claim_by:
             return f"nobody claimed it for {UNCLAIMED_LEASES} leases"
         if self.is_complete:
@@ -172,7 +170,7 @@ class KVReceiver(Transfer):
 
     @property
     def kv_seconds(self) -> float:
-        """From the acceptance to the last byte stored; bytes were on the way for `transfer_s`."""
+        """Seconds from the acceptance to the last byte stored."""
         if self.accepted_at is None or self.finished_at is None:
             return 0.0
         return self.finished_at - self.accepted_at
@@ -188,8 +186,8 @@ class KVReceiver(Transfer):
         """Grant the first credit: blocks are reserved, `cached_tokens` leading tokens are held.
 
         Args:
-            memory_bytes: How much memory of the sender can be read here; 0 for none.
-            segment_port: Where segments may come beside the KV socket; 0 for nowhere.
+            memory_bytes: Size of the sender's memory that can be read here; 0 for none.
+            segment_port: Port for segments on a connection of their own; 0 for none.
 
         Returns:
             The ACK to send; None when the transfer ended meanwhile (free the blocks).
@@ -215,7 +213,7 @@ class KVReceiver(Transfer):
         return self._ack()
 
     def check_unasked(self, unasked: Sequence[tuple[Buffer, Buffer]]) -> None:
-        """Raise RemoteProtocolError if something else than all its KV came with the offer."""
+        """Raise RemoteProtocolError if KV came with the offer, but not all of it."""
         num_bytes = sum(memoryview(kv).nbytes for _, kv in unasked)
         if unasked and not num_bytes == self.total_bytes > 0:
             raise RemoteProtocolError(
@@ -223,13 +221,9 @@ class KVReceiver(Transfer):
             )
 
     def accept_with(self, unasked: Sequence[tuple[Buffer, Buffer]], now: float) -> list[Segment]:
-        """Accept with all the KV, which came with the offer; none of it is held already.
+        """Accept all the KV, which came with the offer; return segments to verify and unpack.
 
-        Returns:
-            What to verify and unpack.  The ACK is that of the last one `stored`.
-
-        Raises:
-            RemoteProtocolError: It is not the KV that was offered.
+        The last one `stored` gives the ACK.  Raises RemoteProtocolError for other KV than offered.
         """
         self._came_unasked = True
         self.accept(0, now)
@@ -246,13 +240,13 @@ class KVReceiver(Transfer):
         return segments
 
     def claim(self, now: float) -> None:
-        """Note that a router asks for it: from here on it has the lease, and no other limit."""
+        """Note a router's request for decoding: from here on only the lease limits the time."""
         self.is_claimed, self._claim_by = True, inf
         if not self.is_over:
             self._renew(now)
 
     def on_keepalive(self, now: float) -> Ack | None:
-        """Take a KV_CACHE without payload, or the offer again: answer with where we are."""
+        """Take a KV_CACHE without payload, or the offer again; return the current ACK."""
         if self.is_over:
             return None
         self._renew(now)
@@ -263,12 +257,11 @@ class KVReceiver(Transfer):
     ) -> Segment | None:
         """Admit one segment.
 
-        Args:
-            is_beside: It came to the segment port; sealed, if there is a key.  Its KV need not be
-                there yet, only its length.
+            Args: is_beside: It came to the segment port, sealed if there is a key.  Only the length
+            of its KV need be known yet.
 
         Returns:
-            What to verify and unpack; None for a duplicate, or after the end.
+            The segment to verify and unpack; None for a duplicate, or after the end.
 
         Raises:
             RemoteProtocolError: It breaks the offer, the credit or an earlier segment.
@@ -289,11 +282,7 @@ class KVReceiver(Transfer):
         return segment
 
     def opened(self, segment: Segment) -> Segment:
-        """Return a sealed segment with its KV; no digest is needed then.  May run on any thread.
-
-        Raises:
-            TransferFailed: This is not what the sender sealed for its place.
-        """
+        """Return a sealed segment with its KV, or raise TransferFailed.  May run on any thread."""
         sealing = self._sealing
         if sealing is None:
             raise TransferFailed(self.peer, "the transfer is over")
@@ -304,13 +293,9 @@ class KVReceiver(Transfer):
         return segment._replace(kv=kv)
 
     def verify(self, segment: Segment, digest: int | None = None) -> None:
-        """Compare the digest; may run on any thread.
+        """Raise TransferFailed if the digest is wrong.  May run on any thread.
 
-        Args:
-            digest: Of the copy that was made of a segment in memory: what lies there may change.
-
-        Raises:
-            TransferFailed: The bytes are not the ones that were sent.
+        Of a segment in memory, which may change, `digest` is that of the copy that was made.
         """
         if digest is None:
             digest = segment_digest(self.request_id, segment.kv)
@@ -318,11 +303,9 @@ class KVReceiver(Transfer):
             raise TransferFailed(self.peer, f"segment {segment.number} has a wrong digest")
 
     def stored(self, segment: Segment, now: float) -> Ack | None:
-        """Note that a segment is verified and in its blocks.
+        """Note that a segment is verified and in its blocks; return the ACK to send.
 
-        Returns:
-            The ACK to send; None when the transfer ended meanwhile, or of KV that came with the
-            offer before all is stored.
+        None when the transfer ended meanwhile, or while KV that came with the offer is incomplete.
         """
         self._back(segment)
         if self.is_over:
@@ -379,7 +362,7 @@ class KVReceiver(Transfer):
                 f"KV_CACHE: {count} of {num_segments} segments came, but "
                 f"{admitted} of {self._expected_bytes} bytes"
             )
-        # Nothing may raise from here on: what is noted as being unpacked is waited for.
+        # Nothing may raise from here on: the blocks wait for segments in `_unpacking`.
         self._admitted_bytes = admitted
         self._num_segments = num_segments
         self._segments[segment.number] = segment.descriptor
@@ -424,7 +407,7 @@ class KVReceiver(Transfer):
         if self.kv_bytes == self._expected_bytes:
             self._move(TransferState.DONE)
             self.finished_at = now
-            # Where nothing had to be sent, no last byte says that the prompt is read.
+            # Without a byte to send, nothing shows that the prompt has been read.
             is_read = self.is_claimed or self._expected_bytes > 0
             self._deadline = now + self.lease_s if is_read else self._claim_by
             self._count_time(now, 0)

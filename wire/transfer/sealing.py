@@ -1,8 +1,7 @@
 """Sealed segments: AES-256-GCM under a key that crossed CURVE.  SPEC 6.9.
 
-The key is of one transfer and was sent in its offer.  A nonce is the request id and the number of
-the segment, and a sender seals each number once, so none comes twice under a key.  Where a segment
-belongs is authenticated along with it: nothing can be moved, cut short or made up by others.
+Each transfer has its own key, sent in its offer.  The nonce is the request id and the number of the
+segment, and a sender seals each number once.  The place of a segment is authenticated with it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Segments: the rectangles of layers by heads by tokens in which a KV cache travels.  SPEC 6.3.
 
-The sender cuts what is to be sent with `plan`; the receiver trusts no plan: `Coverage` admits any
-rectangles that lie inside the transfer and overlap nothing, as long as the layer ranges of a group
-are the same or apart, and its head ranges too.  So one list of token ranges for each layer range
-with each head range says what has come, in whatever order; adjacent token ranges are merged, which
-keeps it short.
+The sender cuts a transfer with `plan`; the receiver trusts no plan: `Coverage` admits rectangles
+inside the transfer that overlap no earlier one, if the layer ranges of a group are equal or
+disjoint, and its head ranges too.  So one list of merged token ranges per layer range and head
+range suffices.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ MIB: Final = 1 << 20
 # Measured on loopback: 256 KiB messages lose a third of the bandwidth, 32 MiB more than half.
 DEFAULT_SEGMENT_BYTES: Final = 2 * MIB
 MAX_SEGMENT_BYTES: Final = 4 * MIB
-# Of one in memory, which nobody buffers.  The receiver's credit says how large they are: between
-# CPUs 16 MiB, for with a quarter of it both ends are woken four times as often and a transfer takes
-# a quarter longer; between GPUs more, for they copy these in 10 us.
+# Of a segment in memory, which is not buffered.  The receiver's credit sets the size: 16 MiB
+# between CPUs (with a quarter of it a transfer takes a quarter longer), more between GPUs (10 us a
+# copy).
 MAX_READ_BYTES: Final = 256 * MIB
-# A block from this size on is sent alone: packing several costs more than a segment more does.
+# A block from this size on is sent alone: packing several costs more than another segment.
 ALONE_BYTES: Final = MIB // 2
 # 64 GiB in segments of 1 MiB; bounds what a receiver remembers of one transfer.
 MAX_SEGMENTS: Final = 65_536
@@ -66,11 +65,10 @@ class Rectangle(NamedTuple):
 class SegmentDescriptor(NamedTuple):
     """First payload part of a KV segment: which rectangle, how many bytes, their digest.  SPEC 6.3.
 
-    The bytes of keys and values are ``[layer][k, then v][kv_head][token][dim]``, those of a state
-    ``[layer][head]``.  `digest` is XXH3-64 of them, seeded with the request id.  `idle_us` says for
-    how long the sender had nothing to send before this segment: without it nobody could tell a slow
-    link from a slow prompt.  `in_memory` is 1 if the second part is not the bytes, but their places
-    in memory that both sides see: see `pack_places`.
+    Keys and values are ``[layer][k, then v][kv_head][token][dim]``, states ``[layer][head]``.
+    `digest` is XXH3-64, seeded with the request id.  `idle_us` is the sender's idle time before
+    this segment, which tells a slow prompt from a slow link.  `in_memory` is 1 if the second part
+    is the addresses of the bytes in shared memory (`pack_places`).
     """
 
     group: int
@@ -117,12 +115,7 @@ class SegmentDescriptor(NamedTuple):
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> SegmentDescriptor:
-        """Read a descriptor.
-
-        Raises:
-            RemoteProtocolError: Not exactly `DESCRIPTOR.size` bytes, or `in_memory` is neither 0
-                nor 1.
-        """
+        """Read a descriptor.  Raises RemoteProtocolError."""
         if len(buffer) != DESCRIPTOR.size:
             raise RemoteProtocolError(
                 f"the segment descriptor has {len(buffer)} bytes, not {DESCRIPTOR.size}"
@@ -147,16 +140,12 @@ def running_digest(request_id: int) -> xxh3_64:
 
 
 def pack_places(places: Sequence[int]) -> bytes:
-    """Return the second part of a segment in memory: where each of its pieces lies.  SPEC 6.8."""
+    """Return the second part of a segment in memory: the address of each piece.  SPEC 6.8."""
     return Struct(f"<{len(places)}Q").pack(*places)
 
 
 def unpack_places(buffer: Buffer) -> tuple[int, ...]:
-    """Read the places of a segment's pieces.
-
-    Raises:
-        RemoteProtocolError: They are not u64.
-    """
+    """Read the places of a segment's pieces.  Raises RemoteProtocolError: they are not u64."""
     number, rest = divmod(len(buffer), 8)
     if rest:
         raise RemoteProtocolError(f"the places of a segment have {len(buffer)} bytes, not n x 8")
@@ -213,16 +202,14 @@ def plan(
 ) -> list[Rectangle]:
     """Cut what is sent of `num_tokens` into rectangles of at most `segment_bytes`.
 
-    Of a group all layers of whole blocks when one block fits, and of one alone if it is large:
-    in a pool such a block lies in one piece.  Else some layers of one block, or of one token; in
-    the order in which prompt chunks are computed.  No rectangle is in two places.
+    A rectangle has all layers of whole blocks, of one block if it is large; else some layers of one
+    block or token.  They are in the order in which prompt chunks are computed.
 
     Args:
         block_size: Tokens of the sender's blocks.
-        read_bytes: Of whole blocks that the receiver reads where they lie, how much is in one
-            rectangle, which has no part of a block besides; 0 where all is sent.
-        num_shards: In how many places side by side the heads of a layer are.
-        stages: Of each group, which of its layers are in one place; None: all of them.
+        read_bytes: Size of rectangles of whole blocks that the receiver reads in memory; 0: none.
+        num_shards: Number of processes that share the heads of a layer.
+        stages: For each group, the layers of each process; None: all are in one.
 
     Raises:
         LocalProtocolError: Not even one layer at one position fits, or it takes over
@@ -302,7 +289,7 @@ class _Cut(NamedTuple):
         ]
 
     def _first(self, run: range) -> int:
-        """Where the first piece of a run would begin if it were a whole one."""
+        """Return the start of the block that a run begins in."""
         return run.start // self.block_size * self.block_size
 
 
@@ -345,12 +332,7 @@ class Coverage:
         self.books = [Book(group, group.sent(cached_tokens, num_tokens)) for group in layout.groups]
 
     def admit(self, rectangle: Rectangle) -> None:
-        """Note a rectangle.
-
-        Raises:
-            RemoteProtocolError: It is empty, leaves the transfer, overlaps an earlier one or cuts
-                layers or heads otherwise; nothing is noted then.
-        """
+        """Note a rectangle.  Raises RemoteProtocolError."""
         if rectangle.group >= len(self.books):
             raise RemoteProtocolError(
                 f"KV_CACHE: {rectangle} is of none of the {len(self.books)} groups"

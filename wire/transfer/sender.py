@@ -1,8 +1,8 @@
 """The prefill worker's end of a transfer: offer, segments within the credit, keepalives.  SPEC 6.
 
-The offer goes out first.  The first ACK fixes the plan: which tokens the receiver holds already,
-and how large a segment its credit allows.  A segment leaves when its tokens are computed and its
-bytes are within the credit, so the KV travels while the rest of the prompt is still being read.
+The first ACK fixes the plan: the tokens that the receiver holds, and the size of a segment.  A
+segment leaves when its tokens are computed and its bytes are within the credit, so KV travels while
+the rest of the prompt is still being read.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from wire.transfer.segment import (
     segment_digest,
 )
 
-# When the whole prompt has been read, its blocks are held for so many leases and no longer, even
-# while the receiver goes on sending ACKs: the receiver may have ended the request, and then nobody
-# else knows of this transfer and could end it here.  A receiver waits for its claim as long.
+# After the whole prompt has been read, its blocks are held for this many leases, even if the
+# receiver goes on sending ACKs: it may have ended the request, and nobody else could end the
+# transfer here.
 HANDOVER_LEASES: Final = 20
 
 
 class KVSender(Transfer):
     """The prefill worker's end.
 
-    Send `offer`, or `offer_with` all the KV that `unasked` names.  Whenever an ACK or `advance` may
-    have made a segment sendable, take rectangles from `next_segment` until it gives None, pack
-    each, and send what `segment` returns.  If the receiver says a `segment_port`, send what `leave`
-    returns there, sealed if there is a key.
+    Send `offer`, or `offer_with` all the KV that `unasked` names.  After each ACK and `advance`,
+    take rectangles from `next_segment` until it returns None, pack each, and send what `segment`
+    returns; with a `segment_port`, send there what `leave` and `protect` return.
     """
 
     def __init__(
@@ -68,11 +67,10 @@ class KVSender(Transfer):
         """Prepare; nothing is offered yet.
 
         Args:
-            num_shards: In how many places the heads are, see `plan`; `stages` and `block_size`
-                likewise.
-            memory: The socket where the memory is handed out that the KV lies in.
-            key: What segments are sealed with on a connection of their own; of this transfer alone.
-            token: What that connection is opened with.
+            num_shards, stages, block_size: See `plan`.
+            memory: The socket that hands out the memory of the KV.
+            key: Seals segments on a connection of their own; of this transfer alone.
+            token: Opens that connection.
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
@@ -84,7 +82,7 @@ class KVSender(Transfer):
         self.acked_bytes = 0
         self.skipped_tokens = 0
         self.is_in_memory = False  # the receiver can read the KV where it lies
-        self.segment_port = 0  # where the receiver takes segments beside this socket; 0: nowhere
+        self.segment_port = 0  # for segments on a connection of their own; 0: none
         self.plan: list[Rectangle] = []  # how the KV is cut; empty until the first credit
         self._token_ids = token_ids
         self._max_bytes = max_bytes
@@ -113,11 +111,7 @@ class KVSender(Transfer):
         return self.total_bytes - self.layout.transfer_bytes(self.num_tokens, self.skipped_tokens)
 
     def offer(self) -> tuple[KvCache, bytes]:
-        """Return segment 0.
-
-        Raises:
-            TransferTooLarge: Over `max_bytes`; nothing was sent.
-        """
+        """Return segment 0.  Raises TransferTooLarge: over `max_bytes`; nothing was sent."""
         if self.total_bytes > self._max_bytes:
             error = TransferTooLarge(self.total_bytes, self._max_bytes)
             self.fail(error)
@@ -135,9 +129,9 @@ class KVSender(Transfer):
         return KvCache(self.request_id, 0, 0), encode_map(offer)
 
     def unasked(self, most_bytes: int) -> list[Rectangle]:
-        """Return how the KV is cut that goes with the offer; [] if it does not.
+        """Return the rectangles of the KV that goes with the offer.
 
-        All of it goes, or nothing: what is not computed yet, or more than `most_bytes`, does not.
+        All of it or none: [] if it is not computed yet, or over `most_bytes`.
         """
         if self._num_computed < self.num_tokens or self.total_bytes > most_bytes:
             return []
@@ -148,11 +142,7 @@ class KVSender(Transfer):
     def offer_with(
         self, unasked: Sequence[tuple[Rectangle, Buffer, int]]
     ) -> tuple[KvCache, list[Buffer]]:
-        """Return segment 0 with all the KV, of each rectangle of `unasked` with its digest.
-
-        Raises:
-            TransferTooLarge: As `offer`.
-        """
+        """Return segment 0 with all the KV: the rectangles of `unasked` with bytes and digest."""
         frame, offer = self.offer()
         payload: list[Buffer] = [offer]
         for rectangle, kv, digest in unasked:
@@ -162,11 +152,7 @@ class KVSender(Transfer):
         return KvCache(frame.request_id, 0, len(unasked)), payload
 
     def on_ack(self, ack: KvCacheAck, credit: Credit, now: float) -> None:
-        """Take an ACK; duplicates and stale ones are harmless.
-
-        Raises:
-            RemoteProtocolError: It acknowledges what was not sent, or contradicts an earlier one.
-        """
+        """Take an ACK; duplicates and stale ones are harmless.  Raises RemoteProtocolError."""
         self._check_id(ack.request_id)
         if self.is_over:
             return
@@ -196,9 +182,7 @@ class KVSender(Transfer):
     def next_segment(self, ahead_bytes: int = 0) -> Rectangle | None:
         """Claim the next rectangle that is computed and within the credit, if any.
 
-        Args:
-            ahead_bytes: How far beyond the credit to go, for reading what is sent only when
-                `has_credit`.
+        `ahead_bytes` is how far beyond the credit to read ahead; send when it `has_credit`.
         """
         if self.state is not TransferState.SENDING or self._num_claimed == len(self.plan):
             return None
@@ -228,10 +212,8 @@ class KVSender(Transfer):
     ) -> tuple[KvCache, bytes, Buffer] | None:
         """Return the frame and payload parts of a claimed rectangle; None if the transfer is over.
 
-        Args:
-            digest: `segment_digest` of `kv`, when it was computed on another thread.
-            places: Where in memory the KV lies, in pieces of as many tokens, if `is_in_memory`;
-                then `kv` is not sent, and its digest is needed.
+        `digest` is `segment_digest` of `kv` from another thread.  If `is_in_memory`, `places` are
+        the addresses of equal pieces of the KV; then only its digest is needed.
         """
         num_bytes = rectangle.num_bytes(self.layout)
         if not (places or memoryview(kv).nbytes == num_bytes):
@@ -246,10 +228,9 @@ class KVSender(Transfer):
         return frame, descriptor.pack(), pack_places(places) if places else kv
 
     def leave(self, rectangle: Rectangle, now: float) -> tuple[KvCache, SegmentDescriptor] | None:
-        """Note that a claimed rectangle goes now; None if the transfer is over.
+        """Note that a claimed rectangle is sent now; return its frame and digestless descriptor.
 
-        Returns:
-            Its frame, and its descriptor without a digest.
+        None if the transfer is over.
         """
         if self.is_over:
             return None
@@ -269,7 +250,7 @@ class KVSender(Transfer):
     def protect(
         self, frame: KvCache, descriptor: SegmentDescriptor, kv: Buffer
     ) -> tuple[SegmentDescriptor, Buffer] | None:
-        """Return what travels of a segment that leaves: sealed, or as it is with its digest.
+        """Return the descriptor and bytes of a segment: sealed, or plain with a digest.
 
         Once for each.  None if the transfer is over: its key is gone.  May run on any thread.
         """
@@ -279,10 +260,10 @@ class KVSender(Transfer):
         return None if sealing is None else (descriptor, sealing.seal(frame, descriptor, kv))
 
     def keepalive(self, now: float) -> KvCache | None:
-        """Return a frame to send, without payload, when nothing was heard for a third of a lease.
+        """Return a frame without payload after a third of a lease without an ACK.
 
-        The receiver answers with an ACK, so both leases are renewed while a prompt is computed, an
-        offer waits for blocks, or ACKs of segments are held back.
+        The receiver's ACK renews both leases while a prompt is computed or an offer waits for
+        blocks.
         """
         if self.is_over or now < self._keepalive_at:
             return None

@@ -1,1 +1,1 @@
-"""The engine inside a program, without any network."""
+"""The engine as a library inside a Python program, without a network."""

@@ -1,6 +1,7 @@
-"""Checks a program's arguments as strictly as frames of a peer.
+"""Validates the arguments of `ServingEngine` as strictly as frames from the network.
 
-With a wrong value a step could raise, which ends all requests, or change another request's text.
+An invalid value could make an engine step raise, which would end all requests, or could change the
+output of another request.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ import msgspec
 
 from wire.options import Options
 
-# In a message of msgspec: "... - at `$.logit_bias[0][0]`".
+# The field's name in an error message of msgspec: "... - at `$.logit_bias[0][0]`".
 _FIELD: Final = re.compile(r"`\$\.(\w+)")
 
 
 def checked_ids(token_ids: Iterable[int]) -> list[int]:
-    """Return the ids, perhaps of NumPy or torch, as plain integers.  Raises TypeError."""
+    """Convert token ids, which may be NumPy or torch scalars, to `int`.  Raises TypeError."""
     ids: list[int] = []
     for token_id in token_ids:
         try:
             ids.append(index(token_id))
         except TypeError:
-            place = f"token_ids[{len(ids)}]"
-            raise TypeError(f"{place} is {token_id!r:.80}, not an integer") from None
+            name = f"token_ids[{len(ids)}]"
+            raise TypeError(f"{name} is {token_id!r:.80}, not an integer") from None
     return ids
 
 
 def checked_options(options: Options | None) -> Options:
-    """Return the options as if decoded from a frame; None is the defaults.
+    """Validate options as if they were decoded from a frame; for None return the defaults.
 
     Raises:
-        TypeError: They are no `Options`.
-        ValueError: A field has a wrong type or is out of range; the message names all three.
+        TypeError: `options` is not an `Options`.
+        ValueError: A field has a wrong type or is out of range; the message names the field.
     """
     if options is None:
         return Options()
@@ -52,7 +53,7 @@ def checked_options(options: Options | None) -> Options:
 
 
 def _plain(value: Any) -> object:
-    """Convert a number of NumPy; return the repr of anything else, for the error message."""
+    """Convert a NumPy scalar to a Python number; else return repr(), for the error message."""
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else repr(value)

@@ -1,7 +1,7 @@
-"""The open requests of a serving engine, and their results.
+"""The open requests of a `ServingEngine`, and their results.
 
-Whichever thread ends a request removes it from the table first, so a callback gets one final output
-and nothing after it.
+The thread that ends a request first removes it from the table.  So a callback gets exactly one
+final output, and nothing after it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_RESULTS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One token of the text, its end, or both.
+    """One generated token, the end of the request, or both.
 
-    `token_id` is None if the request ends without another token; a stop token is not text.
-    `prompt_logprobs` come with the first token, packed as in `wire.logprobs`.  `error` is the
-    reason of "cancelled" and "error".
+    `token_id` is None if the request ends without another token; a stop token is not part of the
+    output.  `prompt_logprobs` come with the first token, packed as in `wire.logprobs`.  `error`
+    is set if `finish_reason` is "cancelled" or "error".
     """
 
     request_id: int
@@ -59,7 +59,7 @@ Callback = Callable[[TokenOutput], object]
 
 @dataclass(slots=True)
 class Request:
-    """A request that has not ended."""
+    """A request that has not finished."""
 
     request_id: int
     prompt_tokens: int
@@ -72,13 +72,13 @@ class Request:
         if self.callback is not None:
             try:
                 self.callback(output)
-            except Exception:  # the other requests of this step must get their tokens
+            except Exception:  # other requests must still get their tokens
                 log.exception("a callback raised", request=self.request_id)
         return output
 
 
 class Ledger:
-    """Open requests and the latest results; `ends` counts requests by finish reason."""
+    """Table of open requests and the latest results; `ends` counts requests by finish reason."""
 
     def __init__(self, max_results: int = MAX_RESULTS) -> None:
         self._max_results = max_results
@@ -96,7 +96,7 @@ class Ledger:
         return len(self._open)
 
     def open(self, prompt_tokens: int, callback: Callback | None) -> int:
-        """Add a request and return its id.  Raises the WireError that was given to `close`."""
+        """Add a request and return its id.  After `close`, raise the WireError passed to it."""
         with self._lock:
             if self.closed is not None:
                 raise WireError(self.closed.code, self.closed.message) from self.closed
@@ -109,7 +109,7 @@ class Ledger:
         return self._results.get(request_id)
 
     def on_token(self, token: Token) -> TokenOutput | None:
-        """Deliver a token; one with a finish reason ends the request."""
+        """Deliver a token to its request; a token with a finish reason ends the request."""
         token_id = None if token.finish_reason == "stop" else token.token_id
         return self._deliver(
             TokenOutput(
@@ -128,7 +128,7 @@ class Ledger:
         return self._deliver(TokenOutput(request_id, finish_reason=finish_reason, error=error))
 
     def close(self, finish_reason: FinishReason, error: WireError) -> None:
-        """End every request; `open` fails from now on."""
+        """End every request with an error, and make `open` raise that error from now on."""
         with self._lock:
             self.closed = self.closed or error
             request_ids = list(self._open)
@@ -147,7 +147,7 @@ class Ledger:
         return request.deliver(output)
 
     def _store(self, request: Request, output: TokenOutput) -> None:
-        """Store the result, before the final callback."""
+        """Store the result of a request; called before its final callback."""
         assert output.finish_reason is not None
         self.ends[output.finish_reason] += 1
         last = () if output.token_id is None else (output.token_id,)

@@ -1,8 +1,8 @@
-"""The engine inside a program, without any network: `ServingEngine`.
+"""`ServingEngine`: the engine as a library inside a Python program, without a network.
 
-A thread steps the engine, or the caller does; `scripts/examples/program.py` shows both.  Every
-request ends exactly once: its last output has a `finish_reason`, and nothing follows.  Prompts and
-outputs are token ids; text, stop strings and HTTP are the router's.
+Engine steps run on a thread, or the caller runs them; `scripts/examples/program.py` shows both.
+Every request ends exactly once: its last output has a `finish_reason`, and no output follows it.
+Prompts and outputs are token ids.  Tokenization, stop strings and HTTP belong to the router.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEFAULT_MEMORY_BYTES: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ServingMetrics:
-    """Totals since the start, and the current load."""
+    """Totals since the engine was created, and the current load."""
 
     submitted: int
     completed: int
@@ -50,8 +50,9 @@ class ServingMetrics:
 class ServingEngine:
     """An engine, its requests and their results.
 
-    `submit` and `cancel` may be called from any thread between `start` and `close`, but from one
-    thread only while the caller steps with `run_iteration`.  Callbacks run where the engine steps.
+    After `start`, `submit` and `cancel` are thread-safe until `close`.  If the caller runs the
+    steps with `run_iteration` instead, all calls must come from one thread.  Callbacks run on the
+    thread that runs the steps.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class ServingEngine:
         block_size: int = 16,
         **settings: Any,
     ) -> None:
-        """Allocate the KV cache and warm up.
+        """Allocate the KV cache and warm up the executor.
 
         Args:
-            memory_bytes: For weights, activations and KV blocks; `num_blocks` wins over it.
-            settings: Those of `worker.engine.settings.EngineSettings`.
+            memory_bytes: Total for weights, activations and KV blocks; ignored with `num_blocks`.
+            settings: Fields of `worker.engine.settings.EngineSettings`.
 
         Raises:
             ValueError: The memory is too small for this model.
@@ -84,17 +85,17 @@ class ServingEngine:
         self._thread: EngineThread | None = None
         self._ledger = Ledger()
 
-    # Stepping: by a thread, or by the caller.
+    # Running the engine steps: on a thread, or by the caller.
 
     def start(self) -> None:
-        """Start a thread that steps the engine."""
+        """Start a thread that runs the engine steps."""
         if self._thread is not None or self._ledger.closed is not None:
             raise LocalProtocolError("a serving engine starts once")
         self._thread = EngineThread(self._engine, self._deliver, self._crash)
         self._thread.start()
 
     def run_iteration(self) -> list[TokenOutput]:
-        """Compute one step, call the callbacks and return their outputs."""
+        """Run one engine step, call the callbacks and return the outputs passed to them."""
         if self._thread is not None:
             raise LocalProtocolError("the engine's own thread runs the iterations")
         if self._ledger.closed is not None:
@@ -126,9 +127,10 @@ class ServingEngine:
         options: Options | None = None,
         callback: Callback | None = None,
     ) -> int:
-        """Queue a prompt and return its id; `callback` gets every output.
+        """Queue a request and return its id; `callback` is called with each `TokenOutput`.
 
-        A prompt that the model cannot take ends with an error, as an output.
+        If the model cannot process the prompt, for example because it is too long, the request
+        ends with an output that has an error.
 
         Raises:
             TypeError, ValueError: The ids or options are invalid; nothing was queued.
@@ -140,7 +142,7 @@ class ServingEngine:
         return sequence.request_id
 
     def cancel(self, request_id: int) -> None:
-        """End a request, unless it has ended."""
+        """Cancel a request unless it has ended."""
 
         def cancel(engine: Engine) -> None:
             engine.cancel(request_id)
@@ -150,19 +152,19 @@ class ServingEngine:
         self._post(cancel)
 
     def is_complete(self, request_id: int) -> bool:
-        """Whether there is a result; the latest `MAX_RESULTS` are kept."""
+        """Whether the request has a result; only the latest `MAX_RESULTS` results are kept."""
         return self._ledger.result(request_id) is not None
 
     def get_result(self, request_id: int) -> Result | None:
-        """Return the result of a request; None while it runs."""
+        """Return the result of a request, or None while it runs."""
         return self._ledger.result(request_id)
 
     async def submit_async(
         self, token_ids: Sequence[int], options: Options | None = None
     ) -> Result:
-        """Submit and wait for the end; cancelling the task cancels the request.
+        """Submit a request and wait for its result; cancelling the task cancels the request.
 
-        Raises WireError if the request fails or is cancelled elsewhere.
+        Raises WireError if the request fails or is cancelled by `cancel`.
         """
         outputs = [output async for output in self.stream(token_ids, options)]
         last = outputs[-1]
@@ -173,11 +175,11 @@ class ServingEngine:
     async def stream(
         self, token_ids: Sequence[int], options: Options | None = None
     ) -> AsyncIterator[TokenOutput]:
-        """Submit and yield all outputs; leaving early cancels the request.
+        """Submit a request and yield its outputs; closing the generator early cancels the request.
 
         Raises:
-            LocalProtocolError: No thread steps the engine.
-            WireError: The request failed or was cancelled elsewhere.
+            LocalProtocolError: `start` was not called.
+            WireError: The request failed or was cancelled by `cancel`.
         """
         if self._thread is None:
             raise LocalProtocolError("start the engine's thread first: nothing would ever come")
@@ -227,7 +229,7 @@ class ServingEngine:
             with self._crashing():
                 call(self._engine)
 
-    # Where the engine steps.
+    # Called on the thread that runs the engine steps.
 
     def _deliver(self, outputs: list[Output]) -> list[TokenOutput]:
         delivered: list[TokenOutput | None] = []
@@ -242,7 +244,7 @@ class ServingEngine:
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """End every request if the engine raises in the caller's thread."""
+        """End every request with an error if the engine raises on the caller's thread."""
         try:
             yield
         except BaseException as error:

@@ -85,7 +85,7 @@ class Grammars:
     def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         """Start to compile a grammar; return the state of a response at its beginning."""
         try:
-            compiled = self._kept.ask(tenant, structure, partial(self._compile, structure))
+            compiled = self._kept.get(tenant, structure, partial(self._compile, structure))
         except WireError as error:
             compiled = Future()
             compiled.set_exception(StructureError(error.message))

@@ -1,1 +1,1 @@
-"""KV in and out of a worker."""
+"""Transfer of KV between workers."""

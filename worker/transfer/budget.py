@@ -1,9 +1,10 @@
-"""Divides the bytes that may be in flight to this worker among offers.  Pure.
+"""Divides --max-kv-inflight-bytes among incoming transfers.  No I/O.
 
-An offer takes a share of --max-kv-inflight-bytes, its most bytes in flight, and returns it after
-its last byte.  The oldest is first, so that small ones do not pass a large one for ever.  Offers
-that a router has claimed come before the others, which hold only a part of the bytes together: a
-peer that offers KV and never sends it blocks nobody else.
+Before a transfer may start, it reserves a share of this budget: the largest number of bytes that
+it can have in flight.  It releases the share after its last byte.  Transfers start in order of
+arrival, so that small ones cannot starve a large one.  Transfers that a router has claimed come
+first, and all unclaimed ones together may only use a part of the budget: so a peer that offers KV
+and never sends it cannot block other peers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from worker.transfer.incoming import IncomingTransfer
 
 
 class TransferBudget:
-    """Divides `free_bytes` among transfers; calls `start(transfer)` when it has its share."""
+    """A queue of transfers; calls `start(transfer)` once the transfer's share is reserved."""
 
     def __init__(self, budget_bytes: int, start: Callable[[IncomingTransfer], None]) -> None:
         self.free_bytes = budget_bytes
@@ -25,21 +26,21 @@ class TransferBudget:
         self._waiting: deque[IncomingTransfer] = deque()
 
     def __len__(self) -> int:
-        """Return the number of transfers that wait."""
+        """Return the number of queued transfers."""
         return len(self._waiting)
 
     def wait(self, transfer: IncomingTransfer) -> None:
-        """Start it, perhaps now, when it is the oldest that may start and its share is free."""
+        """Queue a transfer; start it once it is first in the queue and its share is free."""
         self._waiting.append(transfer)
         self._start_next()
 
     def claim(self, transfer: IncomingTransfer) -> None:
-        """Note that a router has claimed it."""
+        """Record that a router has claimed the transfer, which may then start earlier."""
         self._unclaimed.release(transfer.receiver.request_id)
         self._start_next()
 
     def end(self, transfer: IncomingTransfer) -> None:
-        """Return its share, or remove it from those that wait; idempotent."""
+        """Release the transfer's share of the budget, or remove it from the queue.  Idempotent."""
         if transfer in self._waiting:
             self._waiting.remove(transfer)
         self.free_bytes += transfer.share_bytes

@@ -1,4 +1,4 @@
-"""One incoming KV cache: its transfer, and the path of its segments into blocks."""
+"""State of one incoming KV transfer, and the functions that store its segments in blocks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from worker.transfer.in_memory import fetch
 class Arrival:
     """A segment that was admitted before its bytes arrived.
 
-    Either a thread stores it or the loop drops it and frees its blocks: the first to `settle` it.
+    Either a thread stores the segment, or the event loop drops it and frees its blocks: the one
+    that calls `acquire` first.
     """
 
-    __slots__ = ("_settled", "segment", "transfer")
+    __slots__ = ("_acquired", "segment", "transfer")
 
     def __init__(self, transfer: IncomingTransfer, segment: Segment) -> None:
         self.transfer, self.segment = transfer, segment
-        self._settled = threading.Lock()
+        self._acquired = threading.Lock()
 
-    def settle(self) -> bool:
-        """Return True to the first caller, on any thread."""
-        return self._settled.acquire(blocking=False)
+    def acquire(self) -> bool:
+        """Return True for the first call only.  Thread-safe."""
+        return self._acquired.acquire(blocking=False)
 
 
 class IncomingTransfer:
-    """One KV cache that arrives from `peer`, until it is taken or has failed.
+    """A transfer from `peer`, until the decode role takes the KV over or the transfer fails.
 
-    While it `is_waited_for`, equal prompts may wait for its KV.
+    While `is_waited_for` is true, requests with an equal prompt may wait to share this KV.
     """
 
     __slots__ = (
@@ -51,29 +52,29 @@ class IncomingTransfer:
     def __init__(self, peer: bytes, receiver: KVReceiver) -> None:
         self.peer = peer
         self.receiver = receiver
-        self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
+        self.share_bytes = 0  # reserved in the `TransferBudget`, 0 before and after
         self.acked_bytes = 0
-        self.arrivals: set[Arrival] = set()  # on connections of their own, until stored
+        self.arrivals: set[Arrival] = set()  # from segment connections, until they are stored
         self.is_dropped = False
         self.is_waited_for = True
         self.block_table: tuple[int, ...] = ()
-        self.memory: Memory | None = None  # the peer's, if segments may lie there
-        self.unasked: list[tuple[Buffer, Buffer]] = []  # its KV, until there are blocks for it
+        self.memory: Memory | None = None  # mapped from the peer, if segments may be read there
+        self.unasked: list[tuple[Buffer, Buffer]] = []  # KV from the offer, until it has blocks
 
     @property
     def wanted_bytes(self) -> int:
-        """Its bytes in flight at once, at most."""
+        """The largest number of bytes that this transfer can have in flight."""
         return max(1, min(self.receiver.credit_bytes, self.receiver.total_bytes))
 
     @property
     def is_ack_due(self) -> bool:
-        """Whether the sender may soon run out of credit, or has too little for a segment."""
+        """Whether an ACK must be sent now, before the sender lacks credit for its next segment."""
         unacked_bytes = self.receiver.kv_bytes - self.acked_bytes
         return unacked_bytes >= min(self.wanted_bytes / 4, self.wanted_bytes - MAX_SEGMENT_BYTES)
 
 
 def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Exception | None:
-    """Verify a segment and store it in its blocks, on any thread; return the error, if any."""
+    """Verify a segment and store it in its blocks; return the error, if any.  Thread-safe."""
     receiver, block_table = transfer.receiver, transfer.block_table
     try:
         if receiver.is_over:
@@ -88,7 +89,8 @@ def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Excep
             receiver.verify(segment)
         unpack(cache, block_table, segment.rectangle, segment.kv, receiver.num_tokens)
     except WireError as error:
-        # A new one: the transfer keeps it, and the frames of the first keep the memory mapped.
+        # A copy without traceback: the transfer keeps the error, and the stack frames in the
+        # original's traceback would keep the peer's memory mapped.
         return WireError(error.code, error.message)
     except Exception as problem:
         return problem
@@ -98,5 +100,5 @@ def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Excep
 def store_all(
     cache: KVCache, batch: list[tuple[IncomingTransfer, Segment]]
 ) -> list[Exception | None]:
-    """Store segments in order; return the error of each, or None."""
-    return [store(cache, *arrived) for arrived in batch]
+    """Store segments in order; return an error or None for each."""
+    return [store(cache, *each) for each in batch]

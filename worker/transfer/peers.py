@@ -1,8 +1,8 @@
-"""The decode workers that a prefill worker sends KV to, as routers name them in PEERS frames.
+"""The decode workers that a prefill worker sends KV to; routers list them in PEERS frames.
 
-An endpoint has one link, whichever routers name it: a decode worker does not read a second
-connection of one identity.  So a link that no router names is kept for a while, and a silent link
-is closed before another is made.  SPEC 5.4.
+There is one link per endpoint, even if several routers list it, because a decode worker ignores a
+second connection with the same identity.  For that reason a link that no router lists any more is
+kept for a while, and an unresponsive link is closed before a new one is opened.  SPEC 5.4.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from worker.transfer.segment_link import SegmentLink
 
 log = structlog.get_logger("worker")
 
-# Time that an unused link is kept which no router names.
+# How long an unused link is kept that no router lists.
 KEEP_S: Final = 60.0
-# Such links at most: each has two sockets, and for segments a socket, a thread and five other
-# descriptors.
+# Maximum number of such links.  Each needs two sockets, and its segment connection another socket,
+# a thread and five other descriptors.
 MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
-    """Gets the replies to one transfer (`worker.transfer.sender`)."""
+    """Handles the decode worker's replies to one transfer (`worker.transfer.sender`)."""
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None: ...
     def on_error(self, code: int, message: str) -> None: ...
@@ -43,7 +43,7 @@ class Receiver(Protocol):
 
 
 class DecodePeer:
-    """A decode worker: its KV link, and perhaps a connection for `segments`."""
+    """A decode worker: its KV link, and its segment connection if there is one."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class DecodePeer:
         segment_traffic: Traffic | None = None,
     ) -> None:
         self.detail = detail
-        self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
+        self.receivers: dict[int, Receiver] = {}  # of the running transfers, by request id
         self.num_messages = 0
-        self.is_mute = False  # it sent nothing at all for a whole lease
+        self.is_mute = False  # the peer has sent nothing at all for a whole lease
         self.needed_at = now
-        self.expected = self.name
+        self.expected = self.name  # the worker whose public key the link accepts
         self._link = plane.link(
             identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
@@ -76,22 +76,22 @@ class DecodePeer:
         return self._link.is_up
 
     def send(self, frame: Frame, *payload: Buffer, track: bool = False) -> Sending | None:
-        """Send now or as soon as the peer takes it.
+        """Queue a frame for the peer.
 
         Raises:
-            WireError: Too much waits for this peer already, or the link is closed.
+            WireError: The queue for this peer is full, or the link is closed.
         """
         return self._link.send(encode(frame, *payload), track=track)
 
     def tell(self, frame: Frame, *payload: Buffer) -> None:
-        """Send a frame that may get lost: the peer's lease ends the transfer without it."""
+        """Send a frame, or log that it was dropped: the peer's lease makes up for its loss."""
         try:
             self.send(frame, *payload)
         except WireError as error:
             log.warning("frame dropped", peer=self.name, tag=frame.tag.name, reason=error.message)
 
     def fail_all(self) -> None:
-        """Fail every transfer under way."""
+        """Fail all transfers to this peer."""
         for receiver in list(self.receivers.values()):
             receiver.fail(PeerLost(self.name))
 
@@ -115,7 +115,7 @@ class DecodePeer:
                 receiver = self.receivers.get(frame.request_id)
             case _:
                 raise RemoteProtocolError(f"a decode worker does not send {frame.tag.name}")
-        if receiver is None:  # it has ended here, or is about no transfer at all
+        if receiver is None:  # the transfer has ended, or never existed
             log.debug("late answer", peer=self.name, tag=frame.tag.name, request=frame.request_id)
             return
         try:
@@ -135,7 +135,7 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All known decode workers, with segment connections if `has_segments`, on Linux."""
+    """All known decode workers; on Linux with segment connections, if `has_segments`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class DecodePeers:
         self._identity = identity
         self.plane = plane
         self._clock = clock
-        self._named: dict[str, list[PeerDetail]] = {}  # by router endpoint
+        self._listed: dict[str, list[PeerDetail]] = {}  # by router endpoint
         self._peers: dict[str, DecodePeer] = {}  # by KV endpoint
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -165,60 +165,60 @@ class DecodePeers:
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that may still get a reply."""
+        """The number of transfers that may still get a reply."""
         return sum(len(peer.receivers) for peer in self._peers.values())
 
     def update(self, router: str, details: list[PeerDetail]) -> None:
-        """Apply a router's PEERS frame: connect to the workers in it."""
-        self._named[router] = details
+        """Apply a router's PEERS frame: connect to the workers that it lists."""
+        self._listed[router] = details
         for detail in details:
             self._connect(detail)
-        named = self._named_endpoints()
+        listed = self._listed_endpoints()
         kept = [
             endpoint
             for endpoint, peer in self._peers.items()
-            if endpoint not in named and not peer.receivers
+            if endpoint not in listed and not peer.receivers
         ]
         for endpoint in kept[:-MAX_KEPT]:
             self._close(self._peers.pop(endpoint))
 
     def find(self, router: str, rank: int) -> DecodePeer | None:
-        """Return the decode worker of this rank, or of `ANY_RANK`, that this router named."""
-        for detail in self._named.get(router, ()):
+        """Return the decode worker that this router lists with `rank` (`ANY_RANK` for any)."""
+        for detail in self._listed.get(router, ()):
             if rank in (detail.rank, ANY_RANK):
                 return self._connect(detail)
         return None
 
     def tick(self, now: float) -> None:
-        """Close unused and mute links."""
-        named = self._named_endpoints()
+        """Close unused and unresponsive links."""
+        listed = self._listed_endpoints()
         for endpoint, peer in list(self._peers.items()):
-            if endpoint in named or peer.receivers:
+            if endpoint in listed or peer.receivers:
                 peer.needed_at = now
             if peer.is_mute or now - peer.needed_at >= KEEP_S:
                 peer.fail_all()
                 self._close(self._peers.pop(endpoint))
 
     async def close(self) -> None:
-        """Close all, and open no more: a new socket would keep the plane from closing."""
+        """Close all links and open no new ones: an open socket would block `KVPlane.close`."""
         self._is_closed = True
         for peer in self._peers.values():
             self._close(peer)
         self._peers.clear()
         await asyncio.gather(*self._closing)
 
-    def _named_endpoints(self) -> set[str]:
-        return {detail.kv_endpoint for details in self._named.values() for detail in details}
+    def _listed_endpoints(self) -> set[str]:
+        return {detail.kv_endpoint for details in self._listed.values() for detail in details}
 
     def _connect(self, detail: PeerDetail) -> DecodePeer | None:
         if self._is_closed:
             return None
         peer = self._peers.get(detail.kv_endpoint)
         if peer is not None and (peer.is_up or peer.expected == f"decode-{detail.rank}"):
-            peer.detail = detail  # a restarted worker may listen where the old one did
+            peer.detail = detail  # a restarted worker may reuse its predecessor's endpoint
             return peer
         if peer is not None:
-            # The link expects another rank, and with keys never connects to the one named now.
+            # The link expects the key of another rank, so it would never connect to this one.
             peer.fail_all()
             self._close(self._peers.pop(detail.kv_endpoint))
         try:

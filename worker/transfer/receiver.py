@@ -1,14 +1,15 @@
-"""Incoming KV of a decode worker: `KVReceiver` with a socket, the engine and a cache.
+"""Incoming KV of a decode worker: connects each `KVReceiver` to a socket, the engine and a cache.
 
-An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or for KV of
-the same prompt that is arriving (`worker.engine.reservations`); then it gets credit.  KV in an
-offer is kept if the share is free at once, else dropped, and sent again on credit.  Segments are
-verified and unpacked on the transfer threads.  Blocks of a transfer that ended early are freed when
-no copy writes to them.  A complete transfer waits for the decode role, for a lease at most.
+An offer first waits for its share of --max-kv-inflight-bytes.  Then it waits until the engine has
+allocated blocks, or until KV of the same prompt has arrived (`worker.engine.reservations`).  Then
+the sender gets credit.  KV that came with the offer is kept if the share is free at once; otherwise
+it is dropped, and the sender sends it again when it has credit.  Transfer threads verify and unpack
+segments.  If a transfer ends early, its blocks are freed once no copy writes to them.  A complete
+transfer is kept for one lease at most, until the decode role takes its blocks over.
 
-Only prefill workers may offer.  Until a router claims an offer, its KV is not shared, equal prompts
-wait for it only for a short time, and all unclaimed offers together hold a part of the memory, each
-for a limited time.  SPEC 6.
+Only prefill workers may send offers.  Until a router claims an offer, its KV is not shared, equal
+prompts wait for it only briefly, and all unclaimed offers together may only use a part of the
+memory, each for a limited time.  SPEC 6.
 """
 
 from __future__ import annotations
@@ -39,46 +40,46 @@ from worker.transfer.segment_hub import SegmentHub
 
 log = structlog.get_logger("worker")
 
-# Stored at a time by a transfer thread, and acknowledged by one ACK: half of the credit, so that
-# the sender does not run out of it.
+# Bytes that a transfer thread stores in one job, acknowledged by one ACK: half of the default
+# credit, so that the sender does not run out of credit.
 BATCH_BYTES: Final = 8 << 20
-# Credit at most of a transfer in shared memory, by its kind: bytes, and the divisor of all bytes in
-# flight.  One segment is read while the next one comes.
+# Maximum credit of a transfer through shared memory, by kind of memory: in bytes, and as a divisor
+# of --max-kv-inflight-bytes.  It allows reading one segment while the next one is announced.
 READ_CREDIT_BYTES: Final = {"host": (32 << 20, 8), "cuda": (2 * MAX_READ_BYTES, 4)}
-# Remembered ids of ended transfers: more than can end while an offer is on its way.
+# How many ids of ended transfers are remembered: more than can end while an offer is on its way.
 MAX_ENDED: Final = 4096
-# Offers of one peer at a time: of four routers with 256 requests per worker, the default.
+# Simultaneous offers of one peer: four routers times 256 requests per worker, the default.
 MAX_OFFERS: Final = 1024
-# For equal prompts to wait for complete, unclaimed KV: a router claims it at once, unless its
-# client is slow, for which others must not wait.
+# How long equal prompts wait for KV that is complete but unclaimed.  A router claims it at once
+# unless its client is slow, and requests of other clients must not wait for a slow client.
 SHARED_S: Final = 0.5
-# Tokens in the unclaimed offers of one peer: at 40 bytes each, 80 MB.
+# Maximum number of tokens in the unclaimed offers of one peer: 80 MB at 40 bytes per token.
 MAX_OFFERED_TOKENS: Final = 1 << 21
 NO_TRANSFER: Final = "there is no such transfer here"
 
 
 class IncomingTransfers:
-    """All KV caches that are arriving, and the sockets they arrive on.
+    """All incoming transfers, and the sockets that they arrive on.
 
-    `is_asked_for(receiver)` says whether a router has claimed an offer, or raises WireError to
-    refuse it.  `segment_traffic` counts the frames of segment connections.
+    `is_claimed(receiver)` returns whether a router has already claimed an offer, or raises
+    WireError to refuse it.  `segment_traffic` counts the frames of segment connections.
     """
 
     def __init__(
         self,
         context: WorkerContext,
-        is_asked_for: Callable[[KVReceiver], bool],
+        is_claimed: Callable[[KVReceiver], bool],
         on_complete: Callable[[int], None],
         on_failed: Callable[[int, WireError], None],
     ) -> None:
         self._config = config = context.config
         self._is_encrypted = context.plane.is_encrypted
-        self.lease_s = config.lease_s or 30.0  # until the first WELCOME, before which none offers
+        self.lease_s = config.lease_s or 30.0  # replaced at the first WELCOME, before any offer
         self._cache = context.cache
         self._engine = context.engine
         self._copies = context.copies
         self._clock = context.outside.clock
-        self._is_asked_for = is_asked_for
+        self._is_claimed = is_claimed
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._transfers: dict[int, IncomingTransfer] = {}
@@ -88,9 +89,10 @@ class IncomingTransfers:
         is_on = config.kv_shared_memory == "auto"
         self._same_host = SameHostPeers(context.cache, context.outside.fetch, is_on=is_on)
         self._mappings: set[asyncio.Task[None]] = set()
-        # A router's CANCEL may overtake the offer, which takes another socket.
+        # Ids of ended transfers, oldest first.  They include transfers whose offer has not arrived
+        # yet: a router's CANCEL may overtake the offer, which uses another socket.
         self._ended: dict[int, None] = {}
-        self.lost_epochs: dict[str, int] = {}  # by endpoint: routers whose KV is refused
+        self.lost_epochs: dict[str, int] = {}  # of lost routers, by endpoint: their KV is refused
         self._hub = context.plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
@@ -109,13 +111,13 @@ class IncomingTransfers:
         return len(self._transfers)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(tuple(self._transfers))  # a copy: they may end meanwhile
+        return iter(tuple(self._transfers))  # a copy: transfers may end during the iteration
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._transfers
 
     def claim(self, request_id: int) -> None:
-        """Note that a router asks for this transfer."""
+        """Record that a router has claimed this transfer."""
         transfer = self._transfers[request_id]
         transfer.receiver.claim(self._clock())
         self.budget.claim(transfer)
@@ -123,7 +125,7 @@ class IncomingTransfers:
 
     def take(self, request_id: int) -> KVReceiver:
         """Remove a complete transfer; its blocks now belong to the engine's sequence."""
-        self._note_end(request_id)  # its offer may have been sent twice
+        self._note_end(request_id)  # refuses a second copy of the offer, if there is one
         return self._transfers.pop(request_id).receiver
 
     def get(self, request_id: int) -> KVReceiver | None:
@@ -131,10 +133,10 @@ class IncomingTransfers:
         return None if transfer is None else transfer.receiver
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """Grant credit to a transfer for which the engine has blocks."""
+        """Accept a transfer after the engine has allocated its blocks: grant the first credit."""
         transfer = self._transfers.get(reserved.request_id)
         if transfer is None:
-            return  # ended meanwhile, and the engine has been told
+            return  # ended meanwhile: `_free_blocks` frees its blocks
         transfer.block_table, receiver = reserved.block_table, transfer.receiver
         unasked, transfer.unasked = transfer.unasked, []
         if unasked and not reserved.cached_tokens:
@@ -146,17 +148,17 @@ class IncomingTransfers:
         self._acknowledge(transfer, ack)
 
     def fail(self, request_id: int, error: WireError) -> None:
-        """End a transfer with an error for both sides."""
+        """End a transfer with an error, sent to the peer and reported to the decode role."""
         if transfer := self._transfers.get(request_id):
             self._refuse(transfer.peer, request_id, error)
             self._end(transfer, error)
 
     def has_ended(self, request_id: int) -> bool:
-        """Whether a transfer of this id was taken or ended lately, so that none can follow."""
+        """Whether a transfer with this id was taken or ended recently; a new offer is refused."""
         return request_id in self._ended
 
     def cancel(self, request_id: int) -> None:
-        """End a transfer, and refuse a later offer of it."""
+        """End a transfer, and refuse an offer with its id that arrives later."""
         self._note_end(request_id)
         if transfer := self._transfers.get(request_id):
             transfer.receiver.cancel()
@@ -176,7 +178,7 @@ class IncomingTransfers:
                 self._engine.post(partial(Engine.let_others_pass, request_id=request_id))
 
     def check(self) -> None:
-        """Assert that every byte of the budget is free or in the share of a transfer."""
+        """Assert that every byte of the budget is free or reserved by a transfer."""
         transfers, limit = self._transfers.values(), self._config.max_kv_inflight_bytes
         shares = sum(transfer.share_bytes for transfer in transfers)
         assert self.budget.free_bytes + shares == limit, (self.budget.free_bytes, shares, limit)
@@ -191,7 +193,7 @@ class IncomingTransfers:
             self.fail(request_id, leaving)
         self._same_host.close()
         await asyncio.gather(*self._mappings, return_exceptions=True)
-        while self._stores:  # one that ends may start the next
+        while self._stores:  # a task that ends may start the next one
             await asyncio.gather(*self._stores, return_exceptions=True)
         if self._segments is not None:
             await self._segments.close()
@@ -246,7 +248,7 @@ class IncomingTransfers:
             self.fail(frame.request_id, error)
             return None
 
-    # Segments on connections of their own (`worker.transfer.segment_hub.Taker`).
+    # Segments on segment connections (`worker.transfer.segment_hub.SegmentHandler`).
 
     def admit(self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer) -> Arrival | None:
         self.segment_traffic.received[frame.tag] += 1
@@ -262,7 +264,7 @@ class IncomingTransfers:
         return arrival
 
     def store(self, arrival: Arrival) -> Exception | None:
-        if not arrival.settle():
+        if not arrival.acquire():
             return None
         return store(self._cache, arrival.transfer, arrival.segment)
 
@@ -276,13 +278,13 @@ class IncomingTransfers:
         else:
             receiver = transfer.receiver
             ack = receiver.stored(segment, self._clock())
-            # While more segments come, the sender has credit left.
+            # If more segments are waiting, the sender still has credit, so skip some ACKs.
             if ack is not None and (is_last or receiver.is_complete or transfer.is_ack_due):
                 self._acknowledge(transfer, ack)
         self._free_blocks(transfer)
 
     def _segment_port(self, receiver: KVReceiver) -> int:
-        """Return the segment port for this transfer; 0 for none."""
+        """Return the port for this transfer's segment connection; 0 for none."""
         if self._segments is None or receiver.token is None:
             return 0
         return self._segments.port if receiver.offers_sealing == self._is_encrypted else 0
@@ -293,7 +295,7 @@ class IncomingTransfers:
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise WireError(ErrorCode.UNKNOWN_REQUEST, NO_TRANSFER)
         offer = decode_map(Offer, message.payload[0] if unasked else message.body())
-        self._check_room(peer, offer.num_tokens)
+        self._check_limits(peer, offer.num_tokens)
         receiver = KVReceiver(
             request_id,
             offer,
@@ -304,48 +306,48 @@ class IncomingTransfers:
             now=self._clock(),
             peer=str(Identity.parse(peer)),
         )
-        if self._is_asked_for(receiver):
+        if self._is_claimed(receiver):
             receiver.claim(self._clock())
         receiver.check_unasked(unasked)
         transfer = IncomingTransfer(peer, receiver)
         self._transfers[request_id] = transfer
         if self._segments is not None and offer.token is not None:
             self._segments.expect(peer, offer.token)
-        if unasked or self._same_host.is_settled(peer, offer.memory):
+        if unasked or not self._same_host.needs_map(peer, offer.memory):
             self._wait(transfer)
-            if transfer.share_bytes:  # else what came with it is not kept, and sent again
+            if transfer.share_bytes:  # else the KV is dropped, and the peer sends it again
                 transfer.unasked = unasked
         else:
             assert offer.memory is not None
-            mapping = asyncio.create_task(self._settle_memory(transfer, offer.memory))
+            mapping = asyncio.create_task(self._map_memory(transfer, offer.memory))
             self._mappings.add(mapping)
             mapping.add_done_callback(self._mappings.discard)
 
-    async def _settle_memory(self, transfer: IncomingTransfer, memory: str) -> None:
-        """Map the peer's memory if possible, before the transfer waits for its share."""
-        if not transfer.is_dropped:  # the peer may be lost
-            await self._same_host.settle(transfer.peer, memory)
+    async def _map_memory(self, transfer: IncomingTransfer, memory: str) -> None:
+        """Try to map the peer's memory, then queue the transfer for its share of the budget."""
+        if not transfer.is_dropped:  # as it is if the peer was lost meanwhile
+            await self._same_host.try_map(transfer.peer, memory)
         if not transfer.is_dropped:
             self._wait(transfer)
 
     def _wait(self, transfer: IncomingTransfer) -> None:
-        """Queue a transfer for its share of the bytes in flight, larger in shared memory."""
+        """Queue a transfer for its share of the budget, larger if its KV is in shared memory."""
         receiver, limit = transfer.receiver, self._config.max_kv_inflight_bytes
         if receiver.offers_memory:
             transfer.memory = self._same_host.memory_of(transfer.peer)
-        if transfer.memory is not None:  # a few of these shares must leave some for others
+        if transfer.memory is not None:  # limited, so that a few transfers cannot use it all
             most_bytes, share = READ_CREDIT_BYTES[transfer.memory.kind]
             receiver.credit_bytes = max(receiver.credit_bytes, min(most_bytes, limit // share))
         self.budget.wait(transfer)
 
-    def _check_room(self, peer: bytes, num_tokens: int) -> None:
-        """Limit the offers of a peer and their tokens; a single one may have any length."""
+    def _check_limits(self, peer: bytes, num_tokens: int) -> None:
+        """Raise WireError if a peer has too many offers, or too many tokens in several offers."""
         offers = [each.receiver for each in self._transfers.values() if each.peer == peer]
         if len(offers) >= MAX_OFFERS:
             raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
-        held = sum(receiver.num_tokens for receiver in offers if not receiver.is_claimed)
-        if held and held + num_tokens > MAX_OFFERED_TOKENS:
-            raise WireError(ErrorCode.OVERLOADED, f"offers of {held} tokens of yours are here")
+        offered = sum(receiver.num_tokens for receiver in offers if not receiver.is_claimed)
+        if offered and offered + num_tokens > MAX_OFFERED_TOKENS:
+            raise WireError(ErrorCode.OVERLOADED, f"offers of {offered} tokens of yours are here")
 
     def _on_cancel(self, peer: bytes, request_id: int) -> None:
         transfer = self._transfers.get(request_id)
@@ -364,7 +366,7 @@ class IncomingTransfers:
     # From an offer to its last byte.
 
     def _reserve(self, transfer: IncomingTransfer) -> None:
-        """Ask the engine for blocks."""
+        """Request blocks from the engine; `on_reserved` gets them."""
         receiver, peer = transfer.receiver, transfer.peer.decode()
         self._engine.post(
             lambda engine: engine.reserve(
@@ -384,8 +386,8 @@ class IncomingTransfers:
         self._store_next()
 
     def _store_next(self) -> None:
-        """Give segments to the transfer threads, several at a time while these are busy."""
-        # One more than threads, so that none of them waits for the loop.
+        """Queue arrived segments for the transfer threads, up to `BATCH_BYTES` in one job."""
+        # One job more than threads, so that no thread waits for the event loop.
         while self._arrived and len(self._stores) <= self._copies.num_at_once:
             batch: list[tuple[IncomingTransfer, Segment]] = []
             num_bytes = 0
@@ -400,7 +402,7 @@ class IncomingTransfers:
     async def _store(self, batch: list[tuple[IncomingTransfer, Segment]]) -> None:
         num_bytes = sum(segment.descriptor.num_bytes for _, segment in batch)
         problems = await self._copies.run(store_all, self._cache, batch, num_bytes=num_bytes)
-        acks: dict[IncomingTransfer, Ack | None] = {}  # the last of each
+        acks: dict[IncomingTransfer, Ack | None] = {}  # the last one for each transfer
         for (transfer, segment), problem in zip(batch, problems, strict=True):
             if problem is not None:
                 self._reject(transfer, segment, problem)
@@ -437,15 +439,16 @@ class IncomingTransfers:
         self._on_failed(transfer.receiver.request_id, error)
 
     def _drop(self, transfer: IncomingTransfer) -> None:
-        """Forget a transfer; its blocks are freed when no copy writes to them.
+        """Remove a transfer, and free its blocks once no copy writes to them.
 
-        Its id cannot be offered again: a late reservation would be taken for the new offer's.
+        The id must not be reused: a late block allocation from the engine could be mistaken for
+        the reply to a new offer.
         """
         self._note_end(transfer.receiver.request_id)
         del self._transfers[transfer.receiver.request_id]
         transfer.is_dropped = True
         for arrival in list(transfer.arrivals):
-            if arrival.settle():  # it will never be written
+            if arrival.acquire():  # now no thread will write it
                 transfer.arrivals.discard(arrival)
                 transfer.receiver.broken(arrival.segment, PeerLost(transfer.receiver.peer))
         self.budget.end(transfer)

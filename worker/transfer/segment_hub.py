@@ -1,11 +1,12 @@
-"""A decode worker's end of the segment connections: `SegmentHub`.  SPEC 6.9.
+"""A decode worker's end of the segment connections, TCP connections for KV only.  SPEC 6.9.
 
-Each has a thread that blocks on its socket.  It reads a head and has the loop admit the segment
-while the KV arrives in the connection's own memory; then it verifies it and stores it in its
-blocks.  So one thread handles a segment and waits for no other.
+Each connection has a thread that reads its socket.  The thread reads the head of a segment and
+posts it to the event loop, which admits the segment while the thread receives the KV into the
+connection's own buffer.  Then the same thread verifies the KV and stores it in its blocks: no
+segment is handed from thread to thread.
 
-A connection with a token from an offer belongs to that prefill worker; all others are closed before
-a thread is started or memory taken.
+A connection must begin with a token from an offer, which identifies the prefill worker.  Any other
+connection is closed before a thread is started or a buffer allocated for it.
 """
 
 from __future__ import annotations
@@ -31,60 +32,60 @@ from worker.transfer.thread import LoopCalls
 
 log = structlog.get_logger("worker")
 
-# For a new connection to send its token, and such connections at a time.
+# Within this time a new connection must send its token; how many connections may be in this phase.
 GREETING_S: Final = 5.0
 MAX_GREETINGS: Final = 64
 A = TypeVar("A")
 
 
-class Taker(Protocol[A]):
-    """Takes segments in; `admit` and `stored` are called on the loop, `store` on a thread."""
+class SegmentHandler(Protocol[A]):
+    """Handles received segments: `admit` and `stored` on the event loop, `store` on a thread."""
 
     def admit(self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer) -> A | None:
-        """Admit a segment of which only `kv`'s length is known yet; None drops it."""
+        """Admit a segment, or return None to drop it; `kv` has its length but no contents yet."""
 
     def store(self, arrival: A) -> Exception | None:
         """Verify the received KV and store it in its blocks; return the error, if any."""
 
     def stored(self, arrival: A, problem: Exception | None, *, is_last: bool) -> None:
-        """Record the result of a segment; `is_last` if no more has arrived."""
+        """Record the result of `store`; `is_last` if no further segment has arrived."""
 
 
 class SegmentHub(Generic[A]):
-    """The listening socket, on a `port` of its own, and the connections made there."""
+    """Listens on `port` for segment connections of prefill workers, and has their readers."""
 
-    def __init__(self, host: str, port: int, taker: Taker[A]) -> None:
-        """Listen; port 0 is any free one.  Raises OSError."""
-        self._taker = taker
+    def __init__(self, host: str, port: int, handler: SegmentHandler[A]) -> None:
+        """Listen on `host`; port 0 chooses any free port.  Raises OSError."""
+        self._handler = handler
         self._calls = LoopCalls()
-        self._tokens: dict[bytes, bytes] = {}  # by peer: the last that it sent
+        self._tokens: dict[bytes, bytes] = {}  # the latest token by peer identity
         self._used: set[bytes] = set()  # peers whose token has been used
-        self._readers: dict[bytes, _Reader[A]] = {}  # by party: one, whatever the epoch
-        self._ending: set[_Reader[A]] = set()
+        self._readers: dict[bytes, _Reader[A]] = {}  # by `_name`: one per worker, in any epoch
+        self._running: set[_Reader[A]] = set()  # those whose thread has not ended
         listening = bind(host.strip("[]"), port)
         self.port = int(listening.getsockname()[1])
         self._acceptor = Acceptor(listening, self._greet, MAX_GREETINGS)
 
     def expect(self, peer: bytes, token: bytes) -> None:
-        """Admit `peer` once with this token, and close its connection of an earlier token."""
+        """Accept one connection with `token` from `peer`; close one that used an older token."""
         if not compare_digest(self._tokens.get(peer, b""), token):
             self.forget(peer)
             self._tokens[peer] = token
 
     def forget(self, peer: bytes) -> None:
-        """Admit `peer` no more, and close its connection."""
+        """Reject further connections from `peer` and close the current one."""
         self._tokens.pop(peer, None)
         self._used.discard(peer)
-        reader = self._readers.get(_party(peer))
+        reader = self._readers.get(_name(peer))
         if reader is not None and reader.peer == peer:
-            reader.cut()
-            del self._readers[_party(peer)]
+            reader.disconnect()
+            del self._readers[_name(peer)]
 
     async def close(self) -> None:
         self._acceptor.close()
         await self._acceptor.wait_closed()
-        for reader in list(self._ending):
-            reader.cut()
+        for reader in list(self._running):
+            reader.disconnect()
             await reader.ended
         self._calls.close()
 
@@ -99,26 +100,26 @@ class SegmentHub(Generic[A]):
                         break
                     greeting += data
         except (OSError, TimeoutError):
-            pass  # an incomplete greeting is refused below
-        peer = self._admit(greeting)
+            pass  # an incomplete greeting is rejected below
+        peer = self._consume_token(greeting)
         if not peer:
             client.close()
             return
         client.setblocking(True)
         try:
-            reader = _Reader(peer, client, self._taker, self._calls)
-        except RuntimeError as error:  # there is no thread
+            reader = _Reader(peer, client, self._handler, self._calls)
+        except RuntimeError as error:  # no thread could be started
             log.error("cannot read segments", peer=peer.decode(), reason=str(error))
             client.close()
             return
-        if (older := self._readers.get(_party(peer))) is not None:
-            older.cut()
-        self._readers[_party(peer)] = reader
-        self._ending.add(reader)
+        if (older := self._readers.get(_name(peer))) is not None:
+            older.disconnect()
+        self._readers[_name(peer)] = reader
+        self._running.add(reader)
         reader.ended.add_done_callback(lambda _: self._on_ended(reader))
 
-    def _admit(self, greeting: bytes) -> bytes:
-        """Consume a token; return its peer, b"" for none."""
+    def _consume_token(self, greeting: bytes) -> bytes:
+        """Mark the token in a greeting as used and return its peer; b"" if it is not valid."""
         if greeting[: len(GREETING)] != GREETING:
             return b""
         token = greeting[len(GREETING) :]
@@ -130,52 +131,52 @@ class SegmentHub(Generic[A]):
         return b""
 
     def _on_ended(self, reader: _Reader[A]) -> None:
-        self._ending.discard(reader)
-        if self._readers.get(_party(reader.peer)) is reader:
-            del self._readers[_party(reader.peer)]
+        self._running.discard(reader)
+        if self._readers.get(_name(reader.peer)) is reader:
+            del self._readers[_name(reader.peer)]
 
 
-def _party(peer: bytes) -> bytes:
-    """Return the party of an identity: `prefill-0` of `prefill-0-<epoch>`."""
+def _name(peer: bytes) -> bytes:
+    """Return an identity without its epoch: `prefill-0` for `prefill-0-<epoch>`."""
     return peer.rpartition(b"-")[0]
 
 
 class _Reader(Generic[A]):
-    """One connection and its thread; `ended` when the thread is."""
+    """One segment connection and its thread; `ended` is done when the thread has ended."""
 
     def __init__(
-        self, peer: bytes, client: socket.socket, taker: Taker[A], calls: LoopCalls
+        self, peer: bytes, client: socket.socket, handler: SegmentHandler[A], calls: LoopCalls
     ) -> None:
         self.peer = peer
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._socket, self._taker, self._calls = client, taker, calls
-        self._admissions: SimpleQueue[A | None] = SimpleQueue()  # one for each segment
+        self._socket, self._handler, self._calls = client, handler, calls
+        self._admissions: SimpleQueue[A | None] = SimpleQueue()  # one result for each segment
         self._poll = select.poll()
         self._poll.register(client, select.POLLIN)
         thread = threading.Thread(target=self._main, name="kv-segments", daemon=True)
         thread.start()
 
-    def cut(self) -> None:
-        """Close the connection; a partial segment is dropped."""
-        with suppress(OSError):  # it has ended by itself
+    def disconnect(self) -> None:
+        """Close the connection, dropping a partly received segment."""
+        with suppress(OSError):  # the peer has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _main(self) -> None:
         try:
-            room = memoryview(bytearray(MAX_SEALED_BYTES))
+            buffer = memoryview(bytearray(MAX_SEALED_BYTES))
             head = memoryview(bytearray(HEAD_BYTES))
             self._socket.sendall(GREETING)
             while self._read(head):
                 frame, descriptor, num_bytes = read_head(bytes(head))
-                kv = room[:num_bytes]
+                kv = buffer[:num_bytes]
                 self._calls.post(partial(self._admit_segment, frame, descriptor, kv))
-                has_come = self._read(kv)
+                is_whole = self._read(kv)
                 arrival = self._admissions.get()
                 if arrival is None:
                     continue
-                problem = self._taker.store(arrival) if has_come else PeerLost(self.peer.decode())
+                problem = self._handler.store(arrival) if is_whole else PeerLost(self.peer.decode())
                 is_last = not self._poll.poll(0)
-                stored = partial(self._taker.stored, arrival, problem, is_last=is_last)
+                stored = partial(self._handler.stored, arrival, problem, is_last=is_last)
                 self._calls.post(stored)
         except (OSError, MemoryError, RemoteProtocolError) as error:
             reason = str(error)
@@ -184,8 +185,8 @@ class _Reader(Generic[A]):
             self._calls.post(self._end)
 
     def _read(self, buffer: memoryview) -> bool:
-        """Fill `buffer`; False if the connection ends before."""
-        with suppress(OSError):  # however it ends
+        """Fill `buffer` from the socket; return False if the connection ends first."""
+        with suppress(OSError):  # a reset connection has ended too
             while num_bytes := self._socket.recv_into(buffer, 0, socket.MSG_WAITALL):
                 if num_bytes == len(buffer):
                     return True
@@ -193,11 +194,11 @@ class _Reader(Generic[A]):
         return False
 
     def _admit_segment(self, frame: KvCache, descriptor: bytes, kv: memoryview) -> None:
-        answer = None
+        arrival = None
         try:
-            answer = self._taker.admit(self.peer, frame, descriptor, kv)
+            arrival = self._handler.admit(self.peer, frame, descriptor, kv)
         finally:
-            self._admissions.put(answer)
+            self._admissions.put(arrival)
 
     def _end(self) -> None:
         self._socket.close()

@@ -1,8 +1,8 @@
-"""A prefill worker's end of a segment connection: `SegmentLink`.  SPEC 6.9.
+"""A prefill worker's end of a segment connection: a TCP connection for KV only.  SPEC 6.9.
 
-Plain TCP, and a thread that sends KV from its blocks, without a queue, another thread or a copy
-between.  With keys it is sealed.  Offers, credit and ends stay on the KV socket, and segments, too,
-while this connection is not up.
+A thread sends KV directly from the blocks to the socket, without a queue or a copy.  If the workers
+have keys, the KV is encrypted.  All other frames use the KV socket.  Segments use it as well while
+this connection is not up.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ log = structlog.get_logger("worker")
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
-# To connect.
-PATIENCE_S: Final = 10.0
-# Without an acknowledgement, until the system ends the connection.
+CONNECT_TIMEOUT_S: Final = 10.0
+# TCP_USER_TIMEOUT: how long sent data may stay unacknowledged before the connection ends.
 SILENCE_S: Final = 30.0
 
 
 class SegmentLink:
-    """The connection to one decode worker, whose KV socket is at `kv_endpoint`.
+    """The segment connection to the decode worker whose KV socket is at `kv_endpoint`.
 
-    The next offer carries `token`; each connection needs a new one.  `connecting` is the attempt
-    under way.  `on_down` is called when a connection that was up has ended.
+    An offer carries `token`, and the connection sends it first; each connection needs a new one.
+    `connecting` is the running attempt.  `on_down` is called when an open connection has ended.
     """
 
     def __init__(self, kv_endpoint: str, traffic: Traffic, on_down: Callable[[], None]) -> None:
@@ -54,14 +53,14 @@ class SegmentLink:
         return self._connection is not None
 
     def open(self, port: int, token: bytes | None) -> None:
-        """Connect to the port in the reply to an offer, unless its `token` is outdated."""
+        """Start connecting to the port from an ACK, unless `token`, the offer's, is outdated."""
         if self.connecting is None and not self.is_up and token == self.token:
             self.connecting = self._loop.create_task(self._connect(port))
 
     async def run(
         self, send: Callable[[socket.socket, *Args], R], *args: *Args, num_bytes: int
     ) -> R:
-        """Run `send` with the socket, on its thread.  Raises PeerLost if the connection ends."""
+        """Call `send(socket, *args)` on the connection's thread.  Raises PeerLost if it ends."""
         connection = self._connection
         if connection is None:
             raise PeerLost(self._host)
@@ -69,15 +68,15 @@ class SegmentLink:
             return await connection.thread.run(send, connection.socket, *args, num_bytes=num_bytes)
         except OSError as error:
             if self._connection is connection:
-                self._lose()
+                self._on_lost()
             raise PeerLost(self._host) from error
         except asyncio.CancelledError:
             if self._connection is connection:
                 raise
-            raise PeerLost(self._host) from None  # it ended before this began
+            raise PeerLost(self._host) from None  # the connection ended before `send` was called
 
     def reset(self) -> None:
-        """End the connection without waiting, and change the token."""
+        """Close the connection in the background, and change the token."""
         if self.connecting is not None:
             self.connecting.cancel()
             self.connecting = None
@@ -95,10 +94,11 @@ class SegmentLink:
 
     async def _connect(self, port: int) -> None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                connected = await _greeted(self._loop, self._host, port, self.token)
-            self._connection = Connection(connected, self._lose)
-        except (OSError, RuntimeError, UnicodeError) as error:  # of a thread, of a host's name
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                connected = await _open_socket(self._loop, self._host, port, self.token)
+            self._connection = Connection(connected, self._on_lost)
+        # RuntimeError: no thread could be started.  UnicodeError: the host name is invalid.
+        except (OSError, RuntimeError, UnicodeError) as error:
             if not self._is_warned:
                 self._is_warned = True
                 log.warning(
@@ -111,7 +111,7 @@ class SegmentLink:
         self.connecting, self._is_warned = None, False
         log.info("segments have a connection of their own", to=f"{self._host}:{port}")
 
-    def _lose(self) -> None:
+    def _on_lost(self) -> None:
         if self.is_up:
             log.warning("connection for segments lost", to=self._host)
             self.reset()
@@ -119,9 +119,9 @@ class SegmentLink:
 
 
 class Connection:
-    """An open connection and its sending `thread`; `on_end` is called when the peer ends it.
+    """An open connection and its sending `thread`; `on_end` is called when the peer closes it.
 
-    Raises OSError or RuntimeError if there is no descriptor or thread.
+    Raises OSError or RuntimeError if no file descriptor or thread is available.
     """
 
     def __init__(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
@@ -129,8 +129,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         with ExitStack() as undo:
             undo.callback(connected.close)
-            # The peer sends nothing more, so the socket is readable when it has ended.  The loop
-            # watches it through epoll, as it would make the socket itself nonblocking.
+            # The peer sends nothing more, so the socket becomes readable only when it is closed.
+            # The event loop watches an epoll descriptor, because uvloop would make a socket that it
+            # watches nonblocking.
             self._end = undo.enter_context(select.epoll())
             self._end.register(connected, select.EPOLLIN)
             self.thread = Copies()
@@ -140,12 +141,12 @@ class Connection:
     def shut(self) -> None:
         self._loop.remove_reader(self._end)
         self._end.close()
-        with suppress(OSError):  # it has ended by itself
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        with suppress(OSError):  # the peer has closed it already
+            self.socket.shutdown(socket.SHUT_RDWR)  # ends a blocking send on the thread
         self.thread.stop()
 
     async def close(self) -> None:
-        """After `shut`, wait for the current read from blocks, off the loop."""
+        """Wait until the thread has ended and reads no blocks; call `shut` before."""
         await asyncio.to_thread(self.thread.join)
         self.thread.close()
         self.socket.close()
@@ -153,19 +154,19 @@ class Connection:
 
 def send_all(connected: socket.socket, parts: Sequence[Buffer]) -> None:
     """Send all bytes of `parts`.  Raises OSError."""
-    waiting = [memoryview(part).cast("B") for part in parts]
-    while waiting:
-        sent = connected.sendmsg(waiting)
-        while waiting and sent >= len(waiting[0]):
-            sent -= len(waiting.pop(0))
-        if sent:
-            waiting[0] = waiting[0][sent:]
+    unsent = [memoryview(part).cast("B") for part in parts]
+    while unsent:
+        num_sent = connected.sendmsg(unsent)
+        while unsent and num_sent >= len(unsent[0]):
+            num_sent -= len(unsent.pop(0))
+        if num_sent:
+            unsent[0] = unsent[0][num_sent:]
 
 
-async def _greeted(
+async def _open_socket(
     loop: asyncio.AbstractEventLoop, host: str, port: int, token: bytes
 ) -> socket.socket:
-    """Connect, and return a blocking socket once the token is admitted.  Raises OSError."""
+    """Connect and send the token; return a blocking socket after the reply.  Raises OSError."""
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
     connected = socket.socket(family, kind, protocol)

@@ -1,8 +1,9 @@
-"""Outgoing KV of one request: `KVSender` with a cache and a socket.
+"""Outgoing KV of one request: connects its `KVSender` to a cache and a socket.
 
-`run` sends every computed segment within the credit: from its blocks if they are contiguous host
-memory, else packed, by the transfer threads or by the thread of a segment connection.  So the
-blocks have to be kept until `run` has ended and the sockets have released all buffers.  SPEC 6.
+`run` sends each segment once its KV is computed and there is credit.  A segment is sent from its
+blocks without a copy if they are contiguous in host memory; otherwise a transfer thread, or the
+thread of a segment connection, packs it.  So the caller must not free the blocks before `run` has
+returned: by then the sockets have released all buffers.  SPEC 6.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from worker.transfer.segment_link import send_all
 
 log = structlog.get_logger("worker")
 
-# Read at a time by a transfer thread.
+# Bytes that a transfer thread reads in one job.
 BATCH_BYTES: Final = 8 << 20
-# Shared memory that is read before there is credit for it: only its digest is kept until then.
+# How far KV in shared memory is read beyond the credit.  That is cheap: only its digest is kept.
 AHEAD_BYTES: Final = 16 << 20
 
 
 class Read(NamedTuple):
-    """A segment ready to be sent: its bytes, or `places` if it is in shared memory."""
+    """A segment ready to be sent: its bytes, or its blocks' `offsets` in shared memory."""
 
     rectangle: Rectangle
     kv: Buffer
     digest: int
-    places: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
-Leaving = tuple[Rectangle, KvCache, SegmentDescriptor]
+Announced = tuple[Rectangle, KvCache, SegmentDescriptor]
 
 
 class OutgoingTransfer:
     """The sending end of one transfer; `on_end` is called once, when it is done or has failed.
 
-    `make_sender(now)` makes its `KVSender`, and again for the offer: the lease starts with the
-    offer, not while the request waits for blocks.
+    `make_sender(now)` creates its `KVSender`.  It is called again for the offer, because the lease
+    must start with the offer, not while the request still waits for blocks.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class OutgoingTransfer:
         self._block_table: tuple[int, ...] = ()
         self.is_offered = False
         self.problem: Exception | None = None
-        self._num_messages = 0  # of the peer, before the offer
+        self._num_messages = 0  # received from the peer before the offer
         self._sendings: list[Sending] = []
         self._wake = asyncio.Event()
 
@@ -89,11 +90,11 @@ class OutgoingTransfer:
 
     @property
     def is_taken_unasked(self) -> bool:
-        """Whether the peer accepts all the KV with the offer."""
+        """Whether the KV is small enough to be sent with the offer."""
         return self.sender.total_bytes <= self.peer.detail.kv_unasked_bytes
 
     def offer(self, block_table: tuple[int, ...], num_tokens: int, now: float) -> None:
-        """Prepare `run`, to be called next, to offer the KV; `num_tokens` are in the blocks."""
+        """Prepare to offer the KV, of which `num_tokens` are computed; call `run` next."""
         self.sender = self._make_sender(now)
         self._block_table = block_table
         self._num_messages = self.peer.num_messages
@@ -123,12 +124,12 @@ class OutgoingTransfer:
         self.sender.advance(num_tokens, now)
         self._wake.set()
 
-    # Replies of the decode worker, and other ends.
+    # Replies of the decode worker, and other reasons for the transfer's end.
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
         try:
             self.sender.on_ack(ack, credit, self._clock())
-        except RemoteProtocolError as error:  # which has failed the sender
+        except RemoteProtocolError as error:  # the transfer has failed
             log.warning("bad ACK", request=self.request_id, reason=error.message)
             self.peer.tell(Cancel(self.request_id, error.code))
         port = 0 if self.sender.is_in_memory else self.sender.segment_port
@@ -137,19 +138,19 @@ class OutgoingTransfer:
         self._wake.set()
 
     def on_error(self, code: int, message: str) -> None:
-        """Note that the decode worker has ended the transfer and freed its blocks."""
+        """Fail the transfer: the decode worker has ended it and freed its blocks."""
         self.sender.on_error(code, message)
         self._wake.set()
 
     def fail(self, error: WireError) -> None:
         if not self.sender.is_over:
             self.sender.fail(error)
-            self._take_back(error.code)
+            self._cancel_remote(error.code)
 
     def cancel(self) -> None:
         if not self.sender.is_over:
             self.sender.cancel()
-            self._take_back(ErrorCode.CANCELLED)
+            self._cancel_remote(ErrorCode.CANCELLED)
 
     def tick(self, now: float) -> None:
         if not self.is_offered or self.sender.is_over:
@@ -160,8 +161,8 @@ class OutgoingTransfer:
         elif (keepalive := self.sender.keepalive(now)) is not None:
             self.peer.tell(keepalive)
 
-    def _take_back(self, code: int) -> None:
-        """Have the decode worker free its blocks."""
+    def _cancel_remote(self, code: int) -> None:
+        """Send CANCEL if the KV was offered, so that the decode worker frees its blocks."""
         if self.is_offered:
             self.peer.tell(Cancel(self.request_id, code))
         self._wake.set()
@@ -169,17 +170,18 @@ class OutgoingTransfer:
     # Segments.
 
     async def _send_offer(self) -> None:
-        """Send the offer, with all the KV if it is computed and the peer accepts as much."""
+        """Send the offer, and all the KV with it if it is computed and small enough."""
         unasked = self.sender.unasked(self.peer.detail.kv_unasked_bytes)
         read = await self._run_read(unasked) if unasked else []
         if self.sender.is_over:
-            return  # the CANCEL went first
+            return  # CANCEL was sent already
         if self.peer.segments is not None:
-            self.sender.token = self.peer.segments.token  # the connection may have ended meanwhile
-        if not read or not self.peer.is_up:  # what waits for a connection would keep its blocks
+            self.sender.token = self.peer.segments.token  # it changes when a connection ends
+        if not read or not self.peer.is_up:  # queued KV would keep its blocks until the link is up
             self.peer.tell(*self.sender.offer())
             return
-        frame, payload = self.sender.offer_with([(it.rectangle, it.kv, it.digest) for it in read])
+        segments = [(each.rectangle, each.kv, each.digest) for each in read]
+        frame, payload = self.sender.offer_with(segments)
         self._keep(self.peer.send(frame, *payload, track=True))
 
     def _run_read(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
@@ -191,48 +193,48 @@ class OutgoingTransfer:
         reading: deque[asyncio.Future[list[Read]]] = deque()
         try:
             while not self.sender.is_over:
-                # One more than threads, so that none of them waits for the loop.
+                # One job more than threads, so that no thread waits for the event loop.
                 while len(reading) <= self._copies.num_at_once and (batch := self._next_batch()):
                     reading.append(asyncio.ensure_future(self._start(batch)))
                 if reading:
                     for read in await reading.popleft():
                         while not (self.sender.is_over or self.sender.has_credit(read.rectangle)):
-                            await self._woken()
+                            await self._wait_for_wake()
                         self._send_segment(read)
                 else:
-                    await self._woken()
+                    await self._wait_for_wake()
         finally:
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _woken(self) -> None:
-        """Wait for a reply, or for more KV."""
+    async def _wait_for_wake(self) -> None:
+        """Wait for a reply of the decode worker, for more computed KV, or for the end."""
         self._wake.clear()
         await self._wake.wait()
 
     def _start(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
-        """Have a batch read, and also sent if there is a segment connection."""
+        """Start reading a batch; with a segment connection, its thread also sends the batch."""
         link = None if self.sender.is_in_memory else self.peer.segments
         if not self.sender.segment_port or link is None or not link.is_up:
             return self._run_read(batch)
         now = self._clock()
-        left = ((rectangle, self.sender.leave(rectangle, now)) for rectangle in batch)
-        leaving = [(rectangle, *segment) for rectangle, segment in left if segment is not None]
-        link.traffic.sent[Tag.KV_CACHE] += len(leaving)
-        num_bytes = sum(descriptor.num_bytes for _, _, descriptor in leaving)
-        return link.run(self._read_and_send, leaving, num_bytes=num_bytes)
+        frames = ((rectangle, self.sender.leave(rectangle, now)) for rectangle in batch)
+        announced = [(rectangle, *frame) for rectangle, frame in frames if frame is not None]
+        link.traffic.sent[Tag.KV_CACHE] += len(announced)
+        num_bytes = sum(descriptor.num_bytes for _, _, descriptor in announced)
+        return link.run(self._read_and_send, announced, num_bytes=num_bytes)
 
-    def _read_and_send(self, connected: socket.socket, leaving: list[Leaving]) -> list[Read]:
-        for rectangle, frame, descriptor in leaving:
+    def _read_and_send(self, connected: socket.socket, announced: list[Announced]) -> list[Read]:
+        for rectangle, frame, descriptor in announced:
             protected = self.sender.protect(frame, descriptor, self._kv(rectangle))
             if protected is None or self.sender.is_over:
                 break
             descriptor, kv = protected
             head = segment_head(frame, descriptor, memoryview(kv).nbytes)
             send_all(connected, [head, kv])
-        return []  # all is sent
+        return []  # nothing is left for the event loop to send
 
     def _next_batch(self) -> list[Rectangle]:
-        """Take the next segments for a transfer thread: several if there is only one thread."""
+        """Claim the next segments for a transfer thread: several if there is only one thread."""
         batch: list[Rectangle] = []
         num_bytes, most = 0, BATCH_BYTES if self._copies.num_at_once == 1 else 1
         ahead = AHEAD_BYTES if self.sender.is_in_memory else 0
@@ -245,10 +247,10 @@ class OutgoingTransfer:
         segment = self.sender.segment(
             *(read.rectangle, read.kv, self._clock()),
             digest=read.digest,
-            places=read.places,
+            places=read.offsets,
         )
         if segment is None:
-            return  # ended meanwhile
+            return  # the transfer ended meanwhile
         self._keep(self.peer.send(*segment, track=True))
 
     def _keep(self, sending: Sending | None) -> None:
@@ -263,13 +265,13 @@ class OutgoingTransfer:
         if self.sender.is_in_memory:
             found = find(self._cache, self._block_table, rectangle, self.request_id)
             if found is not None:
-                places, digest = found
-                return Read(rectangle, b"", digest, places)
+                offsets, digest = found
+                return Read(rectangle, b"", digest, offsets)
         kv = self._kv(rectangle)
         return Read(rectangle, kv, segment_digest(self.request_id, kv))
 
     def _kv(self, rectangle: Rectangle) -> Buffer:
-        """Return the bytes of a rectangle, a view if they are contiguous, else packed."""
+        """Return a rectangle's bytes: without a copy if they are contiguous, else packed."""
         table = table_of(self._cache, rectangle.group, self._block_table)
         kv = self._cache.view(table, rectangle)
         return self._cache.pack(table, rectangle) if kv is None else kv

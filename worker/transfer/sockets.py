@@ -1,7 +1,8 @@
-"""The sockets for KV: a ZeroMQ context apart from the bus, with limits for segments.
+"""The ZeroMQ sockets for KV transfer, in a context separate from the router bus.
 
-Segments are large and few: a long queue in libzmq would hold uncounted gigabytes.  So its queues
-are short, and `wire.aio.zmq` counts the rest; the credit bounds it.
+Segments are large and few, so a long queue in libzmq could hold gigabytes that nobody counts.
+Therefore libzmq's queues are short, and `wire.aio.zmq` queues the other messages and counts their
+bytes.  The credit of the transfers limits their total.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from wire.process.frame_counters import Traffic
 from wire.process.keys import Keys
 from wire.transfer import MAX_SEGMENT_BYTES, Sealing, new_key
 
-# Messages that libzmq may hold for one peer and direction.
+# Number of messages that libzmq may queue per peer and direction.
 HIGH_WATER_MARK: Final = 16
-# Bytes that may wait for one peer, more than receivers grant together: beyond it sending fails.
+# Queued bytes per peer above which sending fails: more than the credit of all its transfers.
 MAX_QUEUE_BYTES: Final = 1 << 30
-# Bytes of a map beside its one large field, the token ids of an offer.
+# Maximum size of a msgpack map without its one large field, the token ids of an offer.
 MAP_BYTES: Final = 64 << 10
 
 
-class _Bounds(TypedDict):
+class _SocketOptions(TypedDict):
     zero_copy: bool
     max_message_bytes: int
     max_queue_bytes: int
@@ -34,13 +35,13 @@ class _Bounds(TypedDict):
 
 
 class KVPlane:
-    """Makes KV sockets, and counts their frames in `traffic`.  Close them first, then this."""
+    """Creates KV sockets and counts their frames in `traffic`; close all sockets before it."""
 
     def __init__(self, max_model_len: int, keys: Keys | None = None) -> None:
-        # The largest part is a segment, or the offer of the longest prompt.
+        # The largest message part is a segment, or the offer for the longest prompt.
         part_bytes = max(MAX_SEGMENT_BYTES, 4 * max_model_len) + MAP_BYTES
         self.traffic = Traffic()
-        self._bounds = _Bounds(
+        self._options = _SocketOptions(
             zero_copy=True,
             max_message_bytes=part_bytes,
             max_queue_bytes=max(MAX_QUEUE_BYTES, 2 * part_bytes),
@@ -51,16 +52,17 @@ class KVPlane:
         )
         self.is_encrypted = keys is not None
         if self.is_encrypted:
-            Sealing(new_key())  # the cipher is loaded now, not while a request waits
+            Sealing(new_key())  # loads the cipher now, so that no request has to wait for it
 
     def hub(
         self,
         on_message: Callable[[bytes, list[Buffer]], None],
         on_lost: Callable[[bytes], None],
     ) -> Hub:
-        """Return the unbound socket of a decode worker: few ACKs and errors may wait for a peer."""
-        bounds: _Bounds = {**self._bounds, "max_queue_bytes": 2 * self._bounds["max_message_bytes"]}
-        return Hub(on_message, on_lost=on_lost, **bounds)
+        """Create the decode worker's unbound socket; its queues are short: it sends no KV."""
+        options = self._options.copy()
+        options["max_queue_bytes"] = 2 * options["max_message_bytes"]
+        return Hub(on_message, on_lost=on_lost, **options)
 
     def link(
         self,
@@ -70,13 +72,13 @@ class KVPlane:
         on_down: Callable[[], None],
         server: str = "",
     ) -> Link:
-        """Connect a prefill worker to a decode worker; with keys, only to the party `server`.
+        """Connect a prefill worker to a decode worker; with keys, accept only those of `server`.
 
         Raises:
-            OSError: The endpoint is malformed.
-            ConfigError: The key of that party is not known.
+            OSError: The endpoint is invalid.
+            ConfigError: No public key is configured for `server`.
         """
-        return Link(identity, endpoint, on_message, on_down=on_down, server=server, **self._bounds)
+        return Link(identity, endpoint, on_message, on_down=on_down, server=server, **self._options)
 
     async def close(self) -> None:
-        await terminate(self._bounds["context"])
+        await terminate(self._options["context"])

@@ -1,1 +1,1 @@
-"""Responses to a request: deltas of text and tokens, and OpenAI's form of them."""
+"""Completions: from generated tokens to deltas, and from deltas to OpenAI's responses."""

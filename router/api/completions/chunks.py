@@ -1,7 +1,7 @@
-"""Responses to text and chat completions: one body, or a chunk for each token.
+"""Renders text and chat completions as one body or as a stream of chunks, one for each token.
 
-Everything around a token's text is rendered once per choice, so the usual chunk costs one JSON
-string and three appends.  Pure.
+The JSON around a token's text is rendered once per choice, so a typical chunk costs one JSON string
+and three appends.  No I/O.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import msgspec
 
 from router.api.completions.completion import Choice, Completion
 from router.api.completions.deltas import Delta
-from router.api.completions.events import DONE, PING, event
 from router.api.completions.logprobs import Render
-from router.api.completions.response import Head
+from router.api.completions.response import DONE, PING, Head, event
 from router.api.completions.usage import UsageBody, running_usage, usage_body
 from router.api.errors import HttpError
 
@@ -25,9 +24,9 @@ Around = tuple[bytes, bytes] | tuple[()]
 
 
 class CompletionAnswer:
-    """Renders the pieces of one completion; `router.api.completions.completion.Answer`.
+    """Renders a completion; implements `Answer`.
 
-    A subclass says what a choice looks like: whole (`entry`), or what is new of it (`delta`).
+    A subclass renders a complete choice (`entry`) and the next part of a choice (`delta`).
     """
 
     id_prefix: str
@@ -47,50 +46,50 @@ class CompletionAnswer:
         }
         self._fingerprint = {"system_fingerprint": request.fingerprint}
         self._is_rich = request.has_logprobs or request.has_ids or request.has_running_usage
-        # Tokens that are in events already, where every event counts them.
+        # How many tokens of a choice have been sent, if every event has the usage so far.
         self._shown: Counter[Choice] = Counter()
-        self._begun: set[Choice] = set()
-        # What stands around the text in a chunk, nothing where every chunk is rendered anew:
-        # of each choice that has gone on after its first chunk, and of the only one if it is plain.
+        self._started: set[Choice] = set()
+        # The JSON before and after the text of a chunk, for each choice past its first chunk; ()
+        # if its chunks differ in more than the text.  `usual` has that of a single plain choice.
         self._around: dict[Choice, Around] = {}
         self.usual: tuple[bytes, bytes] | None = None
 
-    def entry(self, choice: Choice, piece: Delta) -> dict[str, Any]:
-        """Return one entry of `choices` of a whole answer."""
+    def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """Return an entry of `choices` of a response that is not streamed."""
         raise NotImplementedError
 
-    def delta(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
-        """Return what is new of a choice, under its name."""
+    def delta(self, choice: Choice, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+        """Return the fields of a chunk that contain the next part of a choice."""
         raise NotImplementedError
 
-    def about_prompt(self, choice: Choice, piece: Delta) -> dict[str, Any]:
-        """Return the fields about the prompt, which appear once beside the choices."""
+    def about_prompt(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """Return the top-level fields about the prompt; a stream sends them once per choice."""
         return {}
 
-    def whole(self, pieces: Sequence[Delta]) -> bytes:
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
         choices = self._completion.choices
         body = {
             **self._head,
-            "choices": [self.entry(*each) for each in zip(choices, pieces, strict=True)],
+            "choices": [self.entry(*each) for each in zip(choices, deltas, strict=True)],
             "usage": self._usage(),
             **self._fingerprint,
             "service_tier": None,
-            **self.about_prompt(choices[0], pieces[0]),
+            **self.about_prompt(choices[0], deltas[0]),
         }
         return _encode(body)
 
     def take(self) -> bytes:
         parts: list[bytes] = []
-        for choice, pieces in self._completion.take():
-            if choice not in self._begun and pieces:
-                self._begun.add(choice)
-                parts.append(self._chunk(choice, pieces.pop(0), is_first=True))
-            around = self._around_text(choice) if pieces else ()
-            for piece in pieces:
-                text, _, _, finish_reason, read, _ = piece
-                content = text if read is None else piece.content
+        for choice, deltas in self._completion.take():
+            if choice not in self._started and deltas:
+                self._started.add(choice)
+                parts.append(self._chunk(choice, deltas.pop(0), is_first=True))
+            around = self._around_text(choice) if deltas else ()
+            for delta in deltas:
+                text, _, _, finish_reason, read, _ = delta
+                content = text if read is None else delta.content
                 if finish_reason is not None or content is None or not around:
-                    parts.append(self._chunk(choice, piece))
+                    parts.append(self._chunk(choice, delta))
                 else:
                     parts += (around[0], _encode(content), around[1])
         return b"".join(parts)
@@ -101,42 +100,42 @@ class CompletionAnswer:
         return self._document([], usage=self._usage(), **self._fingerprint) + DONE
 
     def failure(self, error: HttpError) -> bytes:
-        # The error, at which clients raise, and the usual end.
+        # Clients raise an exception at the error; the usual end follows it.
         return event(error.body) + DONE
 
-    def _chunk(self, choice: Choice, piece: Delta, *, is_first: bool = False) -> bytes:
+    def _chunk(self, choice: Choice, delta: Delta, *, is_first: bool = False) -> bytes:
         request, rest = self._request, dict[str, Any]()
         if request.has_usage:
             rest["usage"] = (
-                self._running_usage(choice, piece) if request.has_running_usage else None
+                self._running_usage(choice, delta) if request.has_running_usage else None
             )
         if is_first:
-            rest |= self.about_prompt(choice, piece)
-        if piece.finish_reason is not None:
+            rest |= self.about_prompt(choice, delta)
+        if delta.finish_reason is not None:
             rest |= self._fingerprint
-        return self._document([self._entry(choice, piece, is_first=is_first)], **rest)
+        return self._document([self._entry(choice, delta, is_first=is_first)], **rest)
 
     def _usage(self) -> UsageBody:
         request, choices = self._request, self._completion.choices
         return usage_body(choices, request.num_choices, has_baton=request.has_baton_usage)
 
-    def _running_usage(self, choice: Choice, piece: Delta) -> UsageBody:
-        # A piece is a token: more may have been taken that come in the next events.
-        is_last = piece.finish_reason is not None
+    def _running_usage(self, choice: Choice, delta: Delta) -> UsageBody:
+        # Count this delta's token only: tokens of the next events may be taken already.
+        is_last = delta.finish_reason is not None
         self._shown[choice] = choice.num_tokens if is_last else self._shown[choice] + 1
         return running_usage(choice, self._shown[choice])
 
     def _document(self, choices: Sequence[dict[str, Any]], **rest: Any) -> bytes:
         return event(_encode({**self._head, "choices": choices, **rest}))
 
-    def _entry(self, choice: Choice, piece: Delta, *, is_first: bool) -> dict[str, Any]:
+    def _entry(self, choice: Choice, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         request = self._request
-        entry = {"index": choice.index, **self.delta(choice, piece, is_first=is_first)}
+        entry = {"index": choice.index, **self.delta(choice, delta, is_first=is_first)}
         entry["logprobs"] = (
-            self.logprobs(request.names, piece.scores) if request.has_logprobs else None
+            self.logprobs(request.names, delta.scores) if request.has_logprobs else None
         )
-        if piece.finish_reason is not None or request.has_ids:
-            return entry | ending(choice, piece)
+        if delta.finish_reason is not None or request.has_ids:
+            return entry | ending(choice, delta)
         return entry | {"finish_reason": None}
 
     def _around_text(self, choice: Choice) -> Around:
@@ -147,18 +146,17 @@ class CompletionAnswer:
         return self._around[choice]
 
     def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:
-        # A chunk is rendered whose text is one NUL, which no other field has, and cut there.
-        mark = b'"\\u0000"'
-        before, after = self._chunk(choice, Delta("\0")).rsplit(mark, 1)
+        # Render a chunk whose text is a NUL, which no other field contains, and split it there.
+        before, after = self._chunk(choice, Delta("\0")).rsplit(b'"\\u0000"', 1)
         return before, after
 
 
-def ending(choice: Choice, piece: Delta) -> dict[str, Any]:
-    """Return why a choice ended, and its token ids if they are requested."""
-    why = {"finish_reason": piece.finish_reason, "stop_reason": choice.stop_reason}
-    return why | {"token_ids": list(piece.token_ids)} if choice.request.has_ids else why
+def ending(choice: Choice, delta: Delta) -> dict[str, Any]:
+    """Return the finish reason of a choice, and its token ids if they are requested."""
+    why = {"finish_reason": delta.finish_reason, "stop_reason": choice.stop_reason}
+    return why | {"token_ids": list(delta.token_ids)} if choice.request.has_ids else why
 
 
 def prompt_ids(choice: Choice) -> dict[str, Any]:
-    """Return the token ids of the prompt of a choice, if they are requested."""
+    """Return the token ids of the prompt if they are requested."""
     return {"prompt_token_ids": list(choice.prompt)} if choice.request.has_ids else {}

@@ -1,15 +1,12 @@
-"""A completion: the core requests of one HTTP request, and the choices that answer it.
+"""A completion: the core requests of one HTTP request, and a choice for each of them.
 
-A `Choice` is the sink of one request to the core.  Its `on_…` methods only take note and wake the
-writer once for however many tokens arrive together; `take` then does the work: text, stop strings,
-end.  Every token has a piece, for who measures a stream counts them.  Where text is held back (half
-a character, the beginning of a stop string) the piece is empty and a later one has it.
+A `Choice` is the sink of one core request.  Its `on_…` methods only store what arrives and wake the
+writer once per burst of tokens; `take` then decodes them.  Every token gets a delta, because load
+generators count deltas.  If its text is not certain yet (half a character, or the beginning of a
+stop string), the delta is empty and a later one has the text.
 
-A `Completion` holds the choices of one HTTP request.  It is all or nothing: when one of them is
-refused or fails, the others are cancelled.
-
-Pure: no clock, no loop.  What a piece looks like on the network is the `Answer`'s affair: each
-endpoint has its own.
+If one choice of a `Completion` is refused or fails, the others are cancelled.  There is no clock
+and no event loop here.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ from wire.errors import ErrorCode, WireError
 from wire.options import Structure
 from wire.payloads import STOP, Logprobs, PrefillResult, Usage
 
-# Tokens a client may lag behind before it is cut off: some 100 KB of events, on top of the server's
-# 64 KiB and the kernel's buffers, which are full by then.
+# How many tokens a slow reader may lag behind before it is disconnected: about 100 KB of events.
+# The server's 64 KiB buffer and the kernel's buffers are full by then.
 MAX_PENDING_TOKENS: Final = 4096
-# Calls every token by its id.
+# Names every token by its id.
 NO_TEXT: Final = Tokenizer(None)
-# Tokens that are taken before others have their turn: some milliseconds, with their scores.
+# The maximum number of tokens per `Completion.take`: a few ms of work with log-probabilities.
 MAX_AT_ONCE: Final = 64
 
 OnToken = Callable[[int, Logprobs | None], None]
@@ -47,54 +44,54 @@ NewAnswer = Callable[["Completion", Head], Answer]
 
 
 class CompletionRequest(Struct, frozen=True, kw_only=True):
-    """A parsed HTTP request: its core requests, and how to show their answers.
+    """A parsed HTTP request: its core requests, and the options for rendering their answers.
 
-    `requests` are for `num_choices` choices of each prompt, in that order, each with the text to
-    echo before it.
+    `requests` has `num_choices` consecutive entries for each prompt: a core request and the text to
+    echo before its answer.
     """
 
     tokenizer: Tokenizer
     answer: NewAnswer
     requests: Sequence[tuple[Request, str]] = ()
     num_choices: int = 1
-    # What the answers call themselves; empty: as the HTTP request is called.
+    # The id of the response; empty for that of the HTTP request.
     request_id: str = ""
-    # Names the model and its files.
+    # `system_fingerprint`: a hash of the model files.
     fingerprint: str = ""
     stops: StopAutomaton | None = None
-    # Stop strings in fewer tokens do not count.
+    # Stop strings in the first `min_tokens` tokens are ignored.
     min_tokens: int = 0
-    # Tokens that end an answer besides the model's own EOS.
+    # Tokens that end an answer, besides EOS.
     stop_token_ids: frozenset[int] = frozenset()
-    # Whether a stop string or token that ends the text is part of it.
+    # Whether the text includes the stop string or stop token that ended it.
     has_stop_text: bool = False
-    # Special tokens that have a text.
+    # Special tokens whose text is part of the answer.
     shown: frozenset[int] = frozenset()
-    # Reads tool calls and reasoning in an answer; None where all of it is content.
+    # Creates a parser for tool calls and reasoning; None if the whole answer is content.
     reader: Callable[[], Reader] | None = None
-    # Whether what it reasons is among its parts.
+    # Whether the response includes reasoning.
     shows_reasoning: bool = True
     is_streamed: bool = True
-    # Whether only the prompt is wanted, and not the token that is drawn after it.
+    # Whether to return only the prompt, without the token that workers always generate.
     is_echo_only: bool = False
     has_logprobs: bool = False
-    # Whether the log-probabilities begin with those of the prompt, and whether these stand alone.
+    # Whether `logprobs` begins with the prompt, and whether there is `prompt_logprobs`.
     has_echo_logprobs: bool = False
     has_prompt_logprobs: bool = False
-    # Whether log-probabilities call a token by its id.
+    # Whether log-probabilities name a token by its id.
     has_ids_as_names: bool = False
-    # Whether pieces name their tokens.
+    # Whether the response has token ids.
     has_ids: bool = False
-    # Whether a stream ends with what it has cost, and whether every event says what it has so far.
+    # Whether a stream ends with its usage, and whether every event has the usage so far.
     has_usage: bool = False
     has_running_usage: bool = False
-    # Whether it says too what only Baton knows.
+    # Whether usage includes the cost of the KV transfer.
     has_baton_usage: bool = False
-    # The structure of its answers, before it is checked: see `held_to`.
+    # The requested structure, not yet validated: see `constrained_to`.
     wanted: Wanted | None = None
 
-    def held_to(self, structure: Structure) -> CompletionRequest:
-        """Return this request with answers that are held to a structure."""
+    def constrained_to(self, structure: Structure) -> CompletionRequest:
+        """Return a copy of this request whose output is constrained to `structure`."""
         requests = list[tuple[Request, str]]()
         for request, echo in self.requests:
             options = structs.replace(request.options, structure=structure)
@@ -103,29 +100,29 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> Tokenizer:
-        """Gives tokens their text in log-probabilities."""
+        """The tokenizer that names tokens in log-probabilities."""
         return NO_TEXT if self.has_ids_as_names else self.tokenizer
 
     @property
     def is_eager(self) -> bool:
-        """Whether somebody looks at the tokens before the end, and is to be woken by them."""
+        """Whether each burst of tokens wakes the writer: to stream it, or to find stop strings."""
         return self.is_streamed or self.stops is not None
 
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """The sink of one request.  `wake` is called when `take` has something to do.
+    """The sink of one core request.  It calls `wake` when there is something to `take`.
 
-    Its tokens may be lent to somebody with a shorter way for them: `lend`.
+    `divert` sends its tokens to a faster path.
     """
 
     index: int
     prompt: Sequence[int]
     request: CompletionRequest
     wake: Callable[[Choice], None]
-    # Text that precedes the answer (`echo`).
+    # Text to return before the answer (`echo`).
     prefix: str = ""
-    # With so many tokens it ends.
+    # The answer ends after this number of tokens.
     max_tokens: int = sys.maxsize
 
     handle: int | None = None
@@ -133,16 +130,14 @@ class Choice:
     num_reasoning_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
-    # The stop string, or stop token of the request, that ended it.
+    # The stop string or stop token of the request that ended the answer.
     stop_reason: str | int | None = None
     error: WireError | None = None
     usage: Usage | None = None
     end: RequestEnd | None = None
-    # A stop string is in the first token: it can be ended before a decode worker gets it.
-    is_stopped_at_once: bool = False
 
     _pending: list[int] = field(default_factory=list)
-    # The last token, until the end comes that it goes out with.
+    # The last token, kept until its DONE or ERROR arrives: both go into one event.
     _last: list[int] = field(default_factory=list)
     _logprobs: list[Logprobs | None] = field(default_factory=list)
     _prompt_logprobs: bytes | None = None
@@ -153,19 +148,19 @@ class Choice:
     _stops: StopMatcher | None = field(init=False)
     _reader: Reader | None = field(init=False)
     _num_parts: Counter[type[Part]] = field(default_factory=Counter)
-    # The text that came last is reasoning.
+    # Whether the latest text is reasoning.
     _is_reasoning: bool = False
-    # Its tokens show nothing but their text, and nobody looks for anything in that.
+    # Whether a token contributes only its text, which is not searched for stop strings or calls.
     is_plain: bool = field(init=False)
     _is_eager: bool = field(init=False)
-    # `_note`, or who the tokens are lent to.
+    # `_store`, or the faster path.
     on_token: OnToken = field(init=False)
-    # `wake`, as it was before they were lent.
+    # The original `wake`, restored by `end_diversion`.
     _own_wake: Callable[[Choice], None] | None = None
 
     def __post_init__(self) -> None:
-        self.on_token = self._note
-        self._decoder = self._detokenizer()
+        self.on_token = self._store
+        self._decoder = self.request.tokenizer.detokenizer(self.prompt, self.request.shown)
         self._stops = StopMatcher(self.request.stops) if self.request.stops else None
         self._reader = self.request.reader() if self.request.reader else None
         request, self._is_eager = self.request, self.request.is_eager
@@ -175,40 +170,38 @@ class Choice:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will come out of `take`."""
+        """Whether `take` will return nothing more."""
         return self.finish_reason is not None or (self.error is not None and not self._pending)
 
     @property
     def lag(self) -> int:
-        """Tokens that have come and can be taken."""
+        """The number of received tokens that have not been taken."""
         return len(self._pending)
 
     @property
-    def is_begun(self) -> bool:
+    def awaits_second_token(self) -> bool:
         """Whether only the first token has arrived and more will follow."""
         return not self.num_tokens and self.lag == 1 and self._awaits_end
 
     @property
     def _awaits_end(self) -> bool:
-        return self.usage is None and self.error is None and not self.is_stopped_at_once
+        return self.usage is None and self.error is None
 
     # The sink.
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.cached_tokens = result.cached_tokens
         self._prompt_logprobs = result.prompt_logprobs
-        if self.request.is_echo_only:
-            return
-        if result.finish_reason != "stop":  # else the token is EOS, which has no text
-            self.is_stopped_at_once = self._stops_at(result.token_id)
+        # With "stop", the token is EOS, which has no text.
+        if not self.request.is_echo_only and result.finish_reason != "stop":
             self.on_token(result.token_id, result.logprobs)
 
-    def _note(self, token_id: int, logprobs: Logprobs | None) -> None:
+    def _store(self, token_id: int, logprobs: Logprobs | None) -> None:
         pending = self._pending
         pending.append(token_id)
         if not self.is_plain and self.request.has_logprobs:
             self._logprobs.append(logprobs)
-        # Of several tokens only the first wakes; then those that are far too many.
+        # Wake for the first token of a burst only, or if far too many are pending.
         if self._is_eager and not 1 < len(pending) <= MAX_PENDING_TOKENS:
             self.wake(self)
 
@@ -228,8 +221,9 @@ class Choice:
     # The writer.
 
     def take(self, max_tokens: int = sys.maxsize) -> list[Delta]:
-        """Return the pieces of the next `max_tokens`; the last one of all has the finish reason.
-        When this ends the choice by a stop string, the caller must cancel `handle`.
+        """Return the deltas of up to `max_tokens` tokens; the final delta has the finish reason.
+
+        If a stop string ends the choice, the caller must stop the core request `handle`.
         """
         if self.finish_reason is not None:
             self._pending.clear()
@@ -241,39 +235,43 @@ class Choice:
             self._last = [token_ids.pop()]
         if self.is_plain:
             self.num_tokens += len(token_ids)
-            pieces = list(map(plain, self._decoder.feed_all(token_ids)))
+            deltas = list(map(plain, self._decoder.feed_all(token_ids)))
         else:
-            pieces = self._take(token_ids)
+            deltas = self._take(token_ids)
         if self.usage is not None and self.finish_reason is None and not self._pending:
-            self._end(pieces, self.usage)
-        return pieces
+            self._end(deltas, self.usage)
+        return deltas
 
     @property
-    def num_lendable(self) -> int:
-        """How many tokens, from the next on, show nothing but their text; the last is none."""
+    def num_divertible(self) -> int:
+        """How many of the next tokens contribute only their text; the last one has the end."""
         is_idle = self.is_plain and self._awaits_end and not self._pending
         return self.max_tokens - self.num_tokens - 1 if is_idle else 0
 
-    def lend(self, on_token: OnToken, on_other: Callable[[Choice], None]) -> Callable[[int], bytes]:
-        """Have `on_token` take the next `num_lendable` tokens, and `on_other` called when anything
-        else comes.  Return what says the text of each, as a string in JSON."""
+    def divert(
+        self, on_token: OnToken, on_other: Callable[[Choice], None]
+    ) -> Callable[[int], bytes]:
+        """Send the next `num_divertible` tokens to `on_token`; call `on_other` for anything else.
+
+        Return a function that decodes a token to a JSON string.
+        """
         self._own_wake = self.wake
         self.on_token, self.wake = on_token, on_other
         return self._decoder.feed_json
 
-    def take_back(self, num_taken: int) -> None:
-        """Go on by oneself, after so many tokens."""
+    def end_diversion(self, num_taken: int) -> None:
+        """Receive tokens here again, after `num_taken` diverted ones."""
         assert self._own_wake is not None
         self.num_tokens += num_taken
-        self.on_token, self.wake = self._note, self._own_wake
+        self.on_token, self.wake = self._store, self._own_wake
         self.wake(self)
 
-    def let_go(self) -> None:
-        """Drop references after the last token, so that no cycle is left to the collector."""
+    def drop_callbacks(self) -> None:
+        """Drop the callbacks after the last token, to break reference cycles."""
         del self.on_token, self.wake, self._own_wake
 
     def _take(self, token_ids: list[int]) -> list[Delta]:
-        """The pieces of tokens that have more to show than text, or are looked at for stops."""
+        """Return the deltas of tokens that contribute more than text or may complete a stop."""
         if self._prompt_logprobs is not None:
             packed, self._prompt_logprobs = self._prompt_logprobs, None
             scores = scored_prompt(self.request.tokenizer, self.prompt, packed, self.prefix)
@@ -281,46 +279,38 @@ class Choice:
             self._prompt_scores = scores if self.request.has_prompt_logprobs else ()
         num_tokens = len(token_ids)
         logprobs, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
-        request, pieces = self.request, list[Delta]()
+        request, deltas = self.request, list[Delta]()
         for position, token_id in enumerate(token_ids):
             text = self._text_of(token_id)
             if request.has_logprobs:
                 self._scores.append(ScoredToken(token_id, logprobs[position], self._length))
             self._length += len(text)
-            pieces.append(self._piece(text, [token_id] if request.has_ids else ()))
+            deltas.append(self._delta(text, [token_id] if request.has_ids else ()))
             self.num_reasoning_tokens += self._is_reasoning
             if self._stops is not None and self._stops.is_stopped:
-                self._finish(pieces, Delta(""), "stop", self._stops.stop)
+                self._finish(deltas, Delta(""), "stop", self._stops.stop)
                 break
-        return pieces
+        return deltas
 
-    def _end(self, pieces: list[Delta], usage: Usage) -> None:
-        """The workers have ended it."""
+    def _end(self, deltas: list[Delta], usage: Usage) -> None:
+        """Append the final delta after the workers have finished the request."""
         request, text, stop_token = self.request, self._rest(), usage.stop_token_id
         if self._stops is not None and self._stops.is_stopped:
-            self._finish(pieces, self._piece(text), "stop", self._stops.stop)
+            self._finish(deltas, self._delta(text), "stop", self._stops.stop)
         elif request.is_echo_only or usage.finish_reason != STOP:
-            self._finish(pieces, self._piece(text), "length")
+            self._finish(deltas, self._delta(text), "length")
         elif stop_token is None:
             self.num_tokens += 1  # EOS counts, though workers do not send it.
-            self._finish(pieces, self._piece(text), STOP)
+            self._finish(deltas, self._delta(text), STOP)
         else:
             self.num_tokens += 1
             if request.has_logprobs:
                 self._scores.append(ScoredToken(stop_token, usage.stop_logprobs, self._length))
             if request.has_stop_text:
                 text += self._decoder.feed(stop_token) + self._decoder.flush()
-            piece = self._piece(text, [stop_token] if request.has_ids else ())
+            delta = self._delta(text, [stop_token] if request.has_ids else ())
             is_own = stop_token in request.stop_token_ids
-            self._finish(pieces, piece, STOP, stop_token if is_own else None)
-
-    def _stops_at(self, token_id: int) -> bool:
-        """Whether the first token alone contains a stop string."""
-        if self.request.stops is None or self.request.min_tokens:
-            return False
-        matcher = StopMatcher(self.request.stops)
-        matcher.feed(self._detokenizer().feed(token_id))
-        return matcher.is_stopped
+            self._finish(deltas, delta, STOP, stop_token if is_own else None)
 
     def _text_of(self, token_id: int) -> str:
         self.num_tokens += 1
@@ -339,13 +329,14 @@ class Choice:
             return text
         return self._until_stop(self._stops, text) + self._stops.flush()
 
-    def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
+    def _delta(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
         scores, self._scores = self._scores, []
-        parts = None if self._reader is None else self._noted(self._reader.feed(text))
+        parts = None if self._reader is None else self._visible(self._reader.feed(text))
         prompt_scores, self._prompt_scores = self._prompt_scores, ()
         return Delta(text, token_ids, scores, None, parts, prompt_scores)
 
-    def _noted(self, parts: list[Part]) -> list[Part]:
+    def _visible(self, parts: list[Part]) -> list[Part]:
+        """Count `parts`, and return those that the response includes."""
         if parts:
             self._num_parts.update(map(type, parts))
             self._is_reasoning = isinstance(parts[-1], Reasoning)
@@ -353,25 +344,22 @@ class Choice:
             return [part for part in parts if not isinstance(part, Reasoning)]
         return parts
 
-    def _detokenizer(self) -> Detokenizer:
-        return self.request.tokenizer.detokenizer(self.prompt, self.request.shown)
-
     def _finish(
-        self, pieces: list[Delta], last: Delta, reason: str, stop_reason: str | int | None = None
+        self, deltas: list[Delta], last: Delta, reason: str, stop_reason: str | int | None = None
     ) -> None:
-        # The end goes out with the last token where possible: clients take each event for a token.
-        ending = [*pieces[-1:], last]
-        del pieces[-1:]
+        # Merge the end into the last token's delta if possible: clients count an event as a token.
+        ending = [*deltas[-1:], last]
+        del deltas[-1:]
         if self._reader is not None:
-            ending.append(Delta("", parts=self._noted(self._reader.flush())))
+            ending.append(Delta("", parts=self._visible(self._reader.flush())))
         are_finished = 0 < self._num_parts[CallStart] == self._num_parts[CallEnd]
         self.finish_reason = "tool_calls" if are_finished and reason == STOP else reason
         self.stop_reason = stop_reason
-        pieces.append(joined(ending)._replace(finish_reason=self.finish_reason))
+        deltas.append(joined(ending)._replace(finish_reason=self.finish_reason))
 
 
 class Core(Protocol):
-    """The part of `router.core.dispatcher.Dispatcher` that is used here."""
+    """The part of `router.core.dispatcher.Dispatcher` that completions use."""
 
     def submit(self, request: Request, sink: Choice) -> int: ...
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None: ...
@@ -379,20 +367,20 @@ class Core(Protocol):
 
 
 class Writer(Protocol):
-    """The writer of the response."""
+    """The part of `router.http.writer.ResponseWriter` that completions use."""
 
     def wake(self) -> None:
-        """There is something to take."""
+        """Schedule a write: a choice has tokens to take."""
 
     def write(self) -> None:
-        """Write pending events at once."""
+        """Write pending events immediately."""
 
     def overrun(self) -> None:
-        """A choice has more untaken tokens than anyone should let pile up."""
+        """Disconnect the client: it lags more than MAX_PENDING_TOKENS behind."""
 
 
 class Completion:
-    """The choices of one HTTP request, submitted together and ended together."""
+    """The choices of one HTTP request, submitted and cancelled together."""
 
     def __init__(self, core: Core, request: CompletionRequest, writer: Writer) -> None:
         self.request = request
@@ -402,28 +390,28 @@ class Completion:
         self._num_open = 0
         self.choices: list[Choice] = []
         self.error: WireError | None = None
-        self.is_over = False  # all choices have ended, or one of them badly
-        # Tokens that the last `take` took.
+        self.is_over = False  # all choices have finished, or one has failed
+        # The number of tokens that the last `take` returned.
         self.num_new_tokens = 0
 
     @property
     def outcome(self) -> str:
-        """Why it ended, in one word for the log."""
+        """The finish reason or error code, for the log."""
         if self.error is not None:
             return self.error.code.label
         return min((one.finish_reason for one in self.choices if one.finish_reason), default="ok")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The completion's fields of the log line."""
+        """The fields that the completion adds to the request's log line."""
         ends = [choice.end for choice in self.choices if choice.end is not None]
         return {"choices": len(self.choices), **facts(ends)}
 
     def submit(self) -> None:
-        """Submit every request.
+        """Submit every core request; if one fails, cancel those already submitted.
 
         Raises:
-            WireError: One was refused.  Whatever is raised, none is left running.
+            WireError: A request was refused.
         """
         try:
             for index, (request, prefix) in enumerate(self.request.requests):
@@ -436,12 +424,13 @@ class Completion:
                 self._num_open += 1
         except BaseException:
             self.cancel()
-            self.let_go()
+            self.drop_callbacks()
             raise
 
     def take(self) -> list[tuple[Choice, list[Delta]]]:
-        """Return what the choices that moved since the last call have to show.
-        Where more than MAX_AT_ONCE tokens wait, it takes that many and wakes the writer again.
+        """Return the deltas of all choices that changed since the last call.
+
+        If more than MAX_AT_ONCE tokens wait, return that many and wake the writer again.
         """
         taken, num_left = [], MAX_AT_ONCE
         for choice in tuple(self._dirty):
@@ -465,34 +454,33 @@ class Completion:
             self.cancel()
         else:
             self._num_open -= 1
-            self._cancel(choice)  # the workers do not know that a stop string ended it
+            self._cancel(choice)  # a stop string may have ended it before the workers do
         self.is_over = self._num_open == 0 or self.error is not None
 
     def cancel(self) -> None:
-        """Free what every open choice holds on the workers; idempotent."""
+        """Cancel every unfinished choice, which frees its blocks on the workers.  Idempotent."""
         for choice in self.choices:
             self._cancel(choice)
 
-    def let_go(self) -> None:
-        """Nobody asks for more, after `cancel`."""
+    def drop_callbacks(self) -> None:
+        """Break reference cycles after `cancel`."""
         for choice in self.choices:
-            choice.let_go()
+            choice.drop_callbacks()
 
     def _cancel(self, choice: Choice) -> None:
         if choice.handle is not None and choice.usage is None and choice.error is None:
-            if choice.finish_reason is not None or choice.is_stopped_at_once:
+            if choice.finish_reason is not None:
                 self._core.stop(choice.handle)  # a stop string ended it
             else:
                 self._core.cancel(choice.handle)
         choice.handle = None
 
     def _on_wake(self, choice: Choice) -> None:
-        if choice.is_stopped_at_once:
-            self._cancel(choice)
         if choice in self._dirty:
             if choice.lag > MAX_PENDING_TOKENS:
                 self._writer.overrun()
         elif choice.finish_reason is None:  # else these tokens come after a stop string
             self._dirty[choice] = None
-            # The first token goes out before the core asks a decode worker for the next.
-            (self._writer.write if choice.is_begun else self._writer.wake)()
+            # Write the first token before the core sends the request to a decode worker: if the
+            # token completes a stop string, no decode worker is needed.
+            (self._writer.write if choice.awaits_second_token else self._writer.wake)()

@@ -1,4 +1,4 @@
-"""Deltas: the text and tokens that one or several generated tokens add to a response."""
+"""Deltas: the text, token ids and log-probabilities that tokens add to a response."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from wire.payloads import Logprobs
 
 
 class ScoredToken(NamedTuple):
-    """A token with its log-probabilities and where its text starts in the choice's text.
+    """A token, its log-probabilities, and the offset of its text in the choice's text.
 
-    A prompt's first token has no log-probabilities: nothing precedes it.
+    A prompt's first token has no log-probabilities.
     """
 
     token_id: int
@@ -27,23 +27,23 @@ class ScoredToken(NamedTuple):
 def scored_prompt(
     tokenizer: Tokenizer, prompt: Sequence[int], packed: bytes, echoed: str
 ) -> list[ScoredToken]:
-    """Return the tokens of a prompt with their log-probabilities, and where `echoed` has them."""
+    """Return a prompt's tokens with log-probabilities and their offsets in the `echoed` text."""
     special, scores, offset = tokenizer.special_ids, list[ScoredToken](), 0
     feed = tokenizer.detokenizer(shown=special).feed
     for token_id, logprobs in zip(prompt, [None, *unpack_prompt_logprobs(packed)], strict=False):
         scores.append(ScoredToken(token_id, logprobs, min(offset, len(echoed))))
         text = feed(token_id)
-        # One that the tokenizer has added is not in the text.
+        # A special token that the tokenizer added is not part of the echoed text.
         if token_id not in special or echoed.startswith(text, offset):
             offset += len(text)
     return scores
 
 
 class Delta(NamedTuple):
-    """The content of one event: text, tokens if asked for, and in the last the finish reason.
+    """The content of one event; the last one of a choice has the finish reason.
 
-    `parts` are what the text came to in a request with a reader, which may hold some back; else
-    None, and the text is all content.
+    `parts` is the output of the request's reader, which may buffer some text; it is None if there
+    is no reader, and then all text is content.
     """
 
     text: str
@@ -51,7 +51,7 @@ class Delta(NamedTuple):
     scores: Sequence[ScoredToken] = ()
     finish_reason: str | None = None
     parts: Sequence[Part] | None = None
-    # Of the prompt, in the first piece, where they are asked for beside the answer.
+    # The prompt's tokens, only in the first delta of a request with `prompt_logprobs`.
     prompt_scores: Sequence[ScoredToken] = ()
 
     @property
@@ -66,11 +66,11 @@ class Delta(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def plain(text: str) -> Delta:
-    """Return the piece of a token that shows its text only: as most do, and most recur."""
+    """Return a delta that has only text; most deltas do and recur, so they are cached."""
     return Delta(text)
 
 
-def joined(pieces: Iterable[Delta]) -> Delta:
+def joined(deltas: Iterable[Delta]) -> Delta:
     """Merge deltas of one choice into one."""
     texts: list[str] = []
     token_ids: list[int] = []
@@ -78,14 +78,14 @@ def joined(pieces: Iterable[Delta]) -> Delta:
     prompt_scores: Sequence[ScoredToken] = ()
     found: list[Part] | None = None
     finish_reason = None
-    for piece in pieces:
-        texts.append(piece.text)
-        token_ids += piece.token_ids
-        scores += piece.scores
-        prompt_scores = prompt_scores or piece.prompt_scores
-        if piece.parts is not None:
-            found = [*(found or ()), *piece.parts]
-        finish_reason = piece.finish_reason
+    for delta in deltas:
+        texts.append(delta.text)
+        token_ids += delta.token_ids
+        scores += delta.scores
+        prompt_scores = prompt_scores or delta.prompt_scores
+        if delta.parts is not None:
+            found = [*(found or ()), *delta.parts]
+        finish_reason = delta.finish_reason
     return Delta(
         "".join(texts),
         token_ids,

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, in the forms of completions and of chats."""
+"""Log-probabilities of tokens, in the formats of text and chat completions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from router.api.completions.completion import Choice
 from router.api.completions.deltas import Delta, ScoredToken
 from router.text.tokenizer import Tokenizer
 
-# JSON has no infinity.
+# Stands for minus infinity, which JSON does not have.
 LEAST_LOGPROB: Final = -9999.0
-# Tokens whose scores are encoded at a time: a millisecond or two.
+# How many tokens are encoded at a time: a millisecond or two of work.
 _SLICE: Final = 64
-# Of one token and its log-probability in an answer.
+# Approximate size of one token and its log-probability in a response.
 BYTES_PER_SCORE: Final = 32
 
 Render = Callable[[Tokenizer, Sequence[ScoredToken]], dict[str, Any]]
 
 
 def completion_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> dict[str, Any]:
-    """Return `logprobs` of a text completion."""
+    """Return the `logprobs` object of a text completion."""
     body: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -41,7 +41,7 @@ def completion_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> 
         logprob = _logprob(score)
         top = {text: logprob}
         for token_id, value in score.logprobs.top:
-            # The likelier of two tokens that read the same, such as halves of characters.
+            # If two tokens have the same text (parts of characters), keep the likelier one.
             top.setdefault(_text(tokenizer, token_id), max(value, LEAST_LOGPROB))
         body["token_logprobs"].append(logprob)
         body["top_logprobs"].append(top)
@@ -49,7 +49,7 @@ def completion_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> 
 
 
 def chat_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> dict[str, Any]:
-    """Return `logprobs` of a chat completion."""
+    """Return the `logprobs` object of a chat completion."""
     content = []
     for score in scores:
         top = score.logprobs.top if score.logprobs else ()
@@ -67,15 +67,15 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
     }
 
 
-def prompt_logprobs(choice: Choice, piece: Delta) -> dict[str, Any]:
-    """Return `prompt_logprobs`, as vLLM has them: an entry for each token, null if not requested.
+def prompt_logprobs(choice: Choice, delta: Delta) -> dict[str, Any]:
+    """Return vLLM's `prompt_logprobs`: an entry for each prompt token, or null if not requested.
 
-    It has the token itself first, then the likeliest ones; `rank` is null where it is not known.
+    An entry has the token itself, then the likeliest tokens; an unknown `rank` is null.
     """
     if not choice.request.has_prompt_logprobs:
         return {"prompt_logprobs": None}
     tokenizer, entries = choice.request.names, list[msgspec.Raw]()
-    for score in piece.prompt_scores:
+    for score in delta.prompt_scores:
         ranked: dict[str, dict[str, Any]] = {}
         if score.logprobs is not None:
             own = (score.token_id, score.logprobs.logprob)
@@ -91,11 +91,7 @@ def prompt_logprobs(choice: Choice, piece: Delta) -> dict[str, Any]:
 
 
 def encoded(render: Render, choice: Choice, scores: Sequence[ScoredToken]) -> dict[str, Any] | None:
-    """Return the logprobs of a whole choice, each token's encoded already.
-
-    There may be millions of numbers: given all of them at once, the encoder would hold the GIL for
-    longer than others should wait.
-    """
+    """Return the logprobs of a choice, encoded in slices so that other threads can run."""
     if not choice.request.has_logprobs:
         return None
     body = render(choice.request.names, ())
@@ -106,12 +102,12 @@ def encoded(render: Render, choice: Choice, scores: Sequence[ScoredToken]) -> di
     return body
 
 
-def size_of_scores(pieces: Iterable[Delta]) -> int:
-    """About how many bytes the log-probabilities of an answer will have."""
+def size_of_scores(deltas: Iterable[Delta]) -> int:
+    """Estimate the size in bytes of the log-probabilities of a response."""
     scored = [
         score.logprobs
-        for piece in pieces
-        for score in (*piece.scores, *piece.prompt_scores)
+        for delta in deltas
+        for score in (*delta.scores, *delta.prompt_scores)
         if score.logprobs
     ]
     return BYTES_PER_SCORE * sum([1 + len(each.top) for each in scored])
@@ -119,7 +115,7 @@ def size_of_scores(pieces: Iterable[Delta]) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _text(tokenizer: Tokenizer, token_id: int) -> str:
-    # A long prompt's tokens and their alternatives are many, and mostly the same ones.
+    # Cached: a long prompt has many tokens and alternatives, mostly the same ones.
     return tokenizer.token_text(token_id)
 
 

@@ -1,4 +1,4 @@
-"""`usage` of a completion, as in the OpenAI API."""
+"""The `usage` object of a completion, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class PromptDetails(Struct):
 
 
 class KvTransfer(Struct):
-    """Cost of the transfer from prefill to decode worker.
+    """The cost of the KV transfer from the prefill to the decode worker.
 
-    `seconds` is from the offer's acceptance to the last byte, `transfer_seconds` the part of it in
-    which bytes were under way; `bytes` over the latter is the bandwidth.
+    `seconds` is the time from the acceptance of the offer to the last byte, and `transfer_seconds`
+    the part of it in which bytes were in flight: `bytes / transfer_seconds` is the bandwidth.
     """
 
     bytes: int
@@ -27,13 +27,13 @@ class KvTransfer(Struct):
 
 
 class BatonUsage(Struct):
-    """Usage that only Baton reports; `kv_transfer` is null until known, and if no KV was sent."""
+    """Usage that only Baton reports; `kv_transfer` is null if no KV was sent or not yet known."""
 
     kv_transfer: KvTransfer | None
 
 
 class UsageBody(Struct, omit_defaults=True):
-    """`usage`; `baton` is our addition, for who asks for it."""
+    """The `usage` object; `baton` is an extension for requests with `baton_usage`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -45,7 +45,7 @@ class UsageBody(Struct, omit_defaults=True):
 def usage_body(
     choices: Sequence[Choice], num_choices: int, *, has_baton: bool = False
 ) -> UsageBody:
-    """Add up the choices; every prompt counts once, however many choices continue it."""
+    """Sum the usage of all choices; the `num_choices` choices of a prompt count it once."""
     firsts = choices[::num_choices]
     return _usage(
         sum([len(choice.prompt) for choice in firsts]),
@@ -56,7 +56,7 @@ def usage_body(
 
 
 def running_usage(choice: Choice, num_tokens: int) -> UsageBody:
-    """Return the usage of one choice after `num_tokens` of it."""
+    """Return the usage of one choice after `num_tokens` tokens."""
     return _usage(len(choice.prompt), num_tokens, choice.cached_tokens)
 
 

@@ -1,1 +1,1 @@
-"""Anthropic's API: what its clients send to /v1/messages, and what they are answered."""
+"""Anthropic's API: request bodies, responses and errors of /v1/messages."""

@@ -1,12 +1,13 @@
-"""Content blocks, and the chat messages that they become.
+"""Converts Anthropic's content blocks to chat messages.
 
-    text          the content of a message; several are lines of it
-    thinking      `reasoning_content` of an assistant's message; nobody here checks its signature
-    tool_use      one of the `tool_calls` of an assistant's message
-    tool_result   a message of its own, whose role is tool
+    text          the content of a message; several blocks are joined by line breaks
+    thinking      `reasoning_content` of an assistant message; its signature is not verified
+    tool_use      one of the `tool_calls` of an assistant message
+    tool_result   a separate message with the role tool
 
-Messages of one role in a row are one turn, as templates that count turns want it.  What templates
-have no place for is refused by name: pictures, documents, searches, what Anthropic has encrypted.
+Consecutive messages of one role become one message, because some templates require alternating
+roles.  Blocks that chat templates do not support are refused with an error that names the block:
+images, documents, search results, and content that Anthropic encrypted.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ Nothing = Annotated[list[Any], Meta(max_length=0)] | None
 
 
 class Strict(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a body in which every field is known.
+    """An object of the body whose unknown fields are refused.
 
-    `cache_control` has no effect: every prompt is cached, as far as there is room.
+    `cache_control` has no effect: every prompt enters the prefix cache.
     """
 
     cache_control: dict[str, Any] | None = None
 
 
 class Text(Strict, tag="text"):
-    """`citations` of earlier answers would be lost on the model."""
+    """A text block; `citations` are refused, since the model would not see them."""
 
     text: str
     citations: Nothing = None
@@ -46,7 +47,7 @@ class Thinking(Strict, tag="thinking"):
 
 
 class ToolUse(Strict, tag="tool_use"):
-    """`caller` is ours in any case."""
+    """A tool call; `caller` is ignored."""
 
     id: str
     name: str
@@ -77,18 +78,14 @@ KINDS: Final[Mapping[str, Kinds]] = {
 
 
 def read_typed(kinds: Kinds, sent: object, place: str) -> Any:
-    """Return an object of the body as what its `type` says that it is; `place` is where it stands.
-
-    Raises:
-        HttpError: 400; there is no such type here, or it is not as it should be.
-    """
+    """Convert an object of the body to the class for its `type`; `place` is its path."""
     if not isinstance(sent, dict):
         raise invalid(place, "expected an object")
-    said = sent.get("type")
-    kind = kinds.get(said) if said is None or isinstance(said, str) else None
+    name = sent.get("type")
+    kind = kinds.get(name) if name is None or isinstance(name, str) else None
     if kind is None:
         allowed = ", ".join(filter(None, kinds))
-        raise invalid(f"{place}.type", f"{shown(str(said))} is not supported here, only {allowed}")
+        raise invalid(f"{place}.type", f"{shown(str(name))} is not supported here, only {allowed}")
     try:
         return msgspec.convert(sent, kind)
     except msgspec.ValidationError as error:
@@ -96,11 +93,7 @@ def read_typed(kinds: Kinds, sent: object, place: str) -> Any:
 
 
 def text_of(content: str | Sequence[object], place: str) -> str:
-    """Return the text of a content that can be nothing else.
-
-    Raises:
-        HttpError: 400; there is another block in it.
-    """
+    """Return the text of a content that may have only text blocks."""
     if isinstance(content, str):
         return content
     blocks = [read_typed(TEXT, sent, f"{place}[{n}]") for n, sent in enumerate(content)]
@@ -111,28 +104,24 @@ _TEXTS: Final = ("content", "reasoning_content")
 
 
 class Chat:
-    """Converts the messages of a body to those of a chat, one after another."""
+    """Converts the messages of a body, one after another, to messages for a chat template."""
 
     def __init__(self) -> None:
-        # Of these, texts are lists of lines until all are there.
+        # The messages so far; each text in them is a list of lines until `messages` joins it.
         self._turns: list[dict[str, Any]] = []
-        # The calls so far, by the ids that the client knows them by.
+        # The tool calls so far, by the id that the client uses.
         self._calls: dict[str, dict[str, Any]] = {}
 
     def add(self, message: Message, place: str) -> None:
-        """Add a message of the body; `place` is where in it that stands.
-
-        Raises:
-            HttpError: 400; names the block that cannot be understood.
-        """
+        """Add a message of the body; `place` is its path, such as messages[0]."""
         if isinstance(message.content, str):
-            self.say(message.role, message.content)
+            self.add_text(message.role, message.content)
             return
         for index, sent_block in enumerate(message.content):
             where = f"{place}.content[{index}]"
             match read_typed(KINDS[message.role], sent_block, where):
                 case Text(text=text):
-                    self.say(message.role, text)
+                    self.add_text(message.role, text)
                 case Thinking(thinking=text):
                     self._turn("assistant").setdefault("reasoning_content", []).append(text)
                 case ToolUse() as call:
@@ -140,8 +129,8 @@ class Chat:
                 case ToolResult() as result:
                     self._answer(result, where)
 
-    def say(self, role: str, text: str) -> None:
-        """Add a text, to the last message if that is of the same role."""
+    def add_text(self, role: str, text: str) -> None:
+        """Append text to the last message, or to a new one if the roles differ."""
         self._turn(role)["content"].append(text)
 
     @property
@@ -153,9 +142,9 @@ class Chat:
         ]
 
     def _call(self, call: ToolUse) -> None:
-        # Some templates take no other ids than nine letters and digits.
+        # Some templates accept only ids of nine letters and digits.
         call_id = f"call{len(self._calls):05d}"
-        # Templates write the arguments themselves, so they get the object.
+        # Templates encode the arguments themselves, so they get an object.
         function = {"name": call.name, "arguments": call.input}
         self._calls[call.id] = {"id": call_id, "type": "function", "function": function}
         self._turn("assistant").setdefault("tool_calls", []).append(self._calls[call.id])
@@ -166,7 +155,7 @@ class Chat:
             unknown = f"{shown(result.tool_use_id)} is the id of no tool_use block before it"
             raise invalid(f"{where}.tool_use_id", unknown)
         text = text_of(result.content, f"{where}.content")
-        if result.is_error:  # templates have no other place for it
+        if result.is_error:  # templates have no field for errors
             text = f"Error: {text}"
         name = call["function"]["name"]
         self._turns.append(

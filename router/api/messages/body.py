@@ -1,8 +1,8 @@
-"""POST /v1/messages and count_tokens: request bodies, and the core requests made of them.
+"""POST /v1/messages and count_tokens: parses request bodies into core requests.
 
-Every field of Anthropic's API has an answer here: it works; or its type takes only what changes
-nothing, such as `null`; or it is said to have no effect.  A field that is not here is refused, as
-Anthropic does.
+Every field of Anthropic's API is listed here.  Unsupported fields accept only values without
+effect, such as `null`, and fields without effect are marked.  An unknown field is refused, as at
+Anthropic.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from router.api.completions.completion import CompletionRequest
 from router.api.errors import invalid
 from router.api.messages.blocks import Chat, Kinds, Message, Nothing, Strict, read_typed, text_of
 from router.api.messages.response import MessageAnswer
-from router.api.model import SWITCHES, Asker, ServedModel
-from router.api.requests.body import MAX_STOPS, Sampled, StopString, parse
+from router.api.model import SWITCHES, RequestContext, ServedModel
+from router.api.requests.body import MAX_STOPS, Body, Sampled, StopString, parse
 from router.api.requests.conversation import (
     MAX_TOOLS,
     Conversation,
@@ -28,17 +28,15 @@ from router.api.requests.conversation import (
     check_tools,
 )
 from router.api.requests.structures import Wanted, wanted_schema
-from router.api.requests.value_count import MAX_NUMBERS
-from router.text.tokenizer import TooManyTokens
 
-# Far beyond what a context holds: a limit that is reached is the context's.
+# Far larger than any context, so only the context length limits an answer.
 MAX_TOKENS: Final = 2**31 - 1
 
 
 class ClientTool(Strict, tag="custom"):
     """A tool that the client runs.
 
-    With `eager_input_streaming` its arguments are streamed as the model writes them, else together.
+    `eager_input_streaming` streams its arguments as they are generated, instead of all at once.
     """
 
     name: ToolName
@@ -67,7 +65,7 @@ class Choice(Struct, forbid_unknown_fields=True):
 
 
 class ThinkingMode(Struct, forbid_unknown_fields=True):
-    """`budget_tokens` has no effect: `max_tokens` bounds thoughts and answer together."""
+    """`budget_tokens` has no effect: `max_tokens` limits reasoning and answer together."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
@@ -80,7 +78,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """`high` is how much effort there is without telling."""
+    """`high` is the default effort."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -90,8 +88,8 @@ class ContextManagement(Struct, forbid_unknown_fields=True):
     edits: Nothing = None
 
 
-class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/messages/count_tokens: what makes the prompt."""
+class PromptBody(Body, kw_only=True, forbid_unknown_fields=True):
+    """The request body of POST /v1/messages/count_tokens: the fields that form the prompt."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -103,19 +101,15 @@ class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
     context_management: ContextManagement | None = None
     mcp_servers: Nothing = None
 
-    # Without effect on the answer.
+    # Fields without effect on the answer.
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
 
     def conversation(self, model: ServedModel) -> Conversation:
-        """Return what is said so far, and the tools.
-
-        Raises:
-            HttpError: 400; names what cannot be understood, or what the model cannot do.
-        """
+        """Convert the messages and tools to a conversation."""
         chat = Chat()
         if self.system:
-            chat.say("system", text_of(self.system, "system"))
+            chat.add_text("system", text_of(self.system, "system"))
         for index, message in enumerate(self.messages):
             chat.add(message, f"messages[{index}]")
         messages = chat.messages
@@ -131,7 +125,7 @@ class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
             tools=tools,
             tool_choice=chosen,
             has_parallel_calls=not choice.disable_parallel_tool_use,
-            # A last message of the assistant's is the beginning of the answer.
+            # If the last message is the assistant's, the answer continues it.
             add_generation_prompt=last["role"] != "assistant",
             continue_final_message=last["role"] == "assistant",
             variables=self._effort(model) | self._thinking(model),
@@ -158,7 +152,7 @@ class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
         return variables or {}
 
     def _thinking(self, model: ServedModel) -> dict[str, Any]:
-        """The variables that tell a template whether to think."""
+        """Return the chat template variables that switch reasoning on or off."""
         if self.thinking is None:
             return {}
         if self.thinking.type == "disabled":
@@ -170,12 +164,9 @@ class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
             raise invalid("thinking", "this model does not think before it answers; leave it out")
         return dict.fromkeys(SWITCHES, True)
 
-    def check(self) -> None:
-        """The rest is checked where the conversation is made."""
-
 
 class MessageSampled(Sampled, kw_only=True):
-    """How the answer is drawn, as other endpoints know it."""
+    """The sampling fields, in the form that all endpoints share."""
 
     output_format: OutputFormat | None = None
 
@@ -186,12 +177,12 @@ class MessageSampled(Sampled, kw_only=True):
         return wanted_schema("output_config.format.schema", self.output_format.schema)
 
     @property
-    def is_cut_to_room(self) -> bool:
-        return True  # agents name the most tokens that they can take
+    def is_cut_to_context(self) -> bool:
+        return True  # agents send the largest max_tokens that they accept
 
 
 class MessagesBody(PromptBody, kw_only=True):
-    """POST /v1/messages."""
+    """The request body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     stream: bool | None = None
@@ -199,56 +190,41 @@ class MessagesBody(PromptBody, kw_only=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # ours
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # an extension
     container: None = None
     inference_geo: None = None
 
-    # Without effect on the answer.
+    # Fields without effect on the answer.
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: dict[str, Any] | None = None
 
     @property
     def sampled(self) -> MessageSampled:
-        """How the answer is drawn."""
+        """The sampling fields, in the form that all endpoints share."""
         config = self.output_config or OutputConfig()
+        names = ("stream", "temperature", "top_p", "top_k", "seed", "max_tokens")
         return MessageSampled(
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
+            **{name: getattr(self, name) for name in names},
             stop=self.stop_sequences,
-            max_tokens=self.max_tokens,
             output_format=config.format,
         )
 
 
-def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
-    """Understand a body.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionRequest:
+    """Parse and validate a request body, and return its core requests."""
     body = parse(MessagesBody, raw)
     model.check_name(body.model)
     conversation = body.conversation(model)
     eager = [tool["name"] for tool in body.tools or () if tool.get("eager_input_streaming")]
     answer = partial(MessageAnswer, max_tokens=body.max_tokens, eager=frozenset(eager))
-    return model.converse(conversation, body.sampled, asker, answer)
+    return model.conversation_request(conversation, body.sampled, context, answer)
 
 
 def count_tokens(model: ServedModel, raw: bytes) -> bytes:
-    """Answer count_tokens, in JSON.
-
-    Raises:
-        HttpError, WireError: There is no tokenizer, or no template, or a bad body.
-    """
+    """Return the JSON response of POST /v1/messages/count_tokens."""
     body = parse(PromptBody, raw)
     model.check_name(body.model)
     text = model.render(body.conversation(model))
-    try:
-        token_ids = model.tokenizer.encode(text, add_special_tokens=False, max_tokens=MAX_NUMBERS)
-    except TooManyTokens as count:
-        raise invalid("messages", f"have {count} tokens, over {MAX_NUMBERS}") from None
+    token_ids = model.encode("messages", text, add_special_tokens=False)
     return msgspec.json.encode({"input_tokens": len(token_ids)})

@@ -1,7 +1,7 @@
-"""Errors in the form that Anthropic's clients parse.
+"""Errors in the format that Anthropic's clients parse.
 
-The statuses are those of every route, also where Anthropic has one of its own (529 for 503): who
-stands between, a proxy or a balancer, knows these, and the clients ask again after either.
+The HTTP statuses are those of all other routes, even if Anthropic has its own (529 for 503):
+proxies understand the standard ones, and clients retry after either.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 from router.api.errors import HttpError, invalid
 from wire.errors import ErrorCode, shown
 
-# The versions of the API that are spoken here.  The later one only takes less, such as no
-# `temperature`: here it takes as much as the earlier one, and answers are the same.
+# The supported API versions.  The later one only removes fields such as `temperature`; this server
+# accepts them with either version, and answers are the same.
 VERSIONS: Final = ("2023-06-01", "2026-10-21")
 TYPES: Final = {
     401: "authentication_error",
@@ -29,25 +29,22 @@ TYPES: Final = {
 
 
 def message_error(error: HttpError, request_id: str) -> bytes:
-    """Return the JSON object, for a response as for an event in the middle of a stream.
+    """Return the JSON object: the body of a response, or the data of an event in a stream.
 
-    `error_code` is our own word for what happened, where Anthropic's clients look for one.
+    `error_code` is this server's error code, in the field where Anthropic's clients look for one.
     """
     message = error.message
     if error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED.label:
-        # By these words agents know that they have to shorten the conversation.
+        # Agents match this text to find out that they must shorten the conversation.
         message = f"prompt is too long: {message}"
     details = {} if error.code is None else {"details": {"error_code": error.code}}
-    said = {"type": TYPES.get(error.status, "invalid_request_error"), "message": message} | details
-    return msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
+    kind = TYPES.get(error.status, "invalid_request_error")
+    body = {"type": kind, "message": message} | details
+    return msgspec.json.encode({"type": "error", "error": body, "request_id": request_id})
 
 
 def check_version(given: bytes | None) -> None:
-    """Refuse an unsupported version of the API; no version means a supported one.
-
-    Raises:
-        HttpError: 400.
-    """
+    """Refuse an unsupported API version; a missing version is accepted."""
     version = VERSIONS[0] if given is None else given.decode("latin-1")
     if version not in VERSIONS:
         known = " or ".join(VERSIONS)

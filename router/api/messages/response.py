@@ -1,9 +1,7 @@
-"""Responses of /v1/messages: a whole message, or its stream of events.
+"""Renders responses of /v1/messages as one message or as a stream of events.
 
-A message is a list of blocks, each of one kind; a part of another kind than the last begins a new
-one.  Pure, but for the ids of calls, which must differ from all others in a conversation.
-
-Blocks have no status: where a call is unfinished the `stop_reason` is not `tool_use`.
+A message is a list of blocks, each of one kind; a part of another kind begins a new block.  Blocks
+have no status: if a tool call is unfinished, the `stop_reason` is not `tool_use`.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ from pydantic_core import from_json
 
 from router.api.completions.completion import Completion
 from router.api.completions.deltas import Delta
-from router.api.completions.events import event
-from router.api.completions.response import Head
+from router.api.completions.response import Head, event
 from router.api.completions.usage import usage_body
 from router.api.errors import HttpError
 from router.api.messages.errors import message_error
 from router.text.output_parts import (
-    BORDERS,
+    TEXTLESS,
     CallArguments,
     CallEnd,
     CallStart,
@@ -34,14 +31,14 @@ from router.text.output_parts import (
 )
 
 REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# The kind of block that a part belongs to.
+# The kind of block for each class of part.
 KINDS: Final[dict[type[Part], str]] = {
     Content: "text",
     Reasoning: "thinking",
     CallStart: "tool_use",
     CallArguments: "tool_use",
 }
-# Of each kind of block: the kind of its deltas, and the field of their text.
+# For each kind of block, the kind of its deltas and the name of their text field.
 DELTAS: Final = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -52,9 +49,10 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class MessageAnswer:
-    """Renders one message; `router.api.completions.completion.Answer`.
+    """Renders one message; implements `router.api.completions.response.Answer`.
 
-    The client said `max_tokens`, and of which tools it takes arguments as they are written.
+    `max_tokens` is the client's limit.  `eager` names the tools whose arguments are streamed as
+    they are generated.
     """
 
     usual: tuple[bytes, bytes] | None = None
@@ -69,22 +67,22 @@ class MessageAnswer:
         self._eager = eager
         self._blocks: BlockEvents | None = None
 
-    def whole(self, pieces: Sequence[Delta]) -> bytes:
-        (piece,) = pieces
-        content = blocks_of(_parts(piece))
-        return _encode(self._message(content) | self._ending(piece) | {"usage": self._usage()})
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
+        (delta,) = deltas
+        content = blocks_of(_parts(delta))
+        return _encode(self._message(content) | self._ending(delta) | {"usage": self._usage()})
 
     def take(self) -> bytes:
         events: list[bytes] = []
-        for _, pieces in self._completion.take():
-            if self._blocks is None and pieces:
+        for _, deltas in self._completion.take():
+            if self._blocks is None and deltas:
                 events.append(self._start())
                 self._blocks = BlockEvents(self._eager)
-            for piece in pieces:
+            for delta in deltas:
                 assert self._blocks is not None
-                events += [self._blocks.add(part) for part in _parts(piece)]
-                if piece.finish_reason is not None:
-                    ending = {"delta": self._ending(piece), "usage": self._usage()}
+                events += [self._blocks.add(part) for part in _parts(delta)]
+                if delta.finish_reason is not None:
+                    ending = {"delta": self._ending(delta), "usage": self._usage()}
                     events += [self._blocks.close(), _event("message_delta", ending)]
         return b"".join(events)
 
@@ -108,11 +106,11 @@ class MessageAnswer:
             "content": content,
         }
 
-    def _ending(self, piece: Delta) -> dict[str, str | None]:
+    def _ending(self, delta: Delta) -> dict[str, str | None]:
         (choice,) = self._completion.choices
-        if piece.finish_reason == "stop" and isinstance(choice.stop_reason, str):
+        if delta.finish_reason == "stop" and isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
-        reason = REASONS[piece.finish_reason or "stop"]
+        reason = REASONS[delta.finish_reason or "stop"]
         if reason == "max_tokens" and choice.num_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
@@ -129,38 +127,38 @@ class MessageAnswer:
 
 
 class BlockEvents:
-    """The events of blocks that grow part by part.
+    """Converts parts to the events of blocks.
 
-    The arguments of a call come together when it is finished, or what can be read of them when it
-    never is: Anthropic's client fails on text that does not parse.  Those of the `eager` tools come
-    as the model writes them.
+    The arguments of a call are sent at its end, because Anthropic's client fails on text that does
+    not parse; of an unfinished call, only the complete values are sent.  The arguments of `eager`
+    tools are streamed as they are generated.
     """
 
     def __init__(self, eager: Container[str] = ()) -> None:
         self._eager = eager
         self._is_eager = False
-        # Arguments that wait for the end of their call.
+        # Buffered arguments of the open call.
         self._arguments: list[str] = []
         self._index = -1
         self._kind = ""  # of the open block
-        # What stands around the text of its next delta.
+        # The bytes before and after the text in its next delta event.
         self._around = (b"", b"")
 
     def add(self, part: Part) -> bytes:
-        """Return the events of one more part."""
+        """Return the events of the next part."""
         if isinstance(part, CallEnd):
             arguments, self._arguments = "".join(self._arguments), []
-            return self._say(arguments) + self.close()
+            return self._text_delta(arguments) + self.close()
         text = "" if isinstance(part, CallStart) else part.text
-        begun = b""
+        opened = b""
         if isinstance(part, CallStart) or (text and KINDS[type(part)] != self._kind):
-            begun = self.close() + self._open(empty_block(part))
+            opened = self.close() + self._open(empty_block(part))
         if isinstance(part, CallStart):
             self._is_eager = part.name in self._eager
         elif isinstance(part, CallArguments) and not self._is_eager:
             self._arguments.append(text)
-            return begun
-        return begun + self._say(text)
+            return opened
+        return opened + self._text_delta(text)
 
     def close(self) -> bytes:
         """Return the end event of the open block, if any."""
@@ -171,18 +169,18 @@ class BlockEvents:
             last = self._delta("signature_delta", "signature", "")
         elif self._arguments:
             arguments, self._arguments = "".join(self._arguments), []
-            last = self._say(_encode(read_arguments(arguments)).decode())
+            last = self._text_delta(_encode(read_arguments(arguments)).decode())
         self._kind = ""
         return last + _event("content_block_stop", {"index": self._index})
 
-    def _say(self, text: str) -> bytes:
+    def _text_delta(self, text: str) -> bytes:
         before, after = self._around
         return before + _encode(text) + after if text else b""
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._index += 1
         self._kind = block["type"]
-        # An event is rendered whose text is one NUL, and cut there.
+        # Render an event whose text is a NUL, and split it there.
         before, after = self._delta(*DELTAS[self._kind], "\0").split(b'"\\u0000"')
         self._around = before, after
         return _event("content_block_start", {"index": self._index, "content_block": block})
@@ -193,9 +191,9 @@ class BlockEvents:
 
 
 def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """Return the blocks of a whole answer."""
+    """Return the blocks of a complete answer."""
     blocks: list[dict[str, Any]] = []
-    for part in joined([part for part in parts if isinstance(part, BORDERS) or part.text]):
+    for part in joined([part for part in parts if isinstance(part, TEXTLESS) or part.text]):
         match part:
             case CallArguments(text=text):
                 blocks[-1]["input"] = read_arguments(text)
@@ -207,21 +205,20 @@ def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Parse the JSON arguments of a call; if they are cut short, keep the complete values.
+    """Parse the JSON arguments of a call; if they are truncated, keep the complete values.
 
-    A number at the very end counts as whole, as nothing shows that digits are missing.  It is the
-    parser with which Anthropic's client reads a stream that ends there.  Text that is no object
-    says nothing.
+    A number at the very end is kept, since missing digits cannot be detected.  Anthropic's client
+    uses the same parser for a truncated stream.  Text that is not an object becomes {}.
     """
     try:
-        read = from_json(text, allow_inf_nan=False, allow_partial=True)
-    except (ValueError, TypeError):  # the latter of half a surrogate pair
+        arguments = from_json(text, allow_inf_nan=False, allow_partial=True)
+    except (ValueError, TypeError):  # TypeError: an unpaired surrogate
         return {}
-    return read if isinstance(read, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def empty_block(part: Part) -> dict[str, Any]:
-    """Return the block that a part begins, without the part's text."""
+    """Return the block that begins with `part`, without its text."""
     kind = KINDS[type(part)]
     if isinstance(part, CallStart):
         return {
@@ -230,12 +227,12 @@ def empty_block(part: Part) -> dict[str, Any]:
             "name": part.name,
             "input": {},
         }
-    # Thoughts are signed at Anthropic, and nobody here would check it.
+    # Anthropic signs reasoning; this server does not: the signature is empty.
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _parts(piece: Delta) -> Sequence[Part]:
-    return (Content(piece.text),) if piece.parts is None else piece.parts
+def _parts(delta: Delta) -> Sequence[Part]:
+    return (Content(delta.text),) if delta.parts is None else delta.parts
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:

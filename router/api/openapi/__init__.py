@@ -1,1 +1,1 @@
-"""The description of the API, as OpenAPI has it and as a page to read."""
+"""The description of the API, as an OpenAPI document and as an HTML page."""

@@ -1,6 +1,6 @@
-"""The OpenAPI 3.1 document, generated from the types that parse bodies.
+"""Generates the OpenAPI 3.1 document from the types that parse request bodies.
 
-It is the same for every router, so that it says nothing about this one.
+The document is the same for every router, so it reveals nothing about this one's settings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from router.api.openapi.operations import OPERATIONS, STATUSES, Operation
 
-# Of the API, not of the release.
+# The version of the API, not of the release.
 VERSION: Final = "1"
 ABOUT: Final = (
     "The OpenAI API, Anthropic's messages, and what one can ask the router about itself. A field "
@@ -19,7 +19,7 @@ ABOUT: Final = (
     "these types, such as fields that exclude each other, is answered 400 and named."
 )
 EVENTS: Final = "text/event-stream"
-# Each event of a stream.
+# The schema of an event of a stream.
 EVENT: Final = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -29,7 +29,7 @@ _COMPONENTS: Final = "#/components/schemas/"
 
 
 def document() -> dict[str, Any]:
-    """Return the description."""
+    """Return the OpenAPI document."""
     kinds = [kind for operation in OPERATIONS for kind in _kinds(operation)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_COMPONENTS + "{name}")
     known = dict(zip(kinds, schemas, strict=True))
@@ -40,7 +40,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": VERSION, "description": ABOUT},
-        # No key is needed where the router has none.
+        # A router without API keys accepts requests without one.
         "security": [{"key": []}, {}],
         "paths": paths,
         "components": {"schemas": _portable(components), "securitySchemes": {"key": keys}},
@@ -53,19 +53,15 @@ def _kinds(operation: Operation) -> list[Any]:
 
 
 def _described(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "responses": {
-            **_answers(operation, known),
-            **{
-                str(status): {
-                    "description": STATUSES[status],
-                    "content": _content(_refusal(operation, status, known)),
-                }
-                for status in operation.refusals
-            },
-        },
-    }
+    responses: dict[str, Any] = {}
+    if operation.answer is not None:
+        responses["200"] = {"description": "The answer.", "content": _answer(operation, known)}
+    for status in operation.refusals:
+        schema = known[operation.refusal]
+        if status == 503 and operation.unready is not None:
+            schema = {"anyOf": [schema, known[operation.unready]]}
+        responses[str(status)] = {"description": STATUSES[status], "content": _content(schema)}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.is_open:
         described["security"] = []
     if parameters := _parameters(operation):
@@ -76,24 +72,11 @@ def _described(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
     return described
 
 
-def _answers(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
-    if operation.answer is None:
-        return {}
-    return {"200": {"description": "The answer.", "content": _answer(operation, known)}}
-
-
 def _answer(operation: Operation, known: dict[Any, Any]) -> dict[str, Any]:
     if isinstance(operation.answer, str):
         return {operation.answer: {"schema": {"type": "string"}}}
     content = _content(known[operation.answer])
     return content | {EVENTS: {"schema": EVENT}} if operation.is_streamed else content
-
-
-def _refusal(operation: Operation, status: int, known: dict[Any, Any]) -> Any:
-    refusal = known[operation.refusal]
-    if status == 503 and operation.unready is not None:
-        return {"anyOf": [refusal, known[operation.unready]]}
-    return refusal
 
 
 def _content(schema: Any) -> dict[str, Any]:
@@ -116,7 +99,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _portable(schema: Any) -> Any:
-    """Return a schema whose patterns use JSON Schema's anchor for the end of a text."""
+    """Return a copy of a schema with Python's `\\Z` replaced by `$` in its patterns."""
     if isinstance(schema, list):
         return [_portable(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The operations of the API, each with its body, its response and its statuses."""
+"""The operations of the API: the types of their bodies and responses, and their statuses."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ STATUSES: Final = {
     500: "It failed by a fault of ours.",
     503: "It cannot be served now: ask again after Retry-After seconds.",
 }
-# Whatever is asked.
+# Error statuses that every operation may return.
 _ALWAYS: Final = {400, 408, 431, 500, 503}
 
 
 class Operation(NamedTuple):
     """One method of one path.
 
-    `answer` is a type of JSON, or the media type of a text, or None where it is always refused;
-    `refusal` is the type of an error, and `unready` what a 503 may be beside it.  `example` is a
-    body that is answered by the demo model.
+    `answer` is the type of a JSON response, the media type of a text response, or None if the
+    operation always fails.  `refusal` is the type of its errors, and `unready` another type that a
+    503 may have.  `example` is a request body that works with the demo model.
     """
 
     method: str
@@ -48,21 +48,21 @@ class Operation(NamedTuple):
     example: Mapping[str, Any] | None = None
     query: type[Struct] | None = None
     is_streamed: bool = False
-    is_open: bool = False
+    is_open: bool = False  # needs no API key
     refusal: type[Any] = answers.Error
     unready: type[Any] | None = None
 
     @property
     def refusals(self) -> list[int]:
-        """The statuses of its refusals."""
-        keyed = set() if self.is_open else {401, 403}
-        named = {404} if "{" in self.path else set()
-        read = {404, 413, 415, 429} if self.body else set()
-        return sorted(_ALWAYS | keyed | named | read)
+        """The statuses of its errors."""
+        of_key = set() if self.is_open else {401, 403}
+        of_path = {404} if "{" in self.path else set()
+        of_body = {404, 413, 415, 429} if self.body else set()
+        return sorted(_ALWAYS | of_key | of_path | of_body)
 
 
 class ItemsQuery(Struct):
-    """Which items of a response are shown: after which, how many, and which first."""
+    """The query parameters of a page of items: those after an item, up to a limit, in an order."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=MAX_ITEMS)] = DEFAULT_ITEMS
@@ -70,7 +70,7 @@ class ItemsQuery(Struct):
 
 
 _HELLO: Final = [{"role": "user", "content": "Hello"}]
-# Anthropic's clients always name the model; it is that of a router with no settings.
+# Anthropic requires a model name; "demo" is the model of a router with default settings.
 _TO_DEMO: Final = {"model": "demo", "messages": _HELLO}
 
 OPERATIONS: Final = (

@@ -1,4 +1,4 @@
-"""The API's description as one HTML page, without scripts or external resources."""
+"""Renders the OpenAPI document as one HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ summary { cursor: pointer; padding: 0.3rem 0 } b { display: inline-block; min-wi
 pre { background: #f4f4f4; padding: 0.5rem; overflow: auto }
 """
 _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest())
-# A browser is to run and load nothing on this page but its style.
+# Content-Security-Policy: the page may load nothing and use only its own style.
 POLICY: Final = b"default-src 'none'; style-src 'sha256-%b'; frame-ancestors 'none'" % _STYLE_HASH
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Return the page that says what an OpenAPI document does."""
+    """Render an OpenAPI document as an HTML page."""
     info, schemas = document["info"], document["components"]["schemas"]
     operations = [
         _operation(path, method, operation)
@@ -71,12 +71,12 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
         (field, _words(each), "required" if field in required else "")
         for field, each in schema.get("properties", {}).items()
     ]
-    about = escape(schema.get("description", ""))
-    return f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{about}</p>{_table(rows)}'
+    description = escape(schema.get("description", ""))
+    return f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{description}</p>{_table(rows)}'
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Return an HTML table; the first column is code, the others are HTML already."""
+    """Render an HTML table; the first column is plain text shown as code, the others are HTML."""
     lines = [
         f"<tr><td><code>{escape(first)}</code>" + "".join([f"<td>{each}" for each in rest])
         for first, *rest in rows
@@ -85,7 +85,7 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _words(schema: Mapping[str, Any]) -> str:
-    """Say in words, as HTML, what a schema takes."""
+    """Describe the values of a schema in words, as HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
@@ -116,8 +116,8 @@ _LIMITS: Final = {
 
 
 def _limits(schema: Mapping[str, Any]) -> str:
-    said = [f"{words} {schema[name]}" for name, words in _LIMITS.items() if name in schema]
-    return escape(f" ({', '.join(said)})") if said else ""
+    limits = [f"{words} {schema[name]}" for name, words in _LIMITS.items() if name in schema]
+    return escape(f" ({', '.join(limits)})") if limits else ""
 
 
 def _shown(value: object) -> str:

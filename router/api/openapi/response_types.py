@@ -1,7 +1,7 @@
-"""Response bodies as types, for the OpenAPI document.
+"""The types of response bodies, for the OpenAPI document.
 
-They are made field by field elsewhere, as they are asked for; tests hold them to these types.  An
-answer may have further fields, and those with a default may be missing.
+Responses are built elsewhere without these types; tests validate them against the types.  A
+response may have further fields, and fields with a default may be missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from router.api.completions.usage import UsageBody
 
 
 class ErrorDetail(Struct):
-    """`code` is a word that a program can test for, `param` the field that is wrong."""
+    """`code` is a machine-readable word, and `param` the name of the invalid field."""
 
     message: str
     type: str
@@ -23,7 +23,7 @@ class ErrorDetail(Struct):
 
 
 class Error(Struct):
-    """Why there is no answer."""
+    """The error of a failed request."""
 
     error: ErrorDetail
 
@@ -34,14 +34,14 @@ class MessageErrorDetail(Struct):
 
 
 class MessageError(Struct):
-    """Why there is no answer, in Anthropic's shape."""
+    """The error of a failed request, in Anthropic's format."""
 
     type: Literal["error"]
     error: MessageErrorDetail
     request_id: str
 
 
-# Of completions.
+# Text completions.
 
 
 class TextLogprobs(Struct):
@@ -54,7 +54,7 @@ class TextLogprobs(Struct):
 
 
 class Ended(Struct, kw_only=True):
-    """`stop_reason` is the stop string or the token id that ended it; ids come if asked for."""
+    """`stop_reason` is the stop string or token id that ended the choice, if any."""
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"]
@@ -78,7 +78,7 @@ class TextCompletion(Struct):
     usage: UsageBody
 
 
-# Of chats.
+# Chat completions.
 
 
 class TokenLogprob(Struct):
@@ -133,11 +133,11 @@ class ChatCompletion(Struct):
     prompt_logprobs: list[Any] | None = None
 
 
-# Of responses.
+# Responses.
 
 
 class ResponseItem(Struct):
-    """A message, reasoning, a call of a function or what it returned, by its type."""
+    """A message, reasoning, a function call or the output of one; `type` tells which."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -184,7 +184,7 @@ class DeletedResponse(Struct):
     deleted: Literal[True]
 
 
-# Of messages.
+# Messages.
 
 
 class TextBlock(Struct, tag="text"):
@@ -203,7 +203,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
 
 
 class MessageUsage(Struct):
-    """`input_tokens` are those that were in no cache."""
+    """`input_tokens` does not include tokens read from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -228,7 +228,7 @@ class InputTokens(Struct):
     input_tokens: int
 
 
-# Of the rest.
+# Other responses.
 
 
 class Tokens(Struct):
@@ -242,7 +242,7 @@ class Text(Struct):
 
 
 class Model(Struct):
-    """`max_model_len` is null while no worker is here."""
+    """`max_model_len` is null while no workers are connected."""
 
     id: str
     object: Literal["model"]
@@ -257,7 +257,7 @@ class Models(Struct):
 
 
 class Counted(Struct):
-    """`processes` are there where the router has several (`--processes`)."""
+    """Requests of the router; `processes` has those of each process with `--processes`."""
 
     running: int
     waiting: int
@@ -265,7 +265,7 @@ class Counted(Struct):
 
 
 class Cluster(Struct):
-    """Every worker, and the requests that this router has."""
+    """The state of every worker, and the number of requests in this router."""
 
     workers: list[dict[str, Any]]
     router: Counted
@@ -284,7 +284,7 @@ class Alive(Struct):
 
 
 class Readiness(Struct):
-    """`reasons` say why a completion could not be served now."""
+    """`reasons` lists why completions cannot be served now."""
 
     status: Literal["ready", "unready"]
     reasons: list[str]

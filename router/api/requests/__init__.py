@@ -1,1 +1,1 @@
-"""Request bodies: fields and their ranges, conversations, structures."""
+"""Request bodies: shared fields and their ranges, conversations, structured output."""

@@ -1,8 +1,8 @@
-"""`bad_words`: words kept out of an answer, as sequences of token ids.
+"""`bad_words`: words that an answer must not contain, as sequences of token ids.
 
-A model writes a word with the tokens that the tokenizer has for it, so without these the word does
-not come.  Where an answer is held to a structure it may have to: if nothing but the word is left,
-the mask of the structure lets other tokens spell it.  So a request that asks for both is refused.
+Only the sequences that the tokenizer produces for a word are forbidden, as in vLLM.  If a structure
+allows nothing but the word, the model could still spell the word with other tokens, so a request
+with both `bad_words` and a structure is refused.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ from wire.options import MAX_BAD_SEQUENCE_LENGTH
 def bad_sequences(
     tokenizer: Tokenizer, words: Sequence[str], structure: str = ""
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word: as it begins a text, and as it follows a space.
+    """Return the token sequences of each word at the start of a text and after a space.
 
-    The latter only where the space is a part of a token of the word.  Spellings of other tokens are
-    not found; vLLM, from which clients know `bad_words`, does not find them either.
-
-    `structure` is the field that the answer is held to, if there is one.
-
-    Raises:
-        HttpError: 400; a word has no tokens, or too many, or there is no tokenizer, or a structure.
+    The second is omitted if it ends with the first.  `structure` is the name of the field
+    that constrains the answer, or empty.
     """
     if words and structure:
         raise invalid(

@@ -1,8 +1,7 @@
-"""Fields that all request bodies share, their ranges, and the options they become.
+"""Fields that several request bodies share, their ranges, and their conversion to options.
 
-A field that clients know and we have not is in `router.api.requests.unsupported_fields`.  `null`
-always means the default.  A number may come as text, as JSON libraries of some languages write it:
-"5" is 5.
+Unsupported fields of other servers are in `router.api.requests.unsupported_fields`.  `null` always
+means the default.  A number may be a string, because some JSON libraries write "5" for 5.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Final, Literal, Protocol, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
@@ -43,7 +42,7 @@ from wire.options import (
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
-# What the model's defaults stand in for, beside `top_k`, in which 0 and -1 are the same.
+# Fields whose default comes from the model; so does `top_k`, whose values 0 and -1 are the same.
 SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -55,26 +54,34 @@ SAMPLING: Final = (
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
-# A word becomes up to two sequences of tokens.
+# A word has up to two token sequences.
 BadWords = Annotated[list[StopString], Meta(max_length=MAX_BAD_SEQUENCES // 2)]
 AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
-# -1: as many tokens as the context has room for.
+# -1 truncates to the free part of the context.
 Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
 Prompt = str | tuple[int, ...]
 
 
 class StreamOptions(Struct):
-    """`stream_options`; `continuous_usage_stats` is vLLM's, load generators send it."""
+    """`stream_options`; `continuous_usage_stats` is from vLLM, and load generators send it."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(Struct, kw_only=True):
-    """Fields that both kinds of completion share."""
+class Body(Struct, kw_only=True):
+    """A request body; without `model` it is for the served model."""
 
     model: str | None = None
+
+    def check(self) -> None:
+        """Validate fields whose valid values depend on other fields."""
+
+
+class Sampled(Body, kw_only=True):
+    """The sampling fields that all completion endpoints share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -110,7 +117,7 @@ class Sampled(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # Ours: `usage` has a key `baton`.
+    # An extension: adds the key `baton` to `usage`.
     baton_usage: bool | None = None
 
     @property
@@ -131,36 +138,32 @@ class Sampled(Struct, kw_only=True):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to generate; None means as many as the context holds."""
+        """The maximum number of tokens to generate; None means up to the end of the context."""
         return self.max_tokens
 
     @property
-    def is_cut_to_room(self) -> bool:
-        """Whether fewer tokens will do where the context has no room for so many."""
+    def is_cut_to_context(self) -> bool:
+        """Whether to lower `token_limit` to the free part of the context, not fail."""
         return False
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives to report beside each token; None means no logprobs at all."""
+        """How many alternatives to return for each token; None means no log-probabilities."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """How many alternatives to return for each prompt token."""
         return self.prompt_logprobs
 
     @property
     def has_echo_logprobs(self) -> bool:
-        """Whether log-probabilities begin with those of the prompt."""
+        """Whether `logprobs` begins with the prompt's tokens."""
         return False
 
     @property
     def wanted(self) -> Wanted | None:
-        """The structure that the answer's text must match.
-
-        Raises:
-            HttpError: 400; two fields ask for two structures, or one for what is not there.
-        """
+        """The structure that the answer's text must match."""
         found = [
             *wanted_of_format(self.response_format),
             *wanted_of_structured(self.structured_outputs),
@@ -176,11 +179,7 @@ class Sampled(Struct, kw_only=True):
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as (token id, bias).
-
-        Raises:
-            HttpError: 400; names the keys that are no token ids.
-        """
+        """`logit_bias` as pairs of token id and bias."""
         biases = self.logit_bias
         if not biases:
             return ()
@@ -190,7 +189,7 @@ class Sampled(Struct, kw_only=True):
         return tuple([(int(key), bias) for key, bias in biases.items()])
 
     def options(self, *, seed: int, max_tokens: int, defaults: Defaults = NEUTRAL) -> Options:
-        """Return the options for workers; `seed` is used when the client gave none."""
+        """Return the options for workers; `seed` is the default seed."""
         sampling = {
             name: getattr(defaults, name) if (value := getattr(self, name)) is None else value
             for name in SAMPLING
@@ -207,16 +206,11 @@ class Sampled(Struct, kw_only=True):
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
-            # Clients know it from vLLM, where the lowest number is served first.
+            # As in vLLM, the request with the lowest number is served first.
             priority=-(self.priority or 0),
         )
 
     def check(self) -> None:
-        """Refuse what no single field's range can say.
-
-        Raises:
-            HttpError: 400.
-        """
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "only allowed when stream is true")
         if self.min_tokens and self.token_limit and self.min_tokens > self.token_limit:
@@ -227,30 +221,14 @@ class Sampled(Struct, kw_only=True):
             raise invalid("truncate_prompt_tokens", "0 leaves no prompt")
 
 
-class Body(Protocol):
-    """The type that `parse` reads."""
-
-    @property
-    def model(self) -> str | None:
-        """The requested model; None for the served one."""
-
-    def check(self) -> None:
-        """Refuse, with an HttpError, what no single field's range can say."""
-
-
 _Body = TypeVar("_Body", bound=Body)
-# It takes milliseconds, and a wrong request must not hold up others.
+# Cached: it takes milliseconds, and an invalid request must not delay others.
 _type_info: Final = cache(inspect.type_info)
 _WHERE: Final = re.compile(r"^(.*?)(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
 
 
 def parse(kind: type[_Body], raw: bytes, fields: Fields | None = None) -> _Body:
-    """Read and check a body; `fields` are those that it does not have.
-
-    Raises:
-        HttpError: 400; `param` names the field, the message what is allowed there.  413; there are
-            more values than can be decoded without holding up others.
-    """
+    """Decode and validate a body; `fields` are the ones that its endpoint does not support."""
     check_values(raw)
     try:
         if fields is not None:
@@ -265,7 +243,7 @@ def parse(kind: type[_Body], raw: bytes, fields: Fields | None = None) -> _Body:
 
 
 def misfit(error: msgspec.ValidationError, kind: type, place: str = "") -> HttpError:
-    """Return the 400 for a value that is no `kind`; `place` is where it stands."""
+    """Return the 400 for a value at the path `place` that does not have the type `kind`."""
     match = _WHERE.match(str(error))
     assert match is not None
     message, where = match[1], match[2]
@@ -279,7 +257,7 @@ def misfit(error: msgspec.ValidationError, kind: type, place: str = "") -> HttpE
 
 
 def _words(kind: inspect.Type, path: Sequence[str]) -> list[str]:
-    """Return the words allowed at `path` of a `kind`, if its type is an enumeration."""
+    """Return the values allowed at `path` of the type `kind`, if it is an enumeration there."""
     inner: Sequence[inspect.Type] = ()
     match kind:
         case inspect.UnionType(types):

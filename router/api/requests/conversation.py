@@ -1,6 +1,6 @@
-"""A request's conversation: messages in the form of chat templates, and tools.
+"""A conversation: messages for the chat template, and tools.
 
-Chats, responses and messages all come down to this.
+/v1/chat/completions, /v1/responses and /v1/messages all convert their bodies to a conversation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from wire.errors import shown
 MAX_TOOLS: Final = 128
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
-# Of a chat message: what it means is the chat template's affair.
+# The role of a chat message; only the chat template interprets it.
 ROLE: Final = "^[A-Za-z0-9_-]{1,64}$"
-# The types of content parts that are taken; the field of that name holds the text.
+# The supported types of content parts; the field with the name of the type has the text.
 _TYPES: Final = ("text", "refusal")
 _PARTS: Final = [
     {
@@ -37,8 +37,8 @@ _CONTENT: Final = [
     {"type": "array", "items": {"anyOf": _PARTS}},
     {"type": "null"},
 ]
-# A message of a chat.  Templates read fields of their own; `flat_messages` checks those that it
-# shows in the description of the API.
+# A chat message.  Templates may read further fields; `flat_messages` validates the ones in this
+# schema.
 ChatMessage = Annotated[
     dict[str, Any],
     Meta(
@@ -59,7 +59,7 @@ class Tool(NamedTuple):
     is_strict: bool = False
 
     def described(self) -> dict[str, Any]:
-        """Return it as chat templates want it."""
+        """Return the tool in the format of chat templates."""
         function: dict[str, Any] = {"name": self.name, "description": self.description}
         if self.parameters is not None:
             function["parameters"] = self.parameters
@@ -67,75 +67,67 @@ class Tool(NamedTuple):
 
 
 class ToolChoice(NamedTuple):
-    """Whether the model may or must call tools; `names` restricts them, if given."""
+    """Whether the model may or must call tools; `names` restricts which ones, if not empty."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     names: tuple[str, ...] = ()
 
 
 AUTO: Final = ToolChoice()
-# How much a model is to reason before it answers.
+# How much reasoning the model should generate before its answer.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A conversation so far, in messages of a chat, and constraints on its next message."""
+    """The messages so far, and the options for the next message."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = AUTO
-    # Whether one answer may have several calls.
+    # Whether an answer may have more than one tool call.
     has_parallel_calls: bool = True
     add_generation_prompt: bool = True
-    add_special_tokens: bool = False  # the template writes them itself
-    # Whether the answer goes on with the last message, which then has no end yet.
+    add_special_tokens: bool = False  # the template adds them
+    # Whether the answer continues the last message, which the prompt then leaves open.
     continue_final_message: bool = False
-    # Whether the answer begins with the message that it goes on with.
+    # Whether the response repeats the continued message before the answer.
     is_echoed: bool = False
-    # A template instead of the model's own.
+    # A chat template to use instead of the model's own.
     template: str | None = None
-    # What the answer is to be drawn from, where the template has a place for it.
+    # Documents for retrieval-augmented generation, if the template supports them.
     documents: Sequence[Mapping[str, str]] = ()
-    # Further variables of the template.
+    # Further variables for the template.
     variables: Mapping[str, Any] = field(default_factory=dict)
-    # Whether what the model reasons is part of the answer.
+    # Whether the response includes reasoning.
     shows_reasoning: bool = True
 
     @property
     def continued(self) -> str:
-        """The last message, where the answer goes on with it and begins none of its own."""
+        """The text of the message that the answer continues; empty if it begins a new one."""
         return "" if self.add_generation_prompt else self.messages[-1].get("content") or ""
 
     @property
-    def told_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of: with the tool choice none, none at all."""
+    def visible_tools(self) -> tuple[Tool, ...]:
+        """The tools in the prompt; the tool choice "none" hides all of them."""
         return () if self.tool_choice.mode == "none" else tuple(self.tools)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those of them that it may call."""
+        """The tools in the prompt that the model may call."""
         names = self.tool_choice.names
-        return tuple([tool for tool in self.told_tools if not names or tool.name in names])
+        return tuple([tool for tool in self.visible_tools if not names or tool.name in names])
 
 
-def has_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
-    """Tell whether the prompt ends with the beginning of a new message: unless the client says no.
-
-    Raises:
-        HttpError: 400; it says yes, and that the answer is to go on with the last message.
-    """
-    if asked and continue_final_message:
+def has_generation_prompt(requested: bool | None, continue_final_message: bool | None) -> bool:
+    """Return whether the prompt ends with the beginning of a new message."""
+    if requested and continue_final_message:
         raise invalid("add_generation_prompt", "begins a message; leave it out to go on with one")
-    return asked is not False and not continue_final_message
+    return requested is not False and not continue_final_message
 
 
 def tool_choice(word: str | None) -> ToolChoice:
-    """Return the tool choice given by one word; None means auto.
-
-    Raises:
-        HttpError: 400; it is another word.
-    """
+    """Parse a `tool_choice` that is one word; None means auto."""
     match word:
         case None | "auto":
             return AUTO
@@ -145,12 +137,9 @@ def tool_choice(word: str | None) -> ToolChoice:
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice, allowed: str = "tool_choice") -> None:
-    """Refuse tools that nobody could tell apart, and a choice of none of them.
+    """Refuse tools with the same name, and a choice of a tool that does not exist.
 
-    `allowed` is where a name stands that is one of several, with `{}` for which of them.
-
-    Raises:
-        HttpError: 400.
+    `allowed` is the path of the names in a choice of several tools, with `{}` for the index.
     """
     names = [tool.name for tool in tools]
     for index, tool in enumerate(tools):
@@ -165,17 +154,14 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice, allowed: str = "tool_
 
 
 def new_call_id() -> str:
-    """Return an id of nine letters and digits: some templates take no other back."""
+    """Return a random id of nine letters and digits, the only kind that some templates accept."""
     return "".join([secrets.choice(ascii_letters + digits) for _ in range(9)])
 
 
 def flat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are strings, as chat templates want them.
+    """Return the messages with their contents as strings, for chat templates.
 
-    A content may be a list of parts: those of text and refusals are joined, others are refused.
-
-    Raises:
-        HttpError: 400; names the message.
+    In a content that is a list of parts, texts and refusals are joined; other parts are refused.
     """
     return [_flat_message(f"messages[{index}]", each) for index, each in enumerate(messages)]
 
@@ -191,8 +177,8 @@ def _flat_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         raise invalid(f"{where}.content", "expected a string or a list of text parts")
     texts = []
     for index, part in enumerate(content):
-        said = [part.get(kind) for kind in _TYPES] if isinstance(part, dict) else []
-        text = next((each for each in said if isinstance(each, str)), None)
+        fields = [part.get(kind) for kind in _TYPES] if isinstance(part, dict) else []
+        text = next((each for each in fields if isinstance(each, str)), None)
         if text is None:
             expected = f"expected a part of type {' or '.join(_TYPES)}"
             raise invalid(f"{where}.content[{index}]", expected)

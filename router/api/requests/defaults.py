@@ -1,7 +1,4 @@
-"""Sampling defaults of a request: neutral values, or those of the model.
-
-Who trained a model may recommend values in its generation_config.json.
-"""
+"""Default values of sampling fields: neutral, or recommended by generation_config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ FILE: Final = "generation_config.json"
 
 
 class Defaults(Struct, frozen=True, rename={"max_tokens": "max_new_tokens"}):
-    """Neutral unless told otherwise; `max_tokens` None is as many as the context holds."""
+    """Default values; without arguments, neutral.  `max_tokens` None means the whole context."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
@@ -31,8 +28,8 @@ class Defaults(Struct, frozen=True, rename={"max_tokens": "max_new_tokens"}):
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     @property
-    def said(self) -> dict[str, Any]:
-        """Those that are not neutral, by name."""
+    def non_neutral(self) -> dict[str, Any]:
+        """The values that are not neutral, by name."""
         values = msgspec.structs.asdict(self)
         return {name: value for name, value in values.items() if value != getattr(NEUTRAL, name)}
 
@@ -41,10 +38,10 @@ NEUTRAL: Final = Defaults()
 
 
 def read_defaults(generation_config: str, model_path: Path) -> Defaults:
-    """Read what `--generation-config` says: ``auto``, the model's own; ``none``; or a directory.
+    """Read the defaults from ``auto`` (the model directory), ``none`` or another directory.
 
     Raises:
-        ConfigError: There is no such file.
+        ConfigError: The directory has no generation_config.json.
         ModelError: A value is out of range.
     """
     if generation_config == "none":

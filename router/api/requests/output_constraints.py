@@ -1,7 +1,7 @@
-"""Constraints on the answer to a conversation: tool calls, a format, reasoning before either.
+"""Constraints on the answer to a conversation: tool calls, a format, and reasoning before them.
 
-A structure begins with an answer's first character, and what a model thinks before it answers is
-none of the structure's affair: where it reasons, both become one grammar.
+A structure constrains the output from its first token.  So if the model generates reasoning first,
+the reasoning and the structure of the answer are combined into one grammar.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from wire.options import MAX_STRUCTURE_LENGTH
 from wire.process.structured_output import StructureError, embedded, read_schema
 
 _ANY_OBJECT: Final = {"type": "object"}
-# In a regular expression: it would be the end of one in Lark, where it is not escaped.
+# Finds slashes in a regular expression: Lark needs them escaped.
 _SLASH: Final = re.compile(r"(?P<escape>\\.)|/", re.DOTALL)
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def held(
+def constraint(
     syntax: AnswerSyntax, conversation: Conversation, wanted: Wanted | None, *, is_reasoning: bool
 ) -> Wanted | None:
-    """Return what the answer is held to; `wanted` is the format that the body asks for.
+    """Return the structure that constrains the answer, if any.
 
-    Calls that must be made come before any format: such an answer has no content.
-
-    Raises:
-        HttpError, WireError: The model cannot be held to such calls.
+    `wanted` is the format that the body requests.  Required tool calls override it, because such an
+    answer has no content.
     """
     choice, is_several = conversation.tool_choice, conversation.has_parallel_calls
     tools = conversation.callable_tools
@@ -43,7 +41,7 @@ def held(
         return wanted._replace(tools=known)
     if wanted is not None:
         return _format(syntax, tools, wanted, is_several=is_several, is_reasoning=is_reasoning)
-    if tools != conversation.told_tools or any(tool.is_strict for tool in tools):
+    if tools != conversation.visible_tools or any(tool.is_strict for tool in tools):
         known = [_forced(tool) if tool.is_strict else _loose(tool) for tool in tools]
         rules = syntax.call_rules(known, is_required=False, is_several=is_several)
         wanted = _grammar("tools", syntax, rules, is_reasoning=is_reasoning)
@@ -59,7 +57,7 @@ def _format(
     is_several: bool,
     is_reasoning: bool,
 ) -> Wanted:
-    """Return a format that leaves room for reasoning before it, and for calls in its place."""
+    """Extend a format to allow reasoning before it, and tool calls instead of it."""
     is_alone = not tools and not syntax.has_reasoning
     if is_alone or wanted.kind not in ("json_schema", "regex"):
         return wanted
@@ -69,7 +67,8 @@ def _format(
         except StructureError as error:
             raise invalid(wanted.param, str(error)) from None
     else:
-        rules = "formatted: /" + _SLASH.sub(lambda it: it["escape"] or r"\/", wanted.text) + "/"
+        escaped = _SLASH.sub(lambda match: match["escape"] or r"\/", wanted.text)
+        rules = f"formatted: /{escaped}/"
     if tools:
         calls = syntax.call_rules([_loose(tool) for tool in tools], is_several=is_several)
         called = re.sub(r"^answer:", "called:", calls, count=1, flags=re.MULTILINE)

@@ -1,8 +1,7 @@
-"""Structured output: constraints on an answer's text, in the forms of OpenAI, vLLM and others.
+"""Structured output: constraints on an answer's text, from the fields of OpenAI and vLLM.
 
-`response_format` is OpenAI's field, `structured_outputs` vLLM's, `guided_…` are its older ones.
-All come down to one structure of SPEC 4.9.  A request may name one; two are refused, for an answer
-cannot be held to both.
+`response_format` is OpenAI's field, `structured_outputs` is vLLM's, and the `guided_…` fields are
+vLLM's older ones.  Each becomes a structure of SPEC 4.9.  A request may have only one structure.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from wire.process.structured_output import problem_of
 
 ANY_OBJECT: Final = '{"type": "object"}'
 FORMATS: Final = ("text", "json_object", "json_schema")
-# How a grammar in Lark's syntax is told from one in the EBNF of llama.cpp.
+# Matches a line that only a grammar in Lark's syntax has, not one in llama.cpp's EBNF.
 _LARK: Final = re.compile(r"\s*(start\s*:|%llguidance)")
 
 
@@ -31,7 +30,7 @@ def is_given(raw: msgspec.Raw) -> bool:
 
 
 class JsonSchema(Struct):
-    """`json_schema` of a response format; it is enforced, whatever `strict` says."""
+    """`json_schema` of a response format; the schema is enforced even if `strict` is false."""
 
     schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     name: str | None = None
@@ -47,7 +46,7 @@ class ResponseFormat(Struct):
 
 
 class StructuredOutputs(Struct):
-    """`structured_outputs`: vLLM's field.  One of the first five says what is wanted."""
+    """`structured_outputs`: vLLM's field.  Exactly one of the first five fields must be set."""
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     regex: str | None = None
@@ -55,7 +54,7 @@ class StructuredOutputs(Struct):
     grammar: str | None = None
     json_object: bool | None = None
 
-    # Known, and refused unless neutral.
+    # Unsupported fields, refused unless they are null or false.
     structural_tag: Any = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
@@ -63,20 +62,16 @@ class StructuredOutputs(Struct):
 
 
 class Wanted(NamedTuple):
-    """A structure that a request asks for, not looked at yet; `param` is the field that has it."""
+    """A requested structure, not yet validated; `param` is the field that contains it."""
 
     param: str
     kind: Literal["json_schema", "regex", "lark", "ebnf"]
     text: str
-    # Whose parameters are part of it.
+    # The tools whose parameters are part of the structure.
     tools: Sequence[lark.Tool] = ()
 
-    def settle(self) -> Structure:
-        """Return the structure for workers.  It takes up to 0.3 s: call it in a thread.
-
-        Raises:
-            HttpError: 400; no answer can be held to it.
-        """
+    def to_structure(self) -> Structure:
+        """Validate it and return the structure for workers.  Takes up to 0.3 s: use a thread."""
         structure = _lark(self) if self.kind == "ebnf" else Structure(self.kind, self.text)
         if (reason := problem_of(structure)) is not None:
             for tool in self.tools:
@@ -87,33 +82,25 @@ class Wanted(NamedTuple):
         return structure
 
 
-def wanted_of_format(asked: ResponseFormat | None) -> Iterator[Wanted]:
-    """Find what `response_format` asks for.
-
-    Raises:
-        HttpError: 400; that is not there.
-    """
-    if asked is None or asked.type == "text":
+def wanted_of_format(sent: ResponseFormat | None) -> Iterator[Wanted]:
+    """Yield the structure that `response_format` requests, if any."""
+    if sent is None or sent.type == "text":
         return
-    if asked.type not in FORMATS:
-        expected = f"expected one of {', '.join(FORMATS)}, not {asked.type[:40]!r}"
+    if sent.type not in FORMATS:
+        expected = f"expected one of {', '.join(FORMATS)}, not {sent.type[:40]!r}"
         raise invalid("response_format.type", expected)
-    if asked.type == "json_object":
+    if sent.type == "json_object":
         yield Wanted("response_format", "json_schema", ANY_OBJECT)
         return
     place = "response_format.json_schema"
-    if asked.json_schema is None or not is_given(asked.json_schema.schema):
+    if sent.json_schema is None or not is_given(sent.json_schema.schema):
         raise invalid(f"{place}.schema", "is missing")
-    yield wanted_schema(f"{place}.schema", asked.json_schema.schema)
+    yield wanted_schema(f"{place}.schema", sent.json_schema.schema)
 
 
-def wanted_of_structured(asked: StructuredOutputs | None) -> Iterator[Wanted]:
-    """Find what `structured_outputs` asks for.
-
-    Raises:
-        HttpError: 400; nothing, or what is not supported.
-    """
-    if asked is None:
+def wanted_of_structured(sent: StructuredOutputs | None) -> Iterator[Wanted]:
+    """Yield the structures that `structured_outputs` requests."""
+    if sent is None:
         return
     for name in (
         "structural_tag",
@@ -121,14 +108,12 @@ def wanted_of_structured(asked: StructuredOutputs | None) -> Iterator[Wanted]:
         "disable_additional_properties",
         "whitespace_pattern",
     ):
-        if getattr(asked, name):
+        if getattr(sent, name):
             raise invalid(f"structured_outputs.{name}", "is not supported by this server")
     found = list(
-        wanted_of_guided(
-            "structured_outputs.", asked.json, asked.regex, asked.choice, asked.grammar
-        )
+        wanted_of_guided("structured_outputs.", sent.json, sent.regex, sent.choice, sent.grammar)
     )
-    if asked.json_object:
+    if sent.json_object:
         found.append(Wanted("structured_outputs.json_object", "json_schema", ANY_OBJECT))
     if not found:
         raise invalid("structured_outputs", "needs json, regex, choice, grammar or json_object")
@@ -142,7 +127,7 @@ def wanted_of_guided(
     choice: list[str] | None,
     grammar: str | None,
 ) -> Iterator[Wanted]:
-    """Find what these four ask for; their names in the request begin with `prefix`."""
+    """Yield the structures of these four fields, whose names in the request begin with `prefix`."""
     if is_given(json):
         yield wanted_schema(f"{prefix}json", json)
     if regex is not None:
@@ -150,7 +135,7 @@ def wanted_of_guided(
     if choice is not None:
         if not choice:
             raise invalid(f"{prefix}choice", "is empty")
-        texts = map(dumps, choice)  # strings of Lark are those of JSON
+        texts = map(dumps, choice)  # Lark has the string syntax of JSON
         yield _short(f"{prefix}choice", "lark", f"start: {' | '.join(texts)}")
     if grammar is not None:
         is_lark = any(_LARK.match(line) for line in grammar.splitlines())
@@ -158,27 +143,19 @@ def wanted_of_guided(
 
 
 def one_of(found: list[Wanted]) -> Wanted | None:
-    """Return the only given structure, if any.
-
-    Raises:
-        HttpError: 400; there are two.
-    """
+    """Return the only structure of a request, or None; refuse a second one."""
     if len(found) > 1:
         raise invalid(found[1].param, f"an answer is held to one structure; leave {found[0].param}")
     return found[0] if found else None
 
 
 def wanted_schema(param: str, raw: msgspec.Raw) -> Wanted:
-    """Return what a JSON schema asks for; `param` is the field that has it.
-
-    Raises:
-        HttpError: 400; it is none, or too long.
-    """
+    """Return the structure of a JSON schema in field `param`."""
     try:
         text = bytes(raw).decode()
     except UnicodeDecodeError:
         raise invalid(param, "is not UTF-8") from None
-    if text.startswith('"'):  # vLLM takes the text of a schema too
+    if text.startswith('"'):  # vLLM also accepts a schema as a string
         text = msgspec.json.decode(text).strip()
     if not text.startswith("{"):
         raise invalid(param, "expected a JSON schema, an object")
@@ -192,11 +169,11 @@ def _short(param: str, kind: Literal["json_schema", "regex", "lark", "ebnf"], te
 
 
 def _lark(wanted: Wanted) -> Structure:
-    from llguidance.gbnf_to_lark import gbnf_to_lark  # few need it
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # rarely needed
 
     try:
         text = gbnf_to_lark(wanted.text)
-    except Exception as error:  # it raises no other kind for a rule that is not there
+    except Exception as error:  # the library raises bare Exceptions
         raise invalid(wanted.param, f"is no grammar in EBNF or Lark: {str(error)[:200]}") from error
     if len(text) > MAX_STRUCTURE_LENGTH:
         raise invalid(wanted.param, f"is over {MAX_STRUCTURE_LENGTH} characters in Lark's syntax")

@@ -1,8 +1,8 @@
-"""Fields of OpenAI's schema and vLLM's server that our bodies lack: ignored or refused.
+"""Request fields of OpenAI and vLLM that our endpoints do not support: refused or ignored.
 
-Every name that these two know has an answer: it is a field of the body, or it stands here.  Here
-are those that are refused, each with the values that ask for nothing, and those without effect on
-the answer.  A name that nobody knows is ignored, as clients expect.  FIELDS.md is the whole list.
+Every field of the two APIs is either a field of our body or listed here.  A refused field is
+accepted with its neutral values, and a field without effect on the answer is ignored.  So is an
+unknown field, as clients expect.  FIELDS.md lists all fields.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from router.api.errors import invalid
 
 
 class Refused(NamedTuple):
-    """Why a field is refused; null and the `neutral` values ask for nothing and are taken."""
+    """The reason for refusing a field; null and the `neutral` values are accepted."""
 
     why: str
     neutral: tuple[object, ...] = ()
 
 
 class Fields:
-    """The fields that an endpoint's body lacks, with the message for each."""
+    """The request fields that an endpoint does not support, with the message for each."""
 
     def __init__(self, refused: Mapping[str, Refused], without_effect: Mapping[str, str]) -> None:
         self.refused = refused
         self.without_effect = without_effect
-        # Whatever else is in a body is skipped and not decoded.
+        # The decoder skips all other fields.
         values: list[tuple[str, Any, Any]] = [(name, msgspec.Raw, None) for name in refused]
         kind = msgspec.defstruct("Values", values)
         self._none, self._decoder = kind(), msgspec.json.Decoder(kind)
 
     def that_work(self, body: type[msgspec.Struct]) -> set[str]:
-        """Return the fields of a body that work: it may have got some that are refused here."""
+        """Return the supported fields of a body; it may inherit fields that are refused here."""
         return set(body.__struct_fields__) - self.refused.keys()
 
     def check(self, raw: bytes) -> None:
-        """Refuse a body for a field that would not be honoured.
+        """Refuse a body with an unsupported field.
 
         Raises:
-            HttpError: 400; it names the field.
-            msgspec.DecodeError: It is not JSON, or no object.
+            HttpError: 400 that names the field.
+            msgspec.DecodeError: The body is not a JSON object.
         """
         values = self._decoder.decode(raw)
         if values == self._none:
@@ -65,6 +65,11 @@ _REFUSED: Final = {
     "thinking_token_budget": Refused("limit the tokens of the whole answer", (-1,)),
     "routed_experts_prompt_start": Refused("experts are not reported", (0,)),
     "guided_whitespace_pattern": Refused("JSON has one space after a comma and a colon"),
+}
+# Fields for images and audio.
+_MEDIA: Final = {
+    name: Refused("models here read and write text", ({},))
+    for name in ("media_io_kwargs", "mm_processor_kwargs")
 }
 _WITHOUT_EFFECT: Final = {
     "user": "nothing is kept of who asked",
@@ -93,8 +98,7 @@ CHAT: Final = Fields(
         **_REFUSED,
         "audio": Refused("models here read and write text", ({},)),
         "modalities": Refused("models here read and write text", (["text"], [])),
-        "media_io_kwargs": Refused("models here read and write text", ({},)),
-        "mm_processor_kwargs": Refused("models here read and write text", ({},)),
+        **_MEDIA,
         "functions": Refused("it is the older name of tools", ([],)),
         "function_call": Refused("it is the older name of tool_choice", ("none", "auto")),
         "web_search_options": Refused("nothing is searched"),
@@ -115,14 +119,7 @@ CHAT: Final = Fields(
     },
 )
 
-TOKENIZE: Final = Fields(
-    {
-        "media_io_kwargs": Refused("models here read and write text", ({},)),
-        "mm_processor_kwargs": Refused("models here read and write text", ({},)),
-        "tools": Refused("leave it out", ([],)),
-    },
-    {},
-)
+TOKENIZE: Final = Fields(_MEDIA | {"tools": Refused("leave it out", ([],))}, {})
 
 RESPONSES: Final = Fields(
     {
@@ -139,9 +136,8 @@ RESPONSES: Final = Fields(
         "truncation": Refused("too long an input is an error", ("disabled",)),
         "enable_response_messages": Refused("the output is in items", (False,)),
         "previous_input_messages": Refused("send input", ([],)),
-        "media_io_kwargs": Refused("models here read and write text", ({},)),
-        "mm_processor_kwargs": Refused("models here read and write text", ({},)),
-        # Of other endpoints; bodies here have them too.
+        **_MEDIA,
+        # Inherited fields that only other endpoints support.
         "n": Refused("a response is one answer", (1,)),
         "max_tokens": Refused("here it is max_output_tokens"),
         "response_format": Refused("here it is text.format", ({"type": "text"},)),
@@ -152,7 +148,8 @@ RESPONSES: Final = Fields(
         "baton_usage": Refused("only /v1/completions and chats have it", (False,)),
     },
     {
-        **{name: why for name, why in _WITHOUT_EFFECT.items() if name != "user"},  # comes back
+        # The response repeats "user".
+        **{name: why for name, why in _WITHOUT_EFFECT.items() if name != "user"},
         "prompt_cache_options": "prefixes are cached by themselves",
         "prompt_cache_retention": "prefixes are cached as long as there is room",
         "service_tier": "there is one; priority says who is served first",

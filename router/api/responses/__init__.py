@@ -1,1 +1,1 @@
-"""POST /v1/responses, and the responses that are kept."""
+"""POST /v1/responses, and the stored responses that later requests continue."""

@@ -1,7 +1,6 @@
-"""POST /v1/responses: the fields of its body, and the conversation that it continues.
+"""POST /v1/responses: its request body, and the conversation that it continues.
 
-What this API has beside sampling is here; sampling is as for the other endpoints, with the further
-fields that they take.
+The sampling fields are those of the other endpoints; the fields specific to this API are here.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from wire.errors import shown
 from wire.options import NumTop
 
 LOGPROBS: Final = "message.output_text.logprobs"
-# What else `include` may ask for.  Reasoning comes in plain text and goes back as such, so nothing
-# has to be encrypted; the others are results of tools that are not here.
+# The values that `include` accepts.  All but the first have no effect: reasoning is plain text and
+# needs no encryption, and the other values are about tools that this server does not have.
 INCLUDES: Final = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -46,7 +45,7 @@ INCLUDES: Final = (
 
 
 class ResponseStreamOptions(StreamOptions):
-    """`stream_options`: usage always comes with the last event."""
+    """`stream_options`; the last event always has the usage."""
 
     include_obfuscation: bool | None = None
 
@@ -62,7 +61,7 @@ class TextFormat(Struct, omit_defaults=True):
 
 
 class TextOptions(Struct):
-    """`text`: what the message is to look like."""
+    """`text`: the format of the message."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -77,7 +76,7 @@ class ReasoningOptions(Struct):
 
 
 class FunctionTool(Struct):
-    """An entry of `tools`; those of other types have no name."""
+    """An entry of `tools`; entries of other types may have no name."""
 
     type: str
     name: ToolName | None = None
@@ -87,20 +86,20 @@ class FunctionTool(Struct):
 
 
 class NamedFunction(Struct, tag_field="type", tag="function"):
-    """A `tool_choice` that names one."""
+    """A `tool_choice` that names one tool."""
 
     name: str
 
 
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools"):
-    """A `tool_choice` that names several."""
+    """A `tool_choice` that names several tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponseBody(Sampled, kw_only=True):
-    """POST /v1/responses."""
+    """The request body of POST /v1/responses."""
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
@@ -118,7 +117,7 @@ class ResponseBody(Sampled, kw_only=True):
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Without effect but to come back with the response.
+    # Fields without effect, which the response repeats.
     metadata: (
         Annotated[
             dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
@@ -155,7 +154,7 @@ class ResponseBody(Sampled, kw_only=True):
 
     @property
     def items(self) -> list[Item]:
-        """The items of `input`."""
+        """The items of `input`; a string is one user message."""
         if isinstance(self.input, str):
             return [Item(role="user", content=self.input)]
         return self.input
@@ -197,12 +196,8 @@ class ResponseBody(Sampled, kw_only=True):
             case word:
                 return tool_choice(word)
 
-    def go_on(self, items: Iterable[Item], model: ServedModel) -> Conversation:
-        """Return the conversation of these items, of earlier responses and our own.
-
-        Raises:
-            HttpError: 400.
-        """
+    def conversation(self, items: Iterable[Item], model: ServedModel) -> Conversation:
+        """Convert `items`, those of earlier responses and of this body, to a conversation."""
         effort = self.reasoning.effort if self.reasoning else None
         return Conversation(
             messages=messages_of(items, self.instructions),
@@ -218,9 +213,9 @@ class ResponseBody(Sampled, kw_only=True):
         )
 
     def echo(self) -> dict[str, Any]:
-        """The fields of a response that repeat its request, encoded once."""
+        """Return the response fields that repeat the request, encoded once."""
         text, reasoning = self.text or TextOptions(), self.reasoning or ReasoningOptions()
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "previous_response_id": self.previous_response_id,
@@ -239,8 +234,8 @@ class ResponseBody(Sampled, kw_only=True):
             "service_tier": "default",
         }
         if self.user is not None:
-            said["user"] = self.user
-        return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in said.items()}
+            fields["user"] = self.user
+        return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
 
 
 def _check_text(text: TextOptions) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/responses: from a body and a kept response to a core request."""
+"""POST /v1/responses: converts a body and the response it continues to a core request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.body import parse
 from router.api.requests.unsupported_fields import RESPONSES
 from router.api.requests.value_count import check_values
@@ -19,7 +19,7 @@ from router.api.responses.items import Item, encode_items
 from router.api.responses.response import FixedFields, ResponseAnswer, response_id
 from router.api.responses.store import KeptResponse, KeptResponses
 
-# Of the items before an answer and those that it goes on with, in JSON: as of a body.
+# The maximum size in bytes of a stored conversation and a body that continues it.
 MAX_CONVERSATION_BYTES: Final = 2 * 1024 * 1024
 
 
@@ -31,14 +31,10 @@ def read(
     kept: KeptResponses,
     model: ServedModel,
     raw: bytes,
-    asker: Asker,
+    context: RequestContext,
     previous: KeptResponse | None = None,
 ) -> CompletionRequest:
-    """Understand a body that goes on from `previous`, if that was found.
-
-    Raises:
-        HttpError, WireError: It asks for what it cannot have.
-    """
+    """Parse and validate a body that may continue the stored response `previous`."""
     body = parse(ResponseBody, raw, RESPONSES)
     model.check_name(body.model)
     items = body.items
@@ -51,10 +47,10 @@ def read(
 
     def keep(response: bytes) -> None:
         if body.is_kept:
-            kept.keep(response_id(key), KeptResponse(asker.client, response, before))
+            kept.keep(response_id(key), KeptResponse(context.client, response, before))
 
     answer = partial(ResponseAnswer, fixed=FixedFields(key, body.echo(), keep))
-    return model.converse(body.go_on(items, model), body, asker, answer)
+    return model.conversation_request(body.conversation(items, model), body, context, answer)
 
 
 def _items_of(previous: KeptResponse, num_more: int) -> list[Item]:

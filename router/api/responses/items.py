@@ -1,8 +1,7 @@
-"""Items: the parts of a conversation in this API, and the chat messages that they become.
+"""Items: the parts of a conversation in this API, and their conversion to chat messages.
 
-A message, reasoning, a call of a function and what it returned are an item each, in the input as in
-the output, so that a client can send an output back as it came.  Chat templates know messages only:
-what the assistant reasoned, said and called in one turn is one message there.
+A message, reasoning, a function call and its output are one item each.  An assistant's reasoning,
+message and function calls of one turn become one chat message.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from router.api.errors import invalid
 from wire.errors import shown
 
 ROLES: Final = ("user", "assistant", "system", "developer")
-# Parts of text, by any name that a client may have them under.
+# The types of content parts that have text.
 TEXTS: Final = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-# Item ids tell what they name.
+# The prefix of an item id for each type of item.
 PREFIXES: Final = {
     "message": "msg",
     "reasoning": "rs",
@@ -29,7 +28,7 @@ PREFIXES: Final = {
 
 
 class Part(Struct):
-    """A part of a content."""
+    """A part of an item's content."""
 
     type: str
     text: str | None = None
@@ -37,7 +36,7 @@ class Part(Struct):
 
 
 class Item(Struct):
-    """An item of any type: `check` says which fields it needs."""
+    """An item of any type; `check` validates the fields that its type requires."""
 
     type: str = "message"
     id: str | None = None
@@ -52,11 +51,7 @@ class Item(Struct):
     output: str | list[Part] | None = None
 
     def check(self, where: str) -> None:
-        """Refuse what a chat template has no place for; `where` names the item.
-
-        Raises:
-            HttpError: 400.
-        """
+        """Raise a 400 if the item is invalid or not text; `where` is its position in the body."""
         needed = _NEEDED.get(self.type)
         if needed is None:
             known = ", ".join(_NEEDED)
@@ -69,13 +64,13 @@ class Item(Struct):
         for name in ("content", "output", "summary"):
             parts = getattr(self, name)
             for index, part in enumerate(parts if isinstance(parts, list) else ()):
-                part_of = f"{where}.{name}[{index}]"
+                place = f"{where}.{name}[{index}]"
                 if part.type not in TEXTS:
                     raise invalid(
-                        f"{part_of}.type", f"{shown(part.type)} is not supported: send text only"
+                        f"{place}.type", f"{shown(part.type)} is not supported: send text only"
                     )
                 if part.text is None and part.refusal is None:
-                    raise invalid(f"{part_of}.text", "is missing")
+                    raise invalid(f"{place}.text", "is missing")
         if self.type == "reasoning" and self.encrypted_content and not self.reasoning:
             raise invalid(
                 f"{where}.encrypted_content",
@@ -84,21 +79,22 @@ class Item(Struct):
 
     @property
     def reasoning(self) -> str:
-        """The text of a reasoning item: in full, or else its summary."""
+        """The content of a reasoning item, or its summary if the content is empty."""
         return _text(self.content) or _text(self.summary)
 
     @property
     def is_cut_call(self) -> bool:
-        """Whether it is a call that was never made: the answer ended within its arguments."""
+        """Whether the item is an unfinished call: the answer ended within its arguments."""
         return self.type == "function_call" and self.status == "incomplete"
 
     def document(self, name: str) -> dict[str, Any]:
-        """Return the item as this API shows it; `name` is for one that has none."""
+        """Return the item as a JSON object; `name` is its id if it has none."""
         status = "incomplete" if self.status == "incomplete" else "completed"
         body: dict[str, Any] = {"id": self.id or name, "type": self.type, "status": status}
         if self.type == "message":
             text = _text(self.content)
-            part = said(text) if self.role == "assistant" else {"type": "input_text", "text": text}
+            part = {"type": "input_text", "text": text}
+            part = text_part(text) if self.role == "assistant" else part
             return body | {"role": self.role, "content": [part]}
         if self.type == "reasoning":
             part = {"type": "reasoning_text", "text": self.reasoning}
@@ -117,20 +113,20 @@ _NEEDED: Final = {
 }
 
 
-def said(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the part of a message in which the assistant says this."""
+def text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return a content part with the assistant's text."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def item_name(kind: str, key: str, index: int) -> str:
-    """Return the id of an item: `key` is that of its response, `index` its place."""
+    """Return the id of the item at `index` of the response with this `key`."""
     return f"{PREFIXES[kind]}_{key}{index:03x}"
 
 
 def encode_items(items: Iterable[Item], key: str) -> bytes:
-    """Return items as a list in JSON, those without an id with one."""
+    """Encode items as a JSON list, adding missing ids."""
     documents = [
-        # Not the ids that the output will have.
+        # "i" keeps these ids different from those of output items.
         item.document(item_name(item.type, f"{key}i", index))
         for index, item in enumerate(items)
     ]
@@ -138,7 +134,7 @@ def encode_items(items: Iterable[Item], key: str) -> bytes:
 
 
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Return the messages of a chat, the instructions first; a call that was cut is in none."""
+    """Convert items to chat messages after the instructions; omit unfinished calls."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -151,20 +147,20 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
         elif item.type == "message" and item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content)})
         else:
-            if not (messages and _takes(messages[-1], item)):
+            if not (messages and _belongs_to(messages[-1], item)):
                 messages.append({"role": "assistant", "content": None})
             _add(messages[-1], item)
     return messages
 
 
-def _takes(message: dict[str, Any], item: Item) -> bool:
-    # A turn of the assistant is reasoning, then text, then calls, each of which may be missing.
+def _belongs_to(message: dict[str, Any], item: Item) -> bool:
+    # An assistant message has reasoning, then text, then calls; each is optional.
     if message["role"] != "assistant":
         return False
     if item.type == "function_call":
         return True
-    has_said = message["content"] is not None or "tool_calls" in message
-    return not has_said and (item.type == "message" or "reasoning_content" not in message)
+    has_text = message["content"] is not None or "tool_calls" in message
+    return not has_text and (item.type == "message" or "reasoning_content" not in message)
 
 
 def _add(message: dict[str, Any], item: Item) -> None:

@@ -1,9 +1,8 @@
-"""The output of a response: items made of the parts of an answer, and their events.
+"""The output of a response: converts the parts of an answer to items and their events.
 
-An item is open while parts of it come and done when a part of another one does.  It is completed,
-but for an unfinished call and for the last one where the answer was cut.  The items are a
-function of the parts, not of how many pieces these came in: so a stream's last event has the very
-response that is answered whole.
+An item is open until a part of another item arrives.  Then its status is completed, except for an
+unfinished call and the last item of a truncated answer.  The items depend only on the parts, so the
+last event of a stream has the same response as a request without streaming.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from router.api.completions.events import event
+from router.api.completions.response import event
 from router.api.requests.conversation import new_call_id
-from router.api.responses.items import item_name, said
+from router.api.responses.items import item_name, text_part
 from router.text.output_parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
 
 _encode: Final = msgspec.json.Encoder().encode
 
 
 class OpenItem:
-    """An item that parts still come for; `stem` begins the names of its events."""
+    """An item that is still growing; `stem` is the prefix of its event names."""
 
     kind: ClassVar[str]
     stem: ClassVar[str]
-    # Where in the item its text is.
+    # The event fields that locate the text within the item.
     place: ClassVar[dict[str, int]] = {"content_index": 0}
 
     def __init__(self, key: str, index: int) -> None:
@@ -39,19 +38,19 @@ class OpenItem:
         return "".join(self.texts)
 
     def fields(self, content: list[Any]) -> dict[str, Any]:
-        """The fields of the item beside its type, id and status."""
+        """Return the fields of the item except its type, id and status."""
         raise NotImplementedError
 
     def part(self) -> dict[str, Any] | None:
-        """The text as a part of a content; None where the item has no such parts."""
+        """Return the text as a content part; None if the item has no content."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """The fields of the event that ends the text."""
+        """Return the fields of the event that ends the text."""
         return {"text": self.text}
 
     def document(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        """Return the item, or how it looked before its first text."""
+        """Return the item as a JSON object; `is_empty` omits its content."""
         part = None if is_empty else self.part()
         head = {"id": self.where["item_id"], "type": self.kind, "status": status}
         return head | self.fields([] if part is None else [part])
@@ -64,7 +63,7 @@ class OpenMessage(OpenItem):
         return {"role": "assistant", "content": content}
 
     def part(self) -> dict[str, Any]:
-        return said(self.text, self.logprobs)
+        return text_part(self.text, self.logprobs)
 
     def whole(self) -> dict[str, Any]:
         return {"text": self.text, "logprobs": self.logprobs}
@@ -100,9 +99,9 @@ class OpenCall(OpenItem):
 
 
 class Output:
-    """The items so far, and the events since `take_events` was last called.
+    """The items so far, and the events since the last call of `take_events`.
 
-    Where nobody wants events (`is_streamed` is False) there are none.
+    There are no events if `is_streamed` is False.
     """
 
     def __init__(self, key: str, *, is_streamed: bool) -> None:
@@ -121,8 +120,8 @@ class Output:
         events, self._events = self._events, []
         return b"".join(events)
 
-    def say(self, kind: str, **fields: Any) -> None:
-        """Add an event."""
+    def add_event(self, kind: str, **fields: Any) -> None:
+        """Append an event."""
         if not self._is_streamed:
             return
         body = _encode({"type": kind, "sequence_number": self._num_events, **fields})
@@ -130,14 +129,14 @@ class Output:
         self._num_events += 1
 
     def items(self, status: str) -> list[dict[str, Any]]:
-        """All items; `status` is that of an open one."""
+        """Return all items as JSON objects; `status` is the status of the open one."""
         return [*self._done, *([self._open.document(status)] if self._open else ())]
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[Any] = ()) -> None:
-        """Append parts; `logprobs` are those of their tokens.
+        """Append parts, and the log-probabilities of their tokens.
 
-        A message has the log-probabilities of all tokens that came before its end, also of those
-        without text, or whose text is reasoning; they wait for text of the message.
+        A message has the log-probabilities of all tokens before its end, including tokens without
+        text and tokens of reasoning.  They are buffered until the message has text.
         """
         self._waiting += logprobs
         for part in parts:
@@ -155,7 +154,7 @@ class Output:
                 self._extend(part.text)
 
     def end(self, status: str) -> None:
-        """End the last item; an empty output gets one empty message."""
+        """Close the last item; an output without items gets an empty message."""
         if self._open is None:
             self._begin(OpenMessage(self._key, 0))
         if self._waiting and isinstance(self._open, OpenMessage):
@@ -171,10 +170,10 @@ class Output:
         self._open = item
         index = item.where["output_index"]
         document = item.document("in_progress", is_empty=True)
-        self.say("response.output_item.added", output_index=index, item=document)
+        self.add_event("response.output_item.added", output_index=index, item=document)
         if (part := item.part()) is not None:
-            self.say("response.content_part.added", **item.where, **item.place, part=part)
-        # The usual event, of one token, is rendered once, but for its number and its text.
+            self.add_event("response.content_part.added", **item.where, **item.place, part=part)
+        # The event for one token is rendered once, except for its number and text.
         fields = {"type": f"{item.stem}.delta", **item.where, **item.place}
         frame = event(_encode(fields)[:-1] + b',"sequence_number":', f"{item.stem}.delta")
         self._delta = frame.removesuffix(b"\n\n")
@@ -200,14 +199,14 @@ class Output:
         if isinstance(item, OpenCall):
             status = "completed" if item.is_finished else "incomplete"
         self.is_cut |= status == "incomplete"
-        self.say(f"{item.stem}.done", **item.where, **item.place, **item.whole())
+        self.add_event(f"{item.stem}.done", **item.where, **item.place, **item.whole())
         if (part := item.part()) is not None:
-            self.say("response.content_part.done", **item.where, **item.place, part=part)
+            self.add_event("response.content_part.done", **item.where, **item.place, part=part)
         self._done.append(item.document(status))
         index = item.where["output_index"]
-        self.say("response.output_item.done", output_index=index, item=self._done[-1])
+        self.add_event("response.output_item.done", output_index=index, item=self._done[-1])
 
 
 def content_of(text: str) -> list[Part]:
-    """Return the parts of a text in which everything is content."""
+    """Return `text` as content parts."""
     return [Content(text)] if text else []

@@ -1,10 +1,8 @@
-"""Kept responses, for later ones to continue: a bounded number, private to each client.
+"""Stored responses that later requests can continue: bounded, and private to each client.
 
-Kept as bytes, which can be counted and which nobody has to walk through: for every response its
-answer, and the items that came before it, those of earlier responses included.  So each stands
-alone: it can be gone on from when what it came from is long forgotten.  Where there is no room, the
-asker who keeps most loses the one that it has not used for longest.  A router that starts again
-remembers none.
+A stored response has all items before it, including those of earlier responses, so it can be
+continued after those have been evicted.  It is stored as bytes, so its size is known.  When the
+store is full, the client that uses most of it loses its least recently used response.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import msgspec
 from router.api.errors import HttpError, invalid
 from wire.errors import shown
 
-# Of a dictionary's entry and the names in it, about.
+# Approximate overhead of a dictionary entry and its keys.
 BYTES_EACH: Final = 1024
 MAX_RESPONSES: Final = 1000
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -27,9 +25,9 @@ MAX_ITEMS: Final = 100
 
 
 class KeptResponse(NamedTuple):
-    """`answer` is the response and `input` the list of items before it, both in JSON."""
+    """A stored response (`answer`) and the list of items before it (`input`), both in JSON."""
 
-    asker: str
+    client: str
     answer: bytes
     input: bytes
 
@@ -43,67 +41,67 @@ class _Previous(msgspec.Struct):
 
 
 class KeptResponses:
-    """At most `max_responses` of them, of `max_bytes` together.
+    """Stores up to `max_responses` responses with a total size of up to `max_bytes`.
 
-    Bodies are read and answers made in threads too, so every method may be called from any.
+    All methods are thread-safe, because bodies are parsed and responses rendered in threads too.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lock = Lock()
-        # By asker, the least recently used at the beginning.
+        # The responses of each client by id, the least recently used first.
         self._kept: dict[str, OrderedDict[str, KeptResponse]] = {}
-        self._bytes_of_asker: Counter[str] = Counter()
+        self._bytes_of_client: Counter[str] = Counter()
         self._num_kept = self.num_bytes = 0
 
     def __len__(self) -> int:
         return self._num_kept
 
     def keep(self, name: str, kept: KeptResponse) -> None:
-        """Keep a response, unless it is larger than all may be; others make room for it."""
+        """Store a response and evict others if needed; ignore one larger than the whole store."""
         if kept.size > self._max_bytes:
             return
         with self._lock:
-            self._kept.setdefault(kept.asker, OrderedDict())[name] = kept
-            self._count(kept.asker, 1, kept.size)
+            self._kept.setdefault(kept.client, OrderedDict())[name] = kept
+            self._count(kept.client, 1, kept.size)
             while self._num_kept > self._max_responses or self.num_bytes > self._max_bytes:
-                most = max(self._kept, key=self._part_of)
+                most = max(self._kept, key=self._share)
                 _, oldest = self._kept[most].popitem(last=False)
                 self._count(most, -1, -oldest.size)
 
-    def get(self, asker: str, name: str) -> KeptResponse | None:
-        """Return a response of this asker, which has been used now; None if there is none."""
+    def get(self, client: str, name: str) -> KeptResponse | None:
+        """Return a response of this client, marking it as recently used, or None."""
         with self._lock:
-            theirs = self._kept.get(asker)
-            if theirs is None or name not in theirs:
+            responses = self._kept.get(client)
+            if responses is None or name not in responses:
                 return None
-            theirs.move_to_end(name)
-            return theirs[name]
+            responses.move_to_end(name)
+            return responses[name]
 
-    def pop(self, asker: str, name: str) -> bool:
-        """Forget a response of this asker; False if there is none."""
+    def pop(self, client: str, name: str) -> bool:
+        """Delete a response of this client; return False if there is none."""
         with self._lock:
-            theirs = self._kept.get(asker)
-            if theirs is None or name not in theirs:
+            responses = self._kept.get(client)
+            if responses is None or name not in responses:
                 return False
-            self._count(asker, -1, -theirs.pop(name).size)
+            self._count(client, -1, -responses.pop(name).size)
             return True
 
-    def _count(self, asker: str, num: int, num_bytes: int) -> None:
+    def _count(self, client: str, num: int, num_bytes: int) -> None:
         self._num_kept += num
         self.num_bytes += num_bytes
-        self._bytes_of_asker[asker] += num_bytes
-        if not self._kept[asker]:
-            del self._kept[asker], self._bytes_of_asker[asker]
+        self._bytes_of_client[client] += num_bytes
+        if not self._kept[client]:
+            del self._kept[client], self._bytes_of_client[client]
 
-    def _part_of(self, asker: str) -> float:
-        """How much of what may be kept an asker has, of their number or of their bytes."""
-        num = len(self._kept[asker]) / max(self._max_responses, 1)
-        return max(num, self._bytes_of_asker[asker] / self._max_bytes)
+    def _share(self, client: str) -> float:
+        """Return the fraction of the store that a client uses, by number or by size."""
+        num = len(self._kept[client]) / max(self._max_responses, 1)
+        return max(num, self._bytes_of_client[client] / self._max_bytes)
 
     def missing(self, name: str, param: str | None = None) -> HttpError:
-        """Return the 404 for a response that is missing or another client's, alike."""
+        """Return the 404 for a response that does not exist or belongs to another client."""
         return HttpError(
             404,
             f"Response with id {shown(name)} not found: it was made with store false, or by "
@@ -115,19 +113,15 @@ class KeptResponses:
 
 
 def previous_id(raw: bytes) -> str | None:
-    """Return which response a body goes on from."""
+    """Return the `previous_response_id` of a body."""
     try:
         return msgspec.json.decode(raw, type=_Previous).previous_response_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None  # whoever reads it will say what is wrong
+        return None  # the endpoint will report what is invalid
 
 
 def list_items(kept: KeptResponse, query: dict[str, str]) -> dict[str, Any]:
-    """Return the items before a response, as GET …/input_items has them: the latest first.
-
-    Raises:
-        HttpError: 400; the query asks for what there is not.
-    """
+    """Return a page of the items before a response, for GET …/input_items."""
     order, after = query.get("order", "desc"), query.get("after")
     limit = query.get("limit", str(DEFAULT_ITEMS))
     if order not in ("asc", "desc"):

@@ -1,1 +1,1 @@
-"""Tool calls in the text of an answer: one file for each family of syntax."""
+"""Parsers and grammars for tool calls in model output, one file per family of syntax."""

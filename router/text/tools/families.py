@@ -1,49 +1,41 @@
-"""The families of tool-call syntax, by name, and which of them a chat template speaks.
+"""The families of tool-call syntax by name, and their detection from a chat template.
 
-To add one: a file beside the others that reads its calls (`read`, a generator over a `Scan`), says
-them as a grammar (`grammar`) and knows its templates (`speaks`), a row here, and its texts in
-`tests/router/text/texts.py`, which has them read in every cut.
+To add a family, write a module here that parses its calls (`read`, a generator over a `Scan`),
+returns a grammar for them (`grammar`) and recognizes its chat templates (`matches`).  Add a row to
+`FAMILIES`, and example texts to `tests/router/text/texts.py`, which tests every way to split them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, Protocol
 
 from router.text.scan import Scan, Steps
 from router.text.tools import hermes, llama, mistral, pythonic
-from router.text.tools.lark import Wanted
+from router.text.tools.lark import AllowedCalls
 
 
-class Family(NamedTuple):
-    """One syntax of tool calls."""
+class Family(Protocol):
+    """A module that implements one syntax of tool calls."""
 
-    read: Callable[[Scan], Steps[None]]
-    grammar: Callable[[Wanted], str]
-    speaks: Callable[[str], bool]
-    # What the model writes around calls; some are special tokens, which have no text otherwise.
-    marks: tuple[str, ...]
+    @property
+    def MARKS(self) -> tuple[str, ...]:
+        """The marks around calls; special tokens among them must be decoded to text."""
+
+    def read(self, scan: Scan, /) -> Steps[None]: ...
+    def grammar(self, allowed: AllowedCalls, /) -> str: ...
+    def matches(self, template: str, /) -> bool: ...
 
 
-_HERMES: Final = Family(hermes.read, hermes.grammar, hermes.speaks, (hermes.OPEN, hermes.CLOSE))
-_MISTRAL: Final = Family(
-    mistral.read, mistral.grammar, mistral.speaks, (mistral.MARK, mistral.ARGS, mistral.CALL_ID)
-)
-_PYTHONIC: Final = Family(
-    pythonic.read, pythonic.grammar, pythonic.speaks, (pythonic.OPEN, pythonic.CLOSE)
-)
-_LLAMA: Final = Family(llama.read, llama.grammar, llama.speaks, llama.MARKS)
-
-# In the order in which a template is asked: what follows may be met in those before, too.
-FAMILIES: Final = {
-    "hermes": _HERMES,
-    "mistral": _MISTRAL,
-    "pythonic": _PYTHONIC,
-    "llama3_json": _LLAMA,
-    "llama4_json": _LLAMA,
-    "llama4_pythonic": _PYTHONIC,
+# In the order of detection: templates of an earlier family may also match a later one.
+FAMILIES: Final[dict[str, Family]] = {
+    "hermes": hermes,
+    "mistral": mistral,
+    "pythonic": pythonic,
+    "llama3_json": llama,
+    "llama4_json": llama,
+    "llama4_pythonic": pythonic,
 }
 
 
 def detect(template: str) -> Family | None:
-    return next((family for family in FAMILIES.values() if family.speaks(template)), None)
+    return next((family for family in FAMILIES.values() if family.matches(template)), None)

@@ -1,6 +1,6 @@
-"""Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as often as needed.
+"""Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, once per call.
 
-A `</tool_call>` that closes no call is content; one that is missing is not missed.
+A `</tool_call>` without a call before it is content; a missing one is tolerated.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from typing import Final
 
 from router.text.scan import Scan, Steps
 from router.text.tools.json_call import json_call
-from router.text.tools.lark import Wanted, objects, repeated, upto
+from router.text.tools.lark import AllowedCalls, marked, repeated
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
+MARKS: Final = (OPEN, CLOSE)
 
 
 def read(scan: Scan) -> Steps[None]:
@@ -20,29 +21,19 @@ def read(scan: Scan) -> Steps[None]:
     while mark := (yield from scan.until(OPEN, CLOSE)):
         if mark == OPEN:
             yield from scan.space()
-            # Outside strings, JSON has no "<": it is the end of a call that lacks a brace.
+            # Outside strings, JSON has no "<": it ends a call whose closing brace is missing.
             is_open = yield from json_call(scan, breaks="<")
         elif is_open:
             scan.drop()
             is_open = False
 
 
-def grammar(wanted: Wanted) -> str:
-    if wanted.is_required:
-        answer = repeated("call", "\n", wanted.is_several)
-    else:
-        answer = f"(upto rest){'*' if wanted.is_several else '?'} TEXT"
-    return "\n".join(
-        [
-            f"answer: {answer}",
-            f"call: {wanted.mark(OPEN)} rest",
-            upto(wanted.mark(OPEN)),
-            rf'rest: "\n" object "\n" {wanted.mark(CLOSE)}',
-            objects(wanted.tools, "arguments"),
-        ]
-    )
+def grammar(allowed: AllowedCalls) -> str:
+    calls = repeated("call", "\n", allowed.is_several)
+    rest = rf'"\n" object "\n" {allowed.mark(CLOSE)}'
+    return marked(allowed, OPEN, calls, rest, is_several=allowed.is_several)
 
 
-def speaks(template: str) -> bool:
-    """Whether a chat template is of this family: others have `<tool_call>` without JSON in it."""
+def matches(template: str) -> bool:
+    """Whether a chat template uses this syntax: other families have no JSON in `<tool_call>`."""
     return OPEN in template and "<function=" not in template and "<arg_key>" not in template

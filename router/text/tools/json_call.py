@@ -1,10 +1,9 @@
-"""A tool call as a JSON object, `{"name": …, "arguments": {…}}`, its members in any order.
+"""Parses a tool call that is a JSON object, `{"name": …, "arguments": {…}}`, in any member order.
 
-The arguments are the model's own text of that object, given as it comes: from its brace to the one
-that closes it, well-formed or not, since whoever asked can do more with it than with nothing; the
-call is finished only if they are well-formed.  Up
-to its arguments a call must be good JSON and have a name; if `arguments` come before `name` they
-are held until the name is known.  Members of any other name are read over.
+The arguments are emitted as the model generates them, from the opening brace to the closing one,
+even if they are not valid JSON; the call is finished only if they are.  Before the arguments, a
+call must be valid JSON and have a name.  If `arguments` comes before `name`, it is buffered until
+the name is known.  Other members are skipped.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Final
 from router.text.scan import Scan, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")
-# Characters that change nothing, in a string and outside.
+# Characters without syntactic meaning, inside and outside strings.
 _QUOTED: Final = re.compile(r'[^"\\]+')
 _UNQUOTED: Final = re.compile(r'[^"{}\[\]<]+')
 _ENDS_OF_SCALARS: Final = frozenset('{}[],:" \t\r\n')
 
 
 def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") -> Steps[bool]:
-    """Read a call that begins here; if there is none return False and hold back the text read.
+    """Parse a call at the current character; if there is none, buffer the text and return False.
 
-    A call without arguments has `{}`, unless it `needs_arguments` to be told from an object that is
-    content.  A character of `breaks` outside strings ends arguments whose braces do not close.
+    A call without arguments gets `{}`; with `needs_arguments` it is content.  A character of
+    `breaks` outside strings ends arguments whose closing braces are missing.
     """
     name = early = ""
     if not (yield from scan.literal("{")):
@@ -36,11 +35,11 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
         key = yield from _key(scan)
         if key == "name" and not name:
             name = (yield from _string(scan)) or ""
-            if not name or not name.isprintable():  # Half a surrogate pair is not printable.
+            if not name or not name.isprintable():  # An unpaired surrogate is not printable.
                 return False
             if early:
                 scan.begin(name)
-                scan.argue(early)
+                scan.add_arguments(early)
                 scan.end_call()
                 break
         elif key in ARGUMENTS and not early:
@@ -49,13 +48,13 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
             if name:
                 yield from named_call(scan, name, breaks)
                 break
-            early = yield from _held(scan)
-        elif key is None or not (yield from _held(scan)):
+            early = yield from _buffered(scan)
+        elif key is None or not (yield from _buffered(scan)):
             return False
         yield from scan.space()
         if scan.char == "}" and name and not needs_arguments:
             scan.begin(name)
-            scan.argue("{}")
+            scan.add_arguments("{}")
             scan.end_call()
             break
         if not (yield from scan.literal(",")):
@@ -65,17 +64,17 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
 
 
 def named_call(scan: Scan, name: str, breaks: str = "") -> Steps[None]:
-    """Read the arguments of call `name`, which begin here."""
+    """Parse the arguments of call `name` at the current character."""
     scan.begin(name)
-    yield from _value(scan, scan.argue, breaks)
+    yield from _value(scan, scan.add_arguments, breaks)
     scan.end_call()
 
 
 def _rest(scan: Scan) -> Steps[None]:
-    """Leave out the object's rest, as far as it is good JSON."""
+    """Skip the rest of the object, as far as it is valid JSON."""
     yield from scan.space()
     while (yield from scan.literal(",")):
-        if (yield from _key(scan)) is None or not (yield from _held(scan)):
+        if (yield from _key(scan)) is None or not (yield from _buffered(scan)):
             return
         yield from scan.space()
     if (yield from scan.literal("}")):
@@ -83,7 +82,7 @@ def _rest(scan: Scan) -> Steps[None]:
 
 
 def _key(scan: Scan) -> Steps[str | None]:
-    """Hold a key with its colon and the space around; None where there is none."""
+    """Buffer a key with its colon and whitespace, and return it; None if there is no key."""
     yield from scan.space()
     key = yield from _string(scan)
     yield from scan.space()
@@ -94,28 +93,28 @@ def _key(scan: Scan) -> Steps[str | None]:
 
 
 def _string(scan: Scan) -> Steps[str | None]:
-    """Hold back a string and return its value; None if there is none."""
+    """Buffer a string and return its value; None if there is no valid string."""
     if scan.char != '"':
         return None
     try:
-        text: str = json.loads((yield from _held(scan)))
+        text: str = json.loads((yield from _buffered(scan)))
     except ValueError:
         return None
     return text
 
 
-def _held(scan: Scan) -> Steps[str]:
-    """Hold a value and return its text."""
-    begin = scan.num_held
-    yield from _value(scan, scan.keep, "")
-    return scan.held_from(begin)
+def _buffered(scan: Scan) -> Steps[str]:
+    """Buffer a value and return its text."""
+    begin = scan.num_buffered
+    yield from _value(scan, scan.buffer, "")
+    return scan.buffered_from(begin)
 
 
-def _value(scan: Scan, give: Callable[[str], None], breaks: str) -> Steps[None]:
-    """Give the characters of a value, as far as quotes and the number of braces tell its end."""
+def _value(scan: Scan, emit: Callable[[str], None], breaks: str) -> Steps[None]:
+    """Call `emit` for the characters of a value, whose end is found by quotes and brackets."""
     if scan.char not in '{["':
         while scan.char and scan.char not in _ENDS_OF_SCALARS:
-            give(scan.char)
+            emit(scan.char)
             yield None
         return
     depth = 0
@@ -134,7 +133,7 @@ def _value(scan: Scan, give: Callable[[str], None], breaks: str) -> Steps[None]:
             depth -= 1
         elif char in breaks:
             return
-        give(char)
+        emit(char)
         if depth == 0 and not is_quoted:
             yield None
             return

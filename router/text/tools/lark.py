@@ -1,6 +1,7 @@
-"""Building blocks of tool-call grammars, in llguidance's dialect of Lark.
+"""Building blocks for tool-call grammars, in llguidance's dialect of Lark.
 
-A family's grammar is the rule `answer` and those it needs.  `TEXT`, any text at all, is there.
+The grammar of a family defines the rule `answer` and the rules it uses.  The terminal `TEXT`, which
+matches any text, is predefined.
 """
 
 from __future__ import annotations
@@ -11,26 +12,26 @@ from typing import Any, Final, NamedTuple
 
 from wire.errors import ErrorCode, WireError
 
-# As JSON is in the texts that models were trained on: one space, no line breaks.
+# JSON as in training data: one space after separators, no line breaks.
 _LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Tool(NamedTuple):
-    """A tool that may be called; its arguments are held to the JSON schema `parameters`."""
+    """A tool that may be called; `parameters` is the JSON schema of its arguments."""
 
     name: str
     parameters: Mapping[str, Any]
 
 
-class Wanted(NamedTuple):
+class AllowedCalls(NamedTuple):
     """The calls that a grammar allows."""
 
     tools: Sequence[Tool]
-    # How a mark of the family is written in the grammar: as a token, if it is one.
+    # Converts a mark to grammar syntax: a token reference if the mark is a token.
     mark: Callable[[str], str]
-    # False: one call and no more.
+    # Whether there may be more than one call.
     is_several: bool
-    # False: an answer may be content as well.
+    # Whether the answer must be calls; if not, it may also be content.
     is_required: bool
 
 
@@ -39,15 +40,15 @@ def literal(text: str) -> str:
 
 
 def schema(parameters: Mapping[str, Any], **options: object) -> str:
-    """JSON that is valid by `parameters`; options for llguidance in them are ignored."""
+    """Return an expression for JSON of this schema, whose own llguidance options are ignored."""
     return "%json " + json.dumps({**parameters, "x-guidance": {**_LAYOUT, **options}})
 
 
 def arguments(tool: Tool) -> str:
-    """The arguments of a call as an object.
+    """Return an expression for the arguments of a call, a JSON object.
 
     Raises:
-        WireError: INVALID_REQUEST; they are to be something else.
+        WireError: INVALID_REQUEST; the schema has another type.
     """
     if tool.parameters.get("type", "object") != "object":
         raise refused(tool, "must have the type 'object'")
@@ -59,7 +60,7 @@ def refused(tool: Tool, why: str) -> WireError:
 
 
 def objects(tools: Sequence[Tool], key: str) -> str:
-    """A call as `{"name": …, key: {…}}`: the rule `object`."""
+    """Return the rule `object`, a call of the form `{"name": …, key: {…}}`."""
     begins = [f'{{"name": {json.dumps(tool.name)}, "{key}": ' for tool in tools]
     return "object: " + "\n  | ".join(
         f'{literal(begin)} {arguments(tool)} "}}"'
@@ -71,7 +72,20 @@ def repeated(item: str, separator: str, is_several: bool) -> str:
     return f"{item} ({literal(separator)} {item})*" if is_several else item
 
 
+def marked(allowed: AllowedCalls, mark: str, calls: str, rest: str, *, is_several: bool) -> str:
+    """Return a grammar for calls that begin with `mark`; optional ones may follow content."""
+    written = allowed.mark(mark)
+    rules = (
+        calls if allowed.is_required else f"(upto rest){'*' if is_several else '?'} TEXT",
+        f"call: {written} rest",
+        upto(written),
+        f"rest: {rest}",
+        objects(allowed.tools, "arguments"),
+    )
+    return "answer: " + "\n".join(rules)
+
+
 def upto(mark: str, rule: str = "upto") -> str:
-    """Text up to and with `mark`.  A mark that is no token ends it lazily."""
+    """Return a rule for text through the first `mark`, lazy if the mark is not a token."""
     is_token = mark.startswith("<[")
     return f"{rule}{'' if is_token else '[lazy]'}: TEXT {mark}"

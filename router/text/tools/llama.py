@@ -1,7 +1,7 @@
-"""Llama 3 and 4, JSON: `{"name": …, "parameters": {…}}`, several separated by `;`.
+"""Llama 3 and 4 with JSON: `{"name": …, "parameters": {…}}`, several separated by `;`.
 
-Calls begin the answer, or follow one of the marks that Llama has for code.  A call that stands
-elsewhere is content, and so is an object without `parameters`: an answer in JSON may have a name.
+Calls are at the beginning of the answer or after one of Llama's marks for code.  A call anywhere
+else is content.  So is an object without `parameters`, since a JSON answer may have a "name".
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final
 
 from router.text.scan import Scan, Steps
 from router.text.tools.json_call import json_call
-from router.text.tools.lark import Wanted, objects, repeated
+from router.text.tools.lark import AllowedCalls, objects, repeated
 
 MARKS: Final = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 
@@ -32,18 +32,18 @@ def _calls(scan: Scan) -> Steps[None]:
         yield from scan.space()
 
 
-def grammar(wanted: Wanted) -> str:
-    calls = repeated("object", "; ", wanted.is_several)
+def grammar(allowed: AllowedCalls) -> str:
+    calls = repeated("object", "; ", allowed.is_several)
     return "\n".join(
         [
-            f"answer: {wanted.mark(MARKS[0])}? {calls}{'' if wanted.is_required else ' | OTHER'}",
+            f"answer: {allowed.mark(MARKS[0])}? {calls}{'' if allowed.is_required else ' | OTHER'}",
             r"OTHER: /\s*([^\s{](.|\n)*)?/",
-            objects(wanted.tools, "parameters"),
+            objects(allowed.tools, "parameters"),
         ]
     )
 
 
-def speaks(template: str) -> bool:
+def matches(template: str) -> bool:
     return '"parameters": ' in template and any(
         mark in template for mark in (MARKS[0], "<|start_header_id|>", "<|header_start|>")
     )

@@ -1,7 +1,6 @@
 """Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and later `[TOOL_CALLS]name[ARGS]{…}`.
 
-The later form is repeated for each call; `[ARGS]` may be missing, and `[CALL_ID]` with an id come
-before it.
+The later form is repeated for each call.  `[ARGS]` may be missing or follow `[CALL_ID]` and an id.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from typing import Final
 
 from router.text.scan import Scan, Steps
 from router.text.tools.json_call import json_call, named_call
-from router.text.tools.lark import Wanted, arguments, literal, objects, repeated, upto
+from router.text.tools.lark import AllowedCalls, arguments, literal, marked, repeated
 
 MARK: Final = "[TOOL_CALLS]"
 ARGS: Final = "[ARGS]"
 CALL_ID: Final = "[CALL_ID]"
+MARKS: Final = (MARK, ARGS, CALL_ID)
 
 
 def read(scan: Scan) -> Steps[None]:
@@ -41,30 +41,19 @@ def _named(scan: Scan) -> Steps[None]:
         yield from named_call(scan, name)
 
 
-def grammar(wanted: Wanted) -> str:
-    args = wanted.mark(ARGS)
-    if args == literal(ARGS):  # No token of this model: it has learned the list.
-        rest = f'" "? "[" {repeated("object", ", ", wanted.is_several)} "]"'
+def grammar(allowed: AllowedCalls) -> str:
+    args = allowed.mark(ARGS)
+    if args == literal(ARGS):  # Not a token: this model generates the list form.
+        rest = f'" "? "[" {repeated("object", ", ", allowed.is_several)} "]"'
         is_several = False
     else:
         rest = "\n  | ".join(
-            f"{literal(tool.name)} {args} {arguments(tool)}" for tool in wanted.tools
+            f"{literal(tool.name)} {args} {arguments(tool)}" for tool in allowed.tools
         )
-        is_several = wanted.is_several
-    if wanted.is_required:
-        answer = "call+" if is_several else "call"
-    else:
-        answer = f"(upto rest){'*' if is_several else '?'} TEXT"
-    return "\n".join(
-        [
-            f"answer: {answer}",
-            f"call: {wanted.mark(MARK)} rest",
-            upto(wanted.mark(MARK)),
-            f"rest: {rest}",
-            objects(wanted.tools, "arguments"),
-        ]
-    )
+        is_several = allowed.is_several
+    calls = "call+" if is_several else "call"
+    return marked(allowed, MARK, calls, rest, is_several=is_several)
 
 
-def speaks(template: str) -> bool:
+def matches(template: str) -> bool:
     return MARK in template

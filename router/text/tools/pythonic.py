@@ -1,10 +1,10 @@
-"""Llama 3.2 and 4, pythonic: `[get(a=1, b="x"), …]`, whose literals become JSON.
+"""Llama 3.2 and 4 with Python syntax: `[get(a=1, b="x"), …]`, whose literals become JSON.
 
-The list begins the answer, or follows `<|python_start|>`; anywhere else it is content.  A call is
-one when its first argument has a name, or there is none: `[text](link)` is content.  Each argument
-is given when its text is complete, as Python reads it: strings of every kind, numbers with signs,
-lists, tuples, sets and dictionaries, and the words of JSON.  Where it is no literal (a variable, a
-sum) the call ends unfinished, and the rest is content.
+The list is at the beginning of the answer or after `<|python_start|>`; anywhere else it is content.
+A call has only named arguments or none, so `[text](link)` is content.  An argument is emitted when
+it is complete.  It may be a Python literal (string, signed number, list, tuple, set or dictionary)
+or one of JSON's words.  If it is something else (a variable, a sum), the call ends unfinished, and
+the rest is content.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from threading import Lock
 from typing import Any, Final
 
 from router.text.scan import Scan, Steps
-from router.text.tools.lark import Tool, Wanted, literal, refused, repeated, schema
+from router.text.tools.lark import AllowedCalls, Tool, literal, refused, repeated, schema
 
 OPEN: Final = "<|python_start|>"
 CLOSE: Final = "<|python_end|>"
-# Of an argument: brackets in brackets, and characters outside strings.  Python's parser takes some
-# milliseconds for so many numbers, during which nothing else runs.
+MARKS: Final = (OPEN, CLOSE)
+# Limits of an argument: nested brackets, and characters outside strings.  Python's parser takes a
+# few milliseconds for numbers of this length and blocks the event loop meanwhile.
 MAX_DEPTH: Final = 32
 MAX_LENGTH: Final = 8192
 
 _WORDS: Final = {"true": True, "false": False, "null": None}
-# Characters of literals, outside strings and in one, that neither open nor end anything.
+# Characters of literals without syntactic meaning, outside and inside strings.
 _CODE: Final = re.compile(r"[\w\s.+:-]+")
 _QUOTED: Final = re.compile(r"[^'\"\\\n]+")
-# Whether Python warns is one setting of the whole process.
+# Guards Python's warning filters, which are global to the process.
 _silence: Final = Lock()
-# What `parameters` of a tool may have for a grammar: its arguments are no object of JSON.
+# The keywords that a schema may have: arguments are not a JSON object, so others do not apply.
 _DEFINITIONS: Final = frozenset({"$defs", "definitions"})
 _OF_PARAMETERS: Final = _DEFINITIONS | {
     *("type", "properties", "required", "additionalProperties"),
     *("title", "description", "$schema", "x-guidance"),
 }
-# The escapes that mean in JSON what they mean in Python.
+# Escapes with the same meaning in JSON and Python.
 _SHARED: Final = '"\\bfnrtu'
 
 
@@ -53,42 +54,42 @@ def read(scan: Scan) -> Steps[None]:
 
 
 def _call(scan: Scan) -> Steps[bool]:
-    """Read a call; False where there is none, or where it breaks."""
+    """Parse a call; return False if there is none or it is malformed."""
     name = yield from scan.name()
     if not name or not (yield from scan.literal("(")):
         return False
     yield from scan.space()
-    before = "{"
+    separator = "{"
     while scan.char != ")":
         key = yield from scan.name()
         yield from scan.space()
         if not key or not (yield from scan.literal("=")):
             return False
-        if before == "{":
+        if separator == "{":
             scan.begin(name)
-        scan.argue(f'{before}"{key}": ')
-        before = ", "
+        scan.add_arguments(f'{separator}"{key}": ')
+        separator = ", "
         value = _in_json((yield from _argument(scan)))
         if value is None:
             return False
-        scan.argue(value)
+        scan.add_arguments(value)
         yield from scan.literal(",")
         yield from scan.space()
-    if before == "{":
+    if separator == "{":
         scan.begin(name)
-        scan.argue("{")
-    scan.argue("}")
+        scan.add_arguments("{")
+    scan.add_arguments("}")
     scan.end_call()
     yield None
     return True
 
 
 def _argument(scan: Scan) -> Steps[str]:
-    """Hold an argument, up to the comma or bracket that ends it, and return it.
+    """Buffer and return an argument, up to the comma or bracket that ends it.
 
-    It is empty where none ends it, where it is no literal for sure, and where it is too much.
+    Return "" if nothing ends it, if it cannot be a literal, or if it exceeds the limits.
     """
-    begin, depth, length = scan.num_held, 0, 0
+    begin, depth, length = scan.num_buffered, 0, 0
     while (char := scan.char) and (depth or char not in (",", ")")):
         if char in ("'", '"'):
             if not (yield from _string(scan)):
@@ -99,13 +100,13 @@ def _argument(scan: Scan) -> Steps[str]:
         is_code = char in ("(", "[", "{", ")", "]", "}", ",") or _CODE.match(char)
         if not is_code or not 0 <= depth <= MAX_DEPTH or length > MAX_LENGTH:
             return ""
-        scan.keep(char)
+        scan.buffer(char)
         yield _CODE
-    return scan.held_from(begin) if scan.char else ""
+    return scan.buffered_from(begin) if scan.char else ""
 
 
 def _string(scan: Scan) -> Steps[bool]:
-    """Hold a string in one or three quotes; False where it does not end."""
+    """Buffer a string in single or triple quotes; return False if it does not end."""
     quote = end = scan.char
     yield from scan.literal(quote)
     if (yield from scan.literal(quote)):
@@ -117,7 +118,7 @@ def _string(scan: Scan) -> Steps[bool]:
     while (char := scan.char) and (char != "\n" or is_escaped or len(end) == 3):
         num_quotes = num_quotes + 1 if char == quote and not is_escaped else 0
         is_escaped = char == "\\" and not is_escaped
-        scan.keep(char)
+        scan.buffer(char)
         yield None if is_escaped or num_quotes else _QUOTED
         if num_quotes == len(end):
             return True
@@ -125,10 +126,10 @@ def _string(scan: Scan) -> Steps[bool]:
 
 
 def _in_json(argument: str) -> str | None:
-    """Return a literal of Python in JSON; None where it is none that JSON can say."""
+    """Convert a Python literal to JSON; return None if that is not possible."""
     try:
         with _silence, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Unknown escapes are as the model wrote them.
+            warnings.simplefilter("ignore")  # Unknown escapes are kept.
             tree = ast.parse(f"f(a={argument})", mode="eval").body
         match tree:
             case ast.Call(args=[], keywords=[ast.keyword(value=node)]):
@@ -155,15 +156,15 @@ def _value(node: ast.expr | None) -> Any:
     raise ValueError("no literal")
 
 
-def grammar(wanted: Wanted) -> str:
+def grammar(allowed: AllowedCalls) -> str:
     rules = list[str]()
-    for index, tool in enumerate(wanted.tools):
+    for index, tool in enumerate(allowed.tools):
         rules += _call_rules(f"call{index}", tool)
-    alternatives = " | ".join(f"call{index}" for index in range(len(wanted.tools)))
-    other = "" if wanted.is_required else " | OTHER"
+    alternatives = " | ".join(f"call{index}" for index in range(len(allowed.tools)))
+    other = "" if allowed.is_required else " | OTHER"
     return "\n".join(
         [
-            f'answer: "[" {repeated("call", ", ", wanted.is_several)} "]"{other}',
+            f'answer: "[" {repeated("call", ", ", allowed.is_several)} "]"{other}',
             r"OTHER: /\s*([^\s\[](.|\n)*)?/",
             f"call: {alternatives}",
             *rules,
@@ -172,7 +173,7 @@ def grammar(wanted: Wanted) -> str:
 
 
 def _call_rules(rule: str, tool: Tool) -> list[str]:
-    """One rule for the call, and two for each argument on: first, or after another."""
+    """Return a rule for the call, and two per argument: as the first one and after others."""
     parameters = tool.parameters
     if unknown := parameters.keys() - _OF_PARAMETERS:
         raise refused(tool, f"cannot have {min(unknown)!r}: this model calls in Python's syntax")
@@ -197,5 +198,5 @@ def _call_rules(rule: str, tool: Tool) -> list[str]:
     return [*rules, f'{rule}_first{len(names)}: ""', f'{rule}_after{len(names)}: ""']
 
 
-def speaks(template: str) -> bool:
+def matches(template: str) -> bool:
     return "[func_name1(" in template

@@ -12,7 +12,7 @@ from router.api import chat, text
 from router.api.chat import ChatBody
 from router.api.completions.completion import CompletionRequest
 from router.api.errors import HttpError
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.body import parse
 from router.api.requests.unsupported_fields import CHAT as CHAT_FIELDS
 from router.api.requests.unsupported_fields import COMPLETIONS as COMPLETION_FIELDS
@@ -21,7 +21,7 @@ from tests.router.site import write_model
 
 CHAT = [{"role": "user", "content": "hi"}]
 FIELDS = {CompletionBody: COMPLETION_FIELDS, ChatBody: CHAT_FIELDS}
-ASKER = Asker("10.0.0.1", 77, 100)
+CONTEXT = RequestContext("10.0.0.1", 77, 100)
 
 
 def raw(**fields: Any) -> bytes:
@@ -50,8 +50,8 @@ def letters(path: Path, *, has_text: bool = True) -> ServedModel:
 
 
 def complete(model: ServedModel, /, **fields: Any) -> CompletionRequest:
-    return text.read(model, raw(**fields), ASKER)
+    return text.read(model, raw(**fields), CONTEXT)
 
 
 def converse(model: ServedModel, /, **fields: Any) -> CompletionRequest:
-    return chat.read(model, raw(**{"messages": CHAT} | fields), ASKER)
+    return chat.read(model, raw(**{"messages": CHAT} | fields), CONTEXT)

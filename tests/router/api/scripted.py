@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.api.chat import ChatAnswer
-from router.api.completions.completion import Choice, Completion, CompletionRequest
+from router.api.completions.completion import Choice, Completion, CompletionRequest, NewAnswer
+from router.api.completions.deltas import joined
+from router.api.completions.response import Head
 from router.core.request import Request
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
-from tests.router.site import LETTERS
+from tests.router.site import LETTERS, ids
 from wire.errors import ErrorCode, WireError
 from wire.options import Options
+from wire.payloads import Logprobs, Usage
 
 TOKENIZER = Tokenizer(LETTERS)
+HEAD = Head("1", 7, "m")
 
 
 @dataclass
@@ -68,3 +75,46 @@ def started(
     subject = Completion(core, asked, writer)
     subject.submit()
     return subject, writer
+
+
+class Scene:
+    """A completion whose tokens come when a test says so, and the answer that renders it."""
+
+    def __init__(
+        self,
+        answer: NewAnswer,
+        count: int = 1,
+        *,
+        prompt: Sequence[int] = (8, 9),
+        prefix: str = "",
+        **asked: Any,
+    ) -> None:
+        self.core = Core()
+        request = CompletionRequest(
+            tokenizer=TOKENIZER,
+            answer=answer,
+            requests=[(Request(tuple(prompt), Options(), 98), prefix)] * count,
+            num_choices=count,
+            **asked,
+        )
+        self.completion = Completion(self.core, request, Writer())
+        self.completion.submit()
+        self.answer = request.answer(self.completion, HEAD)
+
+    def say(self, text: str) -> None:
+        self.say_ids(ids(text))
+
+    def say_ids(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            scores = Logprobs(logprob=-0.5, top=((token_id, -0.5),))
+            self.core.sinks[0].on_token(token_id, scores)
+
+    def end(self, reason: str = "stop") -> None:
+        self.core.sinks[0].on_done(Usage(finish_reason=reason))
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        pieces = []
+        while not self.completion.is_over:
+            pieces += [piece for _, taken in self.completion.take() for piece in taken]
+        return dict(json.loads(self.answer.whole([joined(pieces)])))

@@ -3,56 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.api.chat import ChatAnswer, ChatBody
-from router.api.completions.completion import Choice, Completion, CompletionRequest
-from router.api.completions.deltas import Delta, ScoredToken, joined
+from router.api.completions.completion import Completion
+from router.api.completions.deltas import Delta
 from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
 from router.api.requests.conversation import ToolChoice
 from router.text.output_parts import CallArguments, CallStart, Part
-from router.text.tokenizer import Tokenizer
 from tests.router.api.asking import chatting, converse, letters, refusal
-from tests.router.api.scripted import Core, Writer
-from tests.router.site import LETTERS, TEMPLATE, ids
-from wire.payloads import Logprobs, Usage
-
-TOKENIZER = Tokenizer(LETTERS)
-[A], [B] = ids("a"), ids("b")
-SCORES = [
-    ScoredToken(A, Logprobs(logprob=-0.1, top=((A, -0.1), (B, -2.0))), 0),
-    ScoredToken(B, Logprobs(logprob=-math.inf), 1),
-]
+from tests.router.api.scripted import Core, Scene, Writer
+from tests.router.site import TEMPLATE, events
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> ServedModel:
     return letters(tmp_path)
-
-
-def choice(**asked: Any) -> Choice:
-    request = CompletionRequest(tokenizer=TOKENIZER, answer=ChatAnswer, **asked)
-    return Choice(1, (5, 6), request, lambda choice: None, prefix="<")
-
-
-def entry(subject: Choice, piece: Delta) -> dict[str, Any]:
-    completion = Completion(Core(), subject.request, Writer())
-    return ChatAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
-
-
-def test_a_chat_is_rendered_and_runs_to_the_end_of_the_context(model: ServedModel) -> None:
-    wanted = converse(
-        model,
-    )
-    [(request, _)] = wanted.requests
-    assert request.token_ids == (0, *ids("user:hi\nassistant:"))
-    assert request.options.max_tokens == 100 - len(request.token_ids)
 
 
 def test_only_a_message_that_goes_on_is_echoed(model: ServedModel) -> None:
@@ -71,26 +42,6 @@ def test_template_variables_of_the_client(model: ServedModel) -> None:
         with pytest.raises(HttpError, match=f"must not set {taken}"):
             converse(model, chat_template_kwargs={taken: []})
     converse(model, chat_template_kwargs={"enable_thinking": False})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tool_choice", "required"),
-        ("functions", [{}]),
-        ("chat_template", 5),
-        ("modalities", ["audio"]),
-        ("audio", {"voice": "x"}),
-        ("top_logprobs", 3),
-        ("messages", []),
-    ],
-)
-def test_chat_refuses_what_it_cannot_do(field: str, value: object) -> None:
-    assert refusal(ChatBody, **{field: value}).param == field
-
-
-def test_neutral_values_of_unsupported_fields_pass() -> None:
-    chatting(tools=[], response_format={"type": "text"}, modalities=["text"])
 
 
 GET = {"type": "function", "function": {"name": "get"}}
@@ -162,55 +113,48 @@ def test_tools_are_refused_for_a_model_whose_calls_nobody_can_read(
     assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
-def test_scores_of_the_prompt_are_null_where_nobody_asks() -> None:
-    completion = Completion(Core(), choice().request, Writer())
-    answer = ChatAnswer(completion, Head("1", 7, "m"))
-    assert answer.about_prompt(choice(is_streamed=False), Delta("")) == {"prompt_logprobs": None}
-    assert answer.about_prompt(choice(), Delta("")) == {}
-
-
 @pytest.mark.parametrize("shows_reasoning", [True, False])
 def test_reasoning_may_be_left_out(tmp_path: Path, shows_reasoning: bool) -> None:
     letters(tmp_path)
     model = ServedModel("letters", tmp_path, reasoning="qwen3")
     asked = converse(model, stream=False, include_reasoning=shows_reasoning)
-    core = Core()
-    completion = Completion(core, asked, Writer())
-    completion.submit()
-    [subject] = core.sinks
-    for token_id in ids("<think>ab</think>c"):
-        subject.on_token(token_id, None)
-    subject.on_done(Usage(finish_reason="length"))
-    piece = joined(subject.take())
-    [said] = json.loads(asked.answer(completion, Head("1", 7, "m")).whole([piece]))["choices"]
+    assert asked.shows_reasoning is shows_reasoning
+    scene = Scene(ChatAnswer, reader=asked.reader, shows_reasoning=shows_reasoning)
+    scene.say("<think>ab</think>c")
+    scene.end("length")
+    [said] = scene.body()["choices"]
     assert said["message"]["content"] == "c"
     assert said["message"].get("reasoning_content") == ("ab" if shows_reasoning else None)
 
 
-def test_an_effort_is_for_templates_that_know_it(tmp_path: Path) -> None:
-    assert converse(letters(tmp_path), reasoning_effort="low").requests
-    template = json.dumps({"chat_template": "<think></think>" + TEMPLATE})
-    (tmp_path / "tokenizer_config.json").write_text(template)
-    always = ServedModel("letters", tmp_path)
-    with pytest.raises(HttpError) as caught:
-        converse(always, reasoning_effort="low")
-    assert caught.value.param == "reasoning_effort"
-    assert refusal(ChatBody, reasoning_effort="much").param == "reasoning_effort"
+def test_a_whole_chat() -> None:
+    scene = Scene(ChatAnswer, prefix="<", has_logprobs=True, is_streamed=False)
+    scene.say("ab")
+    scene.end("length")
+    body = scene.body()
+    [said] = body["choices"]
+    assert said["message"].pop("annotations") == []
+    assert said["message"] == {"role": "assistant", "content": "<ab", "refusal": None}
+    assert (said["index"], said["finish_reason"]) == (0, "length")
+    assert len(said["logprobs"]["content"]) == 2
+    assert body["prompt_logprobs"] is None
 
 
-def test_chat_logprobs() -> None:
-    assert chatting(logprobs=True).num_logprobs == 0
-    assert chatting(logprobs=True, top_logprobs=3).num_logprobs == 3
-    assert chatting(logprobs=False).num_logprobs is None
+def test_the_chunks_of_a_chat() -> None:
+    scene = Scene(ChatAnswer, prefix="<")
+    scene.say("ab")
+    taken = scene.answer.take()
+    scene.end()
+    chunks = events((taken + scene.answer.take() + scene.answer.end()).decode())
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": "<a"},
+        {"content": "b"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
 
 
-def test_a_entry() -> None:
-    body = entry(choice(has_logprobs=True), Delta("ab", [A, B], SCORES, "length"))
-    assert body["message"] == {
-        "role": "assistant",
-        "content": "<ab",
-        "refusal": None,
-        "annotations": [],
-    }
-    assert (body["index"], body["finish_reason"]) == (1, "length")
-    assert len(body["logprobs"]["content"]) == 2
+def test_how_many_log_probabilities_a_chat_has() -> None:
+    for fields, number in (({}, 0), ({"top_logprobs": 3}, 3), ({"logprobs": False}, None)):
+        assert chatting(**{"logprobs": True} | fields).num_logprobs == number

@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 
-from router.api.chat import ChatBody
-from router.api.completions.completion import Choice, Completion, CompletionRequest
-from router.api.completions.deltas import Delta
-from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.model import ServedModel
-from router.api.text import CompletionBody, TextAnswer
-from router.text.tokenizer import Tokenizer
-from tests.router.api.asking import complete, completion, letters, refusal
-from tests.router.api.scripted import Core, Writer
-from tests.router.site import LETTERS, ids
+from router.api.text import TextAnswer
+from tests.router.api.asking import complete, completion, letters
+from tests.router.api.scripted import Scene
+from tests.router.site import ids
 from wire.options import Options
-
-TOKENIZER = Tokenizer(LETTERS)
-[A], [B] = ids("a"), ids("b")
 
 
 @pytest.fixture
@@ -29,26 +21,11 @@ def model(tmp_path: Path) -> ServedModel:
     return letters(tmp_path)
 
 
-def choice(**asked: Any) -> Choice:
-    request = CompletionRequest(tokenizer=TOKENIZER, answer=TextAnswer, **asked)
-    return Choice(1, (5, 6), request, lambda choice: None, prefix="<")
-
-
-def entry(subject: Choice, piece: Delta) -> dict[str, Any]:
-    completion = Completion(Core(), subject.request, Writer())
-    return TextAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
-
-
 def test_a_text_prompt_gets_the_models_special_tokens(model: ServedModel) -> None:
     [(request, echo)] = complete(model, prompt="ab").requests
     assert request.token_ids == (0, *ids("ab"))
     assert (request.max_new_tokens, request.options.max_tokens) == (15, 16)
     assert (request.options.seed, request.client, echo) == (77, "10.0.0.1", "")
-
-
-def test_or_none(model: ServedModel) -> None:
-    [(request, _)] = complete(model, prompt="ab", add_special_tokens=False).requests
-    assert request.token_ids == tuple(ids("ab"))
 
 
 def test_choices_of_several_prompts_are_in_order(model: ServedModel) -> None:
@@ -103,10 +80,6 @@ def test_too_many_choices_at_once(model: ServedModel) -> None:
     assert len(complete(model, prompt=["a"] * 64, n=2).requests) == 128
 
 
-def test_best_of_n_is_n() -> None:
-    assert completion(best_of=2, n=2).num_choices == 2
-
-
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
     def options(**fields: Any) -> Options:
         return completion(**fields).options(seed=0, max_tokens=5)
@@ -116,21 +89,12 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
     assert options(logprobs=3).prompt_logprobs is None
 
 
-def test_no_token_at_all_is_for_echo_only() -> None:
-    assert completion(echo=True, max_tokens=0).token_limit == 0
-    assert refusal(CompletionBody, max_tokens=0).param == "max_tokens"
-    assert refusal(ChatBody, max_tokens=0).param == "max_tokens"
-
-
 def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
-    body = entry(choice(has_ids=True), Delta("ab", [A, B], (), "stop"))
-    assert body["text"] == "<ab"
-    assert (body["token_ids"], body["prompt_token_ids"]) == ([A, B], [5, 6])
-    plain = entry(choice(), Delta("ab", [A, B], (), "stop"))
-    assert "token_ids" not in plain
-    assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None
-
-
-def test_stop_token_ids_are_those_of_the_request(model: ServedModel) -> None:
-    assert complete(model, prompt="a", stop_token_ids=[1, 2]).stop_token_ids == {1, 2}
-    assert not complete(model, prompt="a").stop_token_ids
+    for has_ids in (True, False):
+        scene = Scene(TextAnswer, prefix="<", has_ids=has_ids, is_streamed=False)
+        scene.say("ab")
+        scene.end("length")
+        [said] = scene.body()["choices"]
+        assert (said["text"], said.get("token_ids")) == ("<ab", ids("ab") if has_ids else None)
+        assert said["prompt_token_ids"] == ([8, 9] if has_ids else None)
+        assert said["prompt_logprobs"] is None

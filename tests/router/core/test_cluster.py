@@ -47,15 +47,6 @@ def test_every_worker_and_the_routers_own_requests() -> None:
     assert body["router"] == {"running": 1, "waiting": 0}
 
 
-def test_a_lost_worker_holds_nothing() -> None:
-    router = Router()
-    prefill, _ = router.pair()
-    router.bus.on_lost(prefill)
-    worker = together([state_of(router.fleet, router.dispatcher, now=router.now + 2)])["workers"][0]
-    assert worker["state"] == "lost"
-    assert worker["blocks"] == {"total": 0, "used": 0, "cached": 0, "free": 0}
-
-
 def test_why_it_is_not_ready() -> None:
     router = Router()
     assert len(unready(router.fleet, is_draining=False)) == 2

@@ -106,16 +106,6 @@ def test_one_token_needs_no_decode_worker(router: Router, new: int | None) -> No
     router.assert_idle()
 
 
-def test_a_first_token_that_stops_ends_it_and_frees_the_decode_worker(router: Router) -> None:
-    _, sink = router.submit()
-    router.say(P, PrefillDone(router.prefill_id(), 640), first(2, "stop"))
-    assert (sink.usage.finish_reason, sink.usage.completion_tokens) == ("stop", 0)
-    assert sink.usage.kv_bytes == 640
-    assert {peer for peer, _ in cancels(router)} == {P, D}
-    assert router.take(Tag.DECODE_REQUEST) == []
-    router.assert_idle()
-
-
 def test_a_tcp_client_says_later_how_many_tokens_it_wants(router: Router) -> None:
     handle, sink = router.submit(new=None)
     [(_, message)] = router.take(Tag.PREFILL_REQUEST)
@@ -136,25 +126,6 @@ def test_a_pipelined_decode_request_is_kept_and_max_tokens_still_binds(router: R
     router.say(P, PrefillDone(request_id := router.prefill_id(), 0), first())
     [(_, message)] = router.take(Tag.DECODE_REQUEST)
     assert message.frame == DecodeRequest(request_id, 2)
-
-
-def test_a_hold_without_decode_request_is_given_up(router: Router) -> None:
-    _, sink = router.submit(new=None)
-    router.say(P, PrefillDone(router.prefill_id(), 0), first())
-    router.now += 29.0
-    beat(router)
-    router.dispatcher.tick()
-    assert not sink.ends
-    router.now += 1.1
-    router.dispatcher.tick()
-    assert sink.error.code is ErrorCode.DEADLINE_EXCEEDED
-    assert "DECODE_REQUEST" in sink.error.message
-    assert {peer for peer, _ in cancels(router)} == {P, D}
-
-
-def beat(router: Router) -> None:
-    for worker in list(router.fleet):
-        router.beat(worker.identity, load())
 
 
 def refused(router: Router, prompt: int = 20, **request: object) -> WireError:
@@ -179,15 +150,6 @@ def test_a_kv_cache_over_the_limit_is_refused_before_any_work() -> None:
     assert isinstance(error, TransferTooLarge) and (error.size, error.limit) == (6464, 6400)
     router.submit(100)
     router.submit(101, new=0)  # Nothing to hand over.
-
-
-def test_without_workers_there_is_no_service() -> None:
-    router = Router()
-    assert refused(router).code is ErrorCode.NO_WORKER
-    router.join(Role.PREFILL)
-    assert "decode" in refused(router).message
-    router.join(Role.DECODE)
-    router.submit()
 
 
 def test_requests_wait_in_order_for_a_worker_with_room() -> None:
@@ -232,15 +194,6 @@ def test_waiting_ends_when_blocks_are_free_or_time_is_up() -> None:
     router.assert_idle()
 
 
-def test_the_deadline_ends_a_running_request_on_both_workers(router: Router) -> None:
-    _, sink = router.submit(deadline_ms=1000)
-    router.now += 1.0
-    router.dispatcher.tick()
-    assert sink.error.code is ErrorCode.DEADLINE_EXCEEDED
-    assert cancels(router) == {(P, ErrorCode.DEADLINE_EXCEEDED), (D, ErrorCode.DEADLINE_EXCEEDED)}
-    router.assert_idle()
-
-
 def test_cancel_is_silent_and_frees_both_workers(router: Router) -> None:
     handle, sink = router.submit()
     request_id = router.prefill_id()
@@ -269,49 +222,6 @@ def test_a_client_that_has_all_it_asked_for_is_a_success(router: Router) -> None
     router.assert_idle()
 
 
-def test_the_prefill_worker_is_let_go_by_the_first_decoded_token(router: Router) -> None:
-    handle, _ = router.submit()
-    request_id = router.prefill_id()
-    router.say(P, PrefillDone(request_id, 0), first())
-    worker = router.fleet.get(P)
-    assert worker is not None and worker.attempts and worker.prompt_tokens == 0
-    router.say(D, [DecodeToken(request_id, 3)])
-    assert not worker.attempts
-    router.dispatcher.cancel(handle)
-    assert {peer for peer, _ in cancels(router)} == {D}
-
-
-@pytest.mark.parametrize(("sender", "other"), [(P, D), (D, P)])
-def test_an_error_of_a_worker_reaches_the_client_and_the_other_worker(
-    router: Router, sender: bytes, other: bytes
-) -> None:
-    _, sink = router.submit()
-    request_id = router.prefill_id()
-    detail = ErrorDetail(message="it does not fit")
-    router.say(sender, Error(request_id, ErrorCode.OUT_OF_BLOCKS), encode_map(detail))
-    assert sink.error.code is ErrorCode.OUT_OF_BLOCKS
-    assert sink.error.message.startswith("the worker has no KV blocks"), "in our words"
-    assert {peer for peer, _ in cancels(router)} == {other}
-    router.assert_idle()
-
-
-@pytest.mark.parametrize(("lost", "other"), [(P, D), (D, P)])
-def test_a_lost_worker_ends_its_requests(router: Router, lost: bytes, other: bytes) -> None:
-    _, sink = router.submit()
-    router.bus.on_lost(lost)
-    assert sink.error.code is ErrorCode.WORKER_LOST
-    assert {peer for peer, _ in cancels(router)} == {other}
-    router.assert_idle()
-
-
-def test_a_worker_that_starts_anew_is_told_to_drop_what_it_had(router: Router) -> None:
-    _, sink = router.submit()
-    router.join(Role.DECODE)
-    assert sink.error.code is ErrorCode.WORKER_LOST
-    assert {peer for peer, _ in cancels(router)} == {P, D}
-    router.assert_idle()
-
-
 def test_frames_of_another_worker_change_nothing(router: Router) -> None:
     prefill, decode = router.join(Role.PREFILL, 1), router.join(Role.DECODE, 1)
     _, sink = router.submit()
@@ -322,38 +232,6 @@ def test_frames_of_another_worker_change_nothing(router: Router) -> None:
     router.say(decode, DecodeDone(request_id), usage())
     assert sink.events == [] and router.dispatcher.dropped == {"wrong_worker": 4}
     assert router.dispatcher.num_running == 1 and router.forgotten == []
-
-
-def test_a_token_that_is_no_bodys_keeps_none_of_its_step_from_the_others(router: Router) -> None:
-    other = router.join(Role.DECODE, 1)
-    sinks, ids = [], []
-    for _ in range(2):
-        sinks.append(router.submit()[1])
-        ids.append(router.prefill_id())
-        router.say(P, PrefillDone(ids[-1], 0), first())
-    by_peer = dict(router.take(Tag.DECODE_REQUEST))
-    mine = by_peer[other].frame.request_id  # type: ignore[attr-defined]
-    [not_mine] = [request_id for request_id in ids if request_id != mine]
-    router.say(other, [DecodeToken(each, 3) for each in (not_mine, 9, mine)])
-    heard = {request_id: sink.kinds for request_id, sink in zip(ids, sinks, strict=True)}
-    assert heard == {not_mine: ["prefill"], mine: ["prefill", "token"]}
-    assert router.dispatcher.dropped == {"wrong_worker": 1, "unknown_request": 1}
-
-
-def test_frames_of_the_other_role_drop_the_worker_that_sends_them(router: Router) -> None:
-    for peer, frame, payload in (
-        (P, DecodeToken, b""),
-        (P, DecodeDone, usage()),
-        (D, PrefillDone, first()),
-    ):
-        _, sink = router.submit()
-        request_id = router.prefill_id()
-        value = {DecodeToken: (3,), PrefillDone: (0,), DecodeDone: ()}[frame]
-        router.say(peer, frame(request_id, *value), *filter(None, [payload]))
-        assert sink.error.code is ErrorCode.WORKER_LOST
-        assert router.forgotten.pop() == peer and router.fleet.get(peer) is None
-        router.join(Role.PREFILL if peer == P else Role.DECODE)
-        router.sent.clear()
 
 
 def test_frames_out_of_turn_end_the_request(router: Router) -> None:
@@ -389,32 +267,6 @@ def test_a_sink_that_raises_costs_only_its_own_request(router: Router) -> None:
     assert [end.outcome for end in router.ends.ends] == ["internal"]
 
 
-class StoppingSink(RecordingSink):
-    """Cancels its own request at the second token and submits another, as a face may."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__()
-        self.router = router
-        self.handle = 0
-
-    def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
-        super().on_token(token_id, logprobs)
-        if self.kinds.count("token") == 2:
-            self.router.dispatcher.cancel(self.handle)
-            self.router.submit()
-
-
-def test_a_sink_may_cancel_and_submit_while_it_is_told(router: Router) -> None:
-    sink = StoppingSink(router)
-    sink.handle = router.dispatcher.submit(Request((1, 2), Options(), 9), sink)
-    request_id = router.prefill_id()
-    router.say(P, PrefillDone(request_id, 0), first())
-    router.say(D, [DecodeToken(request_id, i) for i in range(4)])
-    assert sink.kinds == ["prefill", "token", "token"]
-    assert [end.completion_tokens for end in router.ends.ends] == [3], "what it heard counts"
-    assert router.dispatcher.num_running == 1
-
-
 def test_a_draining_worker_is_let_go_when_its_last_request_ends(router: Router) -> None:
     handle, _ = router.submit()
     router.say(D, Drain(1, 5000))
@@ -426,13 +278,6 @@ def test_a_draining_worker_is_let_go_when_its_last_request_ends(router: Router) 
     assert peer == D and message.frame == Drain(1, 0)
     router.say(P, Drain(1, 5000))
     assert router.take(Tag.DRAIN) == [(P, Message(Drain(1, 0)))]
-
-
-def test_ending_all_tells_every_client(router: Router) -> None:
-    sinks = [router.submit()[1] for _ in range(3)]
-    router.dispatcher.cancel_all(ErrorCode.DRAINING, "shut down")
-    assert [sink.error.code for sink in sinks] == [ErrorCode.DRAINING] * 3
-    router.assert_idle()
 
 
 class Interleavings(RuleBasedStateMachine):

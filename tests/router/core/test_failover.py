@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from structlog.testing import capture_logs
 
 from router.core.failover import PER_S, RetryBudget, given_up, pause_s
 from router.core.replies import SENTENCES
@@ -13,7 +12,6 @@ from tests.router.core.states import state
 from tests.router.scripted import RecordingSink, Router, first, load, usage
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import (
-    NO_RANK,
     DecodeDone,
     DecodeRequest,
     DecodeToken,
@@ -25,7 +23,6 @@ from wire.frames import (
 )
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_continuation, decode_prompt, encode_map
-from wire.process.log_limit import AGAIN_S
 
 P, D = b"prefill-0-1", b"decode-0-1"
 P1, D1 = b"prefill-1-1", b"decode-1-1"
@@ -99,68 +96,6 @@ def test_the_next_worker_may_send_what_is_left_and_no_more(router: Router) -> No
     router.assert_idle()
 
 
-def test_a_prefill_worker_lost_before_the_first_token_costs_the_client_nothing(
-    router: Router,
-) -> None:
-    _, sink = router.submit(20, prompt_logprobs=1)
-    router.take(Tag.PREFILL_REQUEST)
-    router.bus.on_lost(P)
-    peer, frame, token_ids, options = asked(router)
-    assert (peer, token_ids) == (P1, tuple(range(20)))
-    assert options.prompt_logprobs == 1 and options.generated_tokens == 0
-    assert frame.decode_rank == 0  # It is not the one to blame.
-    router.say(P1, PrefillDone(frame.request_id, 0), first(9))
-    assert sink.kinds == ["prefill"]
-
-
-def test_the_last_token_needs_no_decode_worker(router: Router) -> None:
-    _, sink = router.submit(new=2)
-    router.say(P, PrefillDone(router.prefill_id(), 0), first(7))
-    [(_, message)] = router.take(Tag.DECODE_REQUEST)
-    router.say(D, [DecodeToken(message.frame.request_id, 8)])  # type: ignore[attr-defined]
-    router.bus.on_lost(D)
-    peer, frame, _, _ = asked(router)
-    assert frame.decode_rank == NO_RANK
-    router.say(peer, PrefillDone(frame.request_id, 0), first(9, "length"))
-    assert tokens(sink) == [8, 9] and sink.usage.finish_reason == "length"
-    router.assert_idle()
-
-
-@pytest.mark.parametrize("reason", ["stop", "length"])
-def test_the_end_may_come_from_the_prefill_worker(router: Router, reason: str) -> None:
-    _, sink = router.submit(new=9)
-    router.say(P, PrefillDone(router.prefill_id(), 0), first(7))
-    router.bus.on_lost(D)
-    peer, frame, _, _ = asked(router)
-    router.say(peer, PrefillDone(frame.request_id, 0), first(2, reason))
-    assert tokens(sink) == ([] if reason == "stop" else [2])
-    assert sink.usage.finish_reason == reason
-    router.assert_idle()
-
-
-def test_a_worker_lost_after_the_last_token_was_not_needed_any_more(router: Router) -> None:
-    _, sink = router.submit(new=1)
-    request_id = router.prefill_id()
-    router.say(P, PrefillDone(request_id, 0), first(7))
-    router.say(D, [DecodeToken(request_id, 8)])
-    router.bus.on_lost(D)
-    assert sink.kinds == ["prefill", "token", "done"] and router.prefill_id is not None
-    assert sink.usage.finish_reason == "length" and router.take(Tag.PREFILL_REQUEST) == []
-    router.assert_idle()
-
-
-def test_the_requests_of_a_lost_worker_are_one_line_and_their_number(router: Router) -> None:
-    for _ in range(6):
-        router.submit()
-    with capture_logs() as logs:
-        router.bus.on_lost(P)
-        router.now += AGAIN_S
-        router.dispatcher.tick()
-    said = [line for line in logs if line["event"] == "attempt failed, another follows"]
-    assert [line.get("repeated") for line in said] == [None, 2]
-    assert {line["code"] for line in said} == {"worker_lost"}
-
-
 def test_a_worker_that_failed_is_avoided_and_given_a_pause(router: Router) -> None:
     _, sink = router.submit()
     failure = encode_map(ErrorDetail(message="a broken device"))
@@ -191,66 +126,6 @@ def test_a_request_goes_on_where_its_numbers_are_rounded_alike() -> None:
     router.bus.on_lost(b"decode-2-1")
     peer, frame, _, _ = asked(router)
     assert (peer, frame.decode_rank) == (b"prefill-1-1", 1)
-
-
-def test_a_request_that_had_to_go_elsewhere_comes_back_to_what_it_began_with() -> None:
-    router = Router(Limits())
-    router.join(Role.PREFILL, 0)
-    for rank, (arithmetic, num_blocks) in enumerate((("x", 66), ("y", 65), ("y", 64))):
-        router.join(Role.DECODE, rank, arithmetic=arithmetic, num_blocks=num_blocks)
-    router.sent.clear()
-    router.submit(20)
-    assert asked(router)[1].decode_rank == 0
-    router.bus.on_lost(b"decode-0-1")
-    assert asked(router)[1].decode_rank == 1
-    router.join(Role.DECODE, 3, arithmetic="x", num_blocks=63)
-    router.bus.on_lost(b"decode-1-1")
-    assert asked(router)[1].decode_rank == 3
-
-
-def test_a_request_that_ends_while_it_pauses_is_not_tried_again(router: Router) -> None:
-    handle, _ = router.submit(20)
-    peer, frame, _, _ = asked(router)
-    router.say(peer, Error(frame.request_id, ErrorCode.INTERNAL))
-    assert (router.dispatcher.num_waiting, router.dispatcher.num_running) == (1, 0)
-    router.dispatcher.cancel(handle)
-    router.now += 10.0
-    router.dispatcher.tick()
-    assert router.take(Tag.PREFILL_REQUEST) == []
-
-
-def test_a_request_is_placed_when_its_first_attempt_is(router: Router) -> None:
-    handle, _ = router.submit(20)
-    router.now += 1.0
-    router.bus.on_lost(asked(router)[0])
-    assert len(router.take(Tag.PREFILL_REQUEST)) == 1
-    router.dispatcher.cancel(handle)
-    assert [end.queue_s for end in router.ends.ends] == [0.0]
-
-
-def test_a_worker_that_failed_long_ago_is_still_avoided(router: Router) -> None:
-    router.join(Role.PREFILL, 2)
-    router.sent.clear()
-    router.submit(20)
-    for expected in (P, P1, b"prefill-2-1"):
-        peer, frame, _, _ = asked(router)
-        assert peer == expected
-        router.say(peer, Error(frame.request_id, ErrorCode.INTERNAL))
-        router.now += 10.0
-        router.dispatcher.tick()
-
-
-def test_a_worker_that_failed_is_better_than_one_that_is_too_small() -> None:
-    router = Router(Limits())
-    router.pair()
-    router.join(Role.DECODE, 1, num_blocks=1)
-    router.sent.clear()
-    router.submit(20)
-    _, frame, _, _ = asked(router)
-    router.say(D, Error(frame.request_id, ErrorCode.INTERNAL))
-    router.now += 10.0
-    router.dispatcher.tick()
-    assert asked(router)[1].decode_rank == 0
 
 
 def test_attempts_are_bounded_and_the_error_says_so(router: Router) -> None:
@@ -299,29 +174,6 @@ def test_without_a_worker_it_waits_for_one_to_come_back() -> None:
     router.assert_idle()
 
 
-def test_a_failure_while_the_client_makes_up_its_mind_shows_when_it_has(router: Router) -> None:
-    handle, sink = router.submit(new=None)
-    router.say(P, PrefillDone(router.prefill_id(), 0), first(7))
-    router.bus.on_lost(D)
-    assert router.take(Tag.PREFILL_REQUEST) == []
-    router.dispatcher.decode(handle, 3)
-    peer, frame, token_ids, _ = asked(router)
-    assert token_ids[-1] == 7
-    router.say(peer, PrefillDone(frame.request_id, 0), first(8))
-    assert sink.kinds == ["prefill", "token"]
-
-
-def test_a_retried_request_comes_before_those_that_wait() -> None:
-    router = Router(Limits(max_running_per_worker=1))
-    router.pair()
-    router.submit(11)
-    router.take(Tag.PREFILL_REQUEST)
-    router.submit(12)
-    router.bus.on_lost(P)
-    router.join(Role.PREFILL, 0, epoch=2)
-    assert asked(router)[1].seq_len == 11
-
-
 def test_a_worker_that_stands_still_is_left_and_told(router: Router) -> None:
     _, sink = router.submit()
     request_id = router.prefill_id()
@@ -338,30 +190,6 @@ def test_a_worker_that_stands_still_is_left_and_told(router: Router) -> None:
     router.beat(P, load())
     assert asked(router)[0] == P
     assert router.dispatcher.attempts.get(frame.request_id) is None
-
-
-def test_an_answer_that_outgrew_a_limit_is_not_read_anew() -> None:
-    router = Router(Limits(), max_kv_transfer_bytes=30 * 64)
-    router.pair()
-    _, sink = router.submit(28, new=9)
-    request_id = router.prefill_id()
-    router.say(P, PrefillDone(request_id, 0), first(7))
-    router.say(D, [DecodeToken(request_id, each) for each in (1, 2, 3)])
-    router.bus.on_lost(D)
-    assert sink.error.code is ErrorCode.WORKER_LOST
-    assert "lost decode-0 (attempt 1 failed, the KV cache of this prompt" in sink.error.message
-    router.assert_idle()
-
-
-def test_retries_share_a_budget() -> None:
-    router = Router(Limits(retry_burst=2))
-    router.pair()
-    sinks = [router.submit(9)[1] for _ in range(4)]
-    router.bus.on_lost(D)
-    errors = [sink.error for sink in sinks if sink.ends]
-    assert [error.code for error in errors] == [ErrorCode.WORKER_LOST] * 2
-    assert "too many are made at the moment" in errors[0].message
-    assert router.dispatcher.num_waiting == 2
 
 
 def test_a_budget_is_earned_by_requests_and_by_time_and_is_bounded() -> None:

@@ -66,7 +66,7 @@ def test_a_mismatch_is_refused_and_says_what_to_fix(
     frame: Hello, about: HelloDetail, fix: str
 ) -> None:
     table = fleet()
-    hello(table, Role.PREFILL)
+    hello(table, Role.PREFILL, num_blocks=1)
     with pytest.raises(WireError, match=fix) as caught:
         table.hello(b"x", frame, about, 0.0)
     assert caught.value.code is ErrorCode.MISMATCH
@@ -86,26 +86,6 @@ def test_a_limit_is_what_some_worker_of_each_role_takes() -> None:
     hello(table, Role.DECODE, 1, max_kv_transfer_bytes=0, max_model_len=1)
     assert (table.max_kv_transfer_bytes, table.max_model_len) == (1 << 20, 1000)
     assert table.own_max_kv_transfer_bytes == 1 << 20
-
-
-def test_the_context_length_is_known_while_workers_are_away() -> None:
-    table = fleet()
-    assert table.last_max_model_len is None
-    identity = hello(table)
-    short = hello(table, role=Role.PREFILL, max_model_len=500)
-    assert table.last_max_model_len == table.max_model_len == 500
-    table.lose(short, 0.0)
-    assert table.last_max_model_len == table.max_model_len == 1000
-    table.lose(identity, 0.0)
-    assert (table.last_max_model_len, table.max_model_len) == (1000, None)
-
-
-def test_the_last_worker_may_come_back_with_another_layout() -> None:
-    table = fleet()
-    identity = hello(table)
-    other = KVLayout.uniform(num_layers=9, num_kv_heads=2, head_dim=8, dtype="float16")
-    hello(table, epoch=2, now=GONE_S, layout=other)
-    assert table.layout == other and table.get(identity) is None
 
 
 @pytest.mark.parametrize("epoch", [4, 6])
@@ -130,26 +110,6 @@ def test_a_silent_worker_loses_its_rank(epoch: int) -> None:
     assert joined.replaced is not None and joined.replaced.identity == old
     assert joined.replaced.state is WorkerState.LOST
     assert [worker.epoch for worker in table] == [epoch]
-
-
-@pytest.mark.parametrize(
-    ("identity", "frame"),
-    [
-        (b"decode-1-7", Hello(7, 0, Role.DECODE)),
-        (b"decode-1-7", Hello(7, 1, Role.PREFILL)),
-        (b"decode-1-7", Hello(8, 1, Role.DECODE)),
-        (b"decode-10-7", Hello(7, 1, Role.DECODE)),
-        (b"decode-1", Hello(7, 1, Role.DECODE)),
-        (b"thief", Hello(7, 1, Role.DECODE)),
-    ],
-)
-def test_hello_is_what_the_identity_says(identity: bytes, frame: Hello) -> None:
-    table = fleet()
-    hello(table, Role.DECODE, 0, 1)
-    before = list(table)
-    with pytest.raises(RemoteProtocolError, match="identity"):
-        table.hello(identity, frame, detail(), 100.0)
-    assert list(table) == before
 
 
 @pytest.mark.parametrize(
@@ -231,16 +191,6 @@ def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
     assert list(table) == []
     assert table.drain(identity) is None
     assert table.heartbeat(identity, BEAT, load(), 0.0) is None
-
-
-def test_a_worker_that_leaves_while_requests_need_it_is_listed_as_lost() -> None:
-    table = fleet()
-    identity = hello(table)
-    drained = table.drain(identity)
-    assert drained is not None
-    drained.attempts.add(1)
-    table.lose(identity, 0.0)
-    assert list(table) == [drained] and drained.state is WorkerState.LOST
 
 
 def test_lost_workers_are_bounded() -> None:

@@ -37,28 +37,6 @@ def test_a_sink_that_raises_at_the_end_harms_no_one() -> None:
     router.assert_idle()
 
 
-def test_a_waiting_request_that_ends_leaves_the_queue() -> None:
-    router = Router()
-    router.pair()
-    router.beat(D, load(64, used=64))
-    handle, _ = router.submit()
-    assert router.dispatcher.num_waiting == 1
-    router.dispatcher.cancel(handle)
-    router.assert_idle()
-    router.beat(D, load(64))
-    assert router.take(Tag.PREFILL_REQUEST) == [] and router.take(Tag.CANCEL) == []
-
-
-def test_a_worker_that_joins_gets_what_waits() -> None:
-    router = Router()
-    router.pair()
-    router.beat(D, load(64, used=64))
-    router.submit()
-    router.join(Role.DECODE, 1)
-    [(_, message)] = router.take(Tag.PREFILL_REQUEST)
-    assert message.frame.decode_rank == 1  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("peer", [P, D])
 @pytest.mark.parametrize("max_waiting", [0, 1])
 def test_a_full_queue_says_so_when_it_is_a_worker_that_is_missing(
@@ -77,18 +55,6 @@ def test_a_full_queue_says_so_when_it_is_a_worker_that_is_missing(
             router.submit()
     assert (full.value.code, missing.value.code) == (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER)
     assert peer.partition(b"-")[0].decode() in missing.value.message
-
-
-def test_a_displaced_request_learns_that_a_worker_is_missing() -> None:
-    router = Router(Limits(max_waiting=2))
-    router.pair()
-    router.bus.lose(D, "test")
-    sinks = []
-    for client in ("greedy", "greedy", "other"):
-        sinks.append(RecordingSink())
-        router.dispatcher.submit(Request((1, 2), Options(), 5, client=client), sinks[-1])
-    assert sinks[1].error.code is ErrorCode.NO_WORKER
-    assert sinks[0].events == sinks[2].events == []
 
 
 def prefilled(router: Router, count: int, client: str, prompt: int = 20) -> list[RecordingSink]:
@@ -153,42 +119,6 @@ def test_nothing_gives_way_while_there_is_room_or_where_it_would_not_help() -> N
     assert ended(parked) == [0]
 
 
-def test_nothing_gives_way_while_the_prefill_worker_has_its_fill() -> None:
-    router = Router(Limits(max_running_per_worker=2))
-    router.pair()
-    parked = prefilled(router, 2, "hog")
-    for _ in range(2):
-        router.submit(new=0)  # These need the prefill worker only.
-    router.submit(client="new")
-    router.now += HOLD_GRACE_S
-    router.dispatcher.tick()
-    assert not ended(parked) and router.dispatcher.num_waiting == 1
-
-
-def test_room_for_all_but_the_first_token_is_enough() -> None:
-    """The decode worker gets the first with the prompt: 20 and 12 tokens are 2 blocks."""
-    router = Router()
-    router.pair()
-    parked = prefilled(router, 1, "hog", prompt=20)  # 2 blocks
-    router.beat(D, load(64, used=64))
-    router.submit(20, new=12, client="new")
-    router.now += HOLD_GRACE_S
-    router.dispatcher.tick()
-    assert ended(parked) == [0]
-
-
-def test_a_place_that_an_error_frees_is_taken_at_once() -> None:
-    router = Router(Limits(max_running_per_worker=1))
-    router.pair()
-    handle, sink = router.submit(20, new=None)
-    router.say(P, PrefillDone(router.prefill_id(), 0), first())
-    router.submit(client="new")
-    assert router.dispatcher.num_waiting == 1
-    router.dispatcher.decode(handle, 5000)
-    assert sink.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
-    assert router.dispatcher.num_waiting == 0
-
-
 def test_requests_within_their_grace_count_for_their_client() -> None:
     router = Router(Limits(max_running_per_worker=6))
     router.pair()
@@ -198,15 +128,6 @@ def test_requests_within_their_grace_count_for_their_client() -> None:
     router.submit(client="new")
     router.dispatcher.tick()
     assert ended(big) == [0] and not ended(small) and not ended(more)
-
-
-def test_running_requests_do_not_count_for_the_queue() -> None:
-    router = Router(Limits(max_running_per_worker=3, max_waiting=1))
-    router.pair()
-    sinks = [router.submit(client="busy")[1] for _ in range(4)]
-    with pytest.raises(WireError) as caught:
-        router.submit(client="new")
-    assert caught.value.code is ErrorCode.OVERLOADED and not ended(sinks)
 
 
 def test_blocks_that_are_on_their_way_back_are_not_asked_for_twice() -> None:
@@ -236,39 +157,6 @@ def test_held_requests_count_when_the_queue_is_full() -> None:
     assert ended(waiting) == [3], "2 wait for each, but 3 more are held for the hog"
 
 
-def test_no_attempt_is_made_beyond_the_deadline_of_its_request() -> None:
-    router = Router(Limits(max_attempts=2, queue_timeout_s=30.0, deadline_s=20.0))
-    router.pair()
-    router.join(Role.DECODE, 1)
-    _, sink = router.submit()
-    router.bus.lose(P, "test")
-    assert router.dispatcher.num_waiting == 1 and not sink.ends
-    router.now += 20.0
-    router.dispatcher.tick()
-    assert sink.error.code is ErrorCode.DEADLINE_EXCEEDED
-    router.assert_idle()
-
-
-def test_a_held_request_ends_at_its_deadline() -> None:
-    router = Router(Limits(lease_s=30.0, deadline_s=20.0))
-    router.pair()
-    [sink] = prefilled(router, 1, "slow")
-    router.now += 20.0
-    router.dispatcher.tick()
-    assert sink.error.code is ErrorCode.DEADLINE_EXCEEDED and "within 20 s" in sink.error.message
-
-
-def test_blocks_that_are_only_promised_are_back_at_once() -> None:
-    router = Router()
-    router.pair()
-    hog = prefilled(router, 4, "hog", prompt=250)  # 16 blocks each, of 64, and no heartbeat since
-    router.submit(300, client="new")
-    router.now += HOLD_GRACE_S
-    router.dispatcher.tick()
-    assert ended(hog) == [0, 1] and len(router.take(Tag.PREFILL_REQUEST)) == 1
-    assert router.fleet.get(D).returning_blocks == 0  # type: ignore[union-attr]
-
-
 def test_no_request_gives_way_on_a_worker_that_is_too_small() -> None:
     router = Router()
     router.join(Role.PREFILL)
@@ -281,16 +169,6 @@ def test_no_request_gives_way_on_a_worker_that_is_too_small() -> None:
     assert not ended(parked) and router.dispatcher.num_waiting == 1
 
 
-def test_the_heaviest_client_is_chosen_anew_at_each_step() -> None:
-    router = Router()
-    router.pair()
-    big, small = (prefilled(router, n, c, prompt=250) for n, c in ((3, "big"), (1, "small")))
-    router.submit(760, client="new")  # 48 blocks, of 4 x 16
-    router.now += HOLD_GRACE_S
-    router.dispatcher.tick()
-    assert ended(big) == [0, 1] and ended(small) == [0]
-
-
 def test_a_new_request_does_not_pass_one_that_waits_for_more_room() -> None:
     router = Router()
     router.pair()
@@ -298,25 +176,3 @@ def test_a_new_request_does_not_pass_one_that_waits_for_more_room() -> None:
     router.submit(500)  # 32 blocks, of which 24 are free
     router.submit(20)
     assert router.dispatcher.num_waiting == 2 and router.take(Tag.PREFILL_REQUEST) == []
-
-
-def test_the_time_to_wait_is_not_the_time_to_be_read() -> None:
-    router = Router(Limits(queue_timeout_s=30.0))
-    router.pair()
-    _, sink = router.submit()
-    router.now += 31.0
-    router.dispatcher.tick()
-    assert not sink.ends and router.dispatcher.num_running == 1
-
-
-def test_new_requests_earn_another_attempt() -> None:
-    router = Router(Limits(retry_burst=1))
-    router.pair()
-    sinks = []
-    for num_more in (0, 0, 6):  # The first may be tried again; the next only after some more.
-        for _ in range(num_more):
-            router.submit()
-        router.take(Tag.PREFILL_REQUEST)
-        sinks.append(router.submit()[1])
-        router.say(P, Error(router.prefill_id(), ErrorCode.INTERNAL))
-    assert [bool(sink.ends) for sink in sinks] == [False, True, False]

@@ -58,16 +58,6 @@ def test_the_limit_of_a_transfer_is_of_what_was_generated_too(num_generated: int
         assert (placement.place(each) is None) == (most < enough)
 
 
-def test_a_request_may_be_as_long_as_the_context() -> None:
-    table, placement = cluster(Role.PREFILL)
-    each = state()
-    for rank, longest in enumerate((each.total_tokens - 1, each.total_tokens)):
-        identity = Identity(Role.DECODE, rank, 1).name
-        table.hello(identity, Hello(1, rank, Role.DECODE), detail(max_model_len=longest), 0.0)
-        table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
-        assert (placement.place(each) is None) == (longest < each.total_tokens)
-
-
 def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
     """The one token after it is not read by anybody."""
     table, placement = cluster()
@@ -80,15 +70,6 @@ def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
         with pytest.raises(WireError) as caught:
             placement.check(each)
         assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
-
-
-def test_num_that_fit_is_the_rest_of_the_context() -> None:
-    _, placement = cluster(Role.PREFILL, Role.DECODE)
-    assert placement.num_that_fit(state(3)) == 996
-    assert placement.num_that_fit(state(999)) == placement.num_that_fit(state(1001)) == 0
-    with pytest.raises(WireError) as caught:
-        cluster()[1].num_that_fit(state())
-    assert caught.value.code is ErrorCode.NO_WORKER
 
 
 def test_both_workers_are_charged_and_released() -> None:
@@ -105,16 +86,6 @@ def test_both_workers_are_charged_and_released() -> None:
     assert placement.release_decode(attempt) is not None
     assert placement.release_decode(attempt) is None
     assert books(table) == [(0, 0, 0, 0)] * 2
-
-
-def test_no_room_charges_no_one() -> None:
-    table, placement = cluster(Role.PREFILL, Role.DECODE)
-    [decode] = table.ready(Role.DECODE)
-    decode.on_load(load(64, used=64))
-    assert placement.place(state()) is None
-    assert books(table) == [(0, 0, 0, 0)] * 2
-    attempt = placed(placement, state(new=0))
-    assert attempt.decode is None
 
 
 def test_requests_that_can_never_be_served_are_refused() -> None:

@@ -8,7 +8,6 @@ from router.core.policy import (
     SEQUENCE_COST,
     PrefixIndex,
     can_ever_fit,
-    num_blocks,
     pick_decode,
     pick_prefill,
 )
@@ -57,10 +56,6 @@ def test_a_later_attempt_goes_to_workers_that_compute_alike() -> None:
     decodes[2].num_active = 3  # those that compute alike have no room
     choice = pick_decode(decodes, PROMPT, 10, index, 3, "y")
     assert choice is not None and choice.worker is decodes[0]
-
-
-def test_blocks_are_rounded_up() -> None:
-    assert [num_blocks(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
 def test_a_prompt_needs_room_for_itself_and_one_token() -> None:
@@ -118,45 +113,6 @@ def test_a_request_larger_than_a_worker_waits_until_it_is_empty() -> None:
     assert decode([only], new=100_000) == -1
 
 
-def test_a_full_or_draining_worker_is_passed_over() -> None:
-    workers = [worker(rank=0), worker(rank=1)]
-    workers[0].num_active = 256
-    assert decode(workers) == 1
-    workers[1].state = WorkerState.DRAINING
-    assert decode(workers) == -1
-
-
-def test_evicted_blocks_end_the_prefix() -> None:
-    index = PrefixIndex()
-    index.add(b"d", 10)
-    index.store(b"d", [1, 2, 3])
-    index.evict(b"d", [2, 77])
-    assert index.longest(b"d", [1, 2, 3]) == 1
-
-
-def test_unknown_workers_hold_nothing() -> None:
-    index = PrefixIndex()
-    index.store(b"x", [1])
-    index.evict(b"x", [1])
-    assert index.longest(b"x", [1]) == index.size(b"x") == 0
-    index.add(b"x", 4)
-    index.store(b"x", [1])
-    index.remove(b"x")
-    index.remove(b"x")
-    assert index.longest(b"x", [1]) == 0
-
-
-def test_a_chain_over_the_bound_loses_its_tail_and_older_chains_go_first() -> None:
-    index = PrefixIndex()
-    index.add(b"d", 4)
-    index.store(b"d", [1, 2])
-    index.store(b"d", [11, 12, 13])
-    assert index.longest(b"d", [11, 12, 13]) == 3
-    assert index.longest(b"d", [1, 2]) == 1
-    index.store(b"d", [21, 22, 23, 24, 25, 26])
-    assert index.longest(b"d", [21, 22, 23, 24, 25, 26]) == 4
-
-
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 50), max_size=20)), max_size=30))
 def test_no_worker_is_taken_to_hold_more_than_it_has_blocks(
     steps: list[tuple[bool, list[int]]],
@@ -172,14 +128,6 @@ def test_no_worker_is_taken_to_hold_more_than_it_has_blocks(
             index.evict(b"d", hashes)
             assert not hashes or index.longest(b"d", hashes) == 0
         assert index.size(b"d") <= 7
-
-
-def test_a_worker_fills_no_more_memory_than_any_has_blocks() -> None:
-    table = PrefixIndex(max_held=8)
-    table.add(b"d", 2**31 - 1)
-    for start in range(0, 100, 10):
-        table.store(b"d", range(start, start + 10))
-    assert table.size(b"d") == 8
 
 
 def test_decode_counts_what_other_routers_placed() -> None:

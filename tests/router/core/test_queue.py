@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -71,25 +71,6 @@ def test_old_requests_of_one_client_do_not_pass_higher_priorities() -> None:
             first = queue.first()
         assert first is each
         queue.take(each, now)
-
-
-@given(st.integers(-100, 99), st.integers(0, 10), st.sampled_from([0.05, 0.5, 1.0]))
-def test_none_is_passed_for_longer_than_half_of_the_timeout(
-    priority: int, came_at: int, step_s: float
-) -> None:
-    """While another client always has two of the highest priority waiting."""
-    queue, served = Queue(TIMEOUT_S), list[int]()
-    queue.add(state(0, 100, "flood"))
-    while 1 not in served:
-        step = len(served)
-        queue.add(state(0, 100, "flood", step * step_s))
-        if step == came_at:
-            queue.add(state(1, priority, "low", step * step_s))
-        first = queue.first()
-        assert first is not None
-        queue.take(first, step * step_s)
-        served.append(first.handle)
-        assert (step - came_at) * step_s <= TIMEOUT_S / 2 + 3 * step_s
 
 
 class Line:

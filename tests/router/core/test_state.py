@@ -5,10 +5,9 @@ from itertools import islice, pairwise
 import pytest
 
 from router.core.request import Request
-from router.core.state import Attempt, Phase, RequestIds, new_tokens, no_worker
+from router.core.state import Attempt, RequestIds, new_tokens
 from tests.router.core.states import state
 from tests.router.scripted import worker
-from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.options import Options
 from wire.payloads import PrefillResult, Usage
@@ -55,19 +54,6 @@ def test_workers_learn_the_tenant_of_a_request_whatever_its_client_claims() -> N
     assert tenant("", claimed=5) == 0
 
 
-def test_overdue_says_what_was_waited_for() -> None:
-    request = Request((1,), Options())
-    error = state(request).overdue(15.0)
-    assert (error.code, error.message) == (ErrorCode.OVERLOADED, "no worker had room for 5 s")
-    error = state(request, Phase.HELD).overdue(15.0)
-    assert error.code is ErrorCode.DEADLINE_EXCEEDED and "DECODE_REQUEST" in error.message
-    error = state(request, Phase.DECODE).overdue(20.0)
-    assert (error.code, error.message) == (
-        ErrorCode.DEADLINE_EXCEEDED,
-        "the request did not end within 10 s",
-    )
-
-
 def test_an_end_tells_the_whole_story() -> None:
     it = state(Request((1, 2, 3), Options(), 9, client="me"))
     it.placed_at, it.first_at, it.generated = 11.0, 13.0, [5, 6]
@@ -77,16 +63,6 @@ def test_an_end_tells_the_whole_story() -> None:
     assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens) == (3, 2, 2)
     assert (end.kv_bytes, end.kv_skipped_tokens) == (64, 1)
     assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (1.0, 3.0, 4.0, 7.0)
-
-
-def test_an_early_end_has_no_times_it_did_not_reach() -> None:
-    end = state(Request((1,), Options())).end(12.0, ErrorCode.CANCELLED, None)
-    assert (end.outcome, end.code) == ("cancelled", ErrorCode.CANCELLED)
-    assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (None, None, None, 2.0)
-
-
-def test_a_missing_role_is_named() -> None:
-    assert "no decode worker" in no_worker(Role.DECODE).message
 
 
 def test_no_id_comes_twice_and_all_are_of_the_epoch() -> None:
@@ -101,8 +77,3 @@ def test_ids_cannot_be_guessed_from_others() -> None:
     assert len(steps) > 0.99 * MANY, "no step is a rule"
     again = list(islice(RequestIds(EPOCH), MANY))
     assert len(set(ids) & set(again)) < MANY / 100, "another process draws another key"
-
-
-def test_the_key_is_all_that_decides() -> None:
-    assert next(RequestIds(EPOCH, b"one")) == next(RequestIds(EPOCH, b"one"))
-    assert next(RequestIds(EPOCH, b"one")) != next(RequestIds(EPOCH, b"two"))

@@ -17,17 +17,17 @@ class Checks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checked: list[str] = []
         self.may_go_on = threading.Event()
-        self._begun = threading.Semaphore(0)
+        self._started = threading.Semaphore(0)
         monkeypatch.setattr("router.api.requests.structures.problem_of", self._check)
 
     async def have_begun(self, count: int = 1) -> None:
         """Wait until so many more slow ones are being checked."""
         for _ in range(count):
-            assert await asyncio.to_thread(self._begun.acquire, timeout=60)
+            assert await asyncio.to_thread(self._started.acquire, timeout=60)
 
     def _check(self, structure: Structure) -> str | None:
         self.checked.append(structure.text)
         if "slow" in structure.text:
-            self._begun.release()
+            self._started.release()
             assert self.may_go_on.wait(60)
         return problem_of(structure)

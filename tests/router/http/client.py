@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from router.api.completions.completion import Completion, CompletionRequest
-from router.api.completions.events import DONE
-from router.api.completions.response import Head
+from router.api.completions.response import DONE, Head
 from router.api.text import TextAnswer
 from router.core.request import Request
 from router.http.asgi import Push

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import re
-import socket
 import threading
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,9 @@ from router.http.origin import Origins
 from tests.circles import circles
 from tests.router.api.messages.stream import message_of, read_events
 from tests.router.scripted import Ends
-from tests.router.site import Answer, Site, events, ids, listening, write_model
+from tests.router.site import Answer, Site, events, listening, write_model
 from wire.errors import ErrorCode
-from wire.frames import Cancel, PrefillRequest, Role
+from wire.frames import Cancel
 from wire.process.api_keys import ApiKeys, digest, name_of
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -108,49 +107,6 @@ async def test_a_stop_string_cancels_on_the_worker(site: Site) -> None:
     assert site.bus.dispatcher.num_running == 0
 
 
-async def test_several_prompts_and_choices(site: Site) -> None:
-    site.answer = lambda prompt: Answer("x" if prompt[-1:] == tuple(ids("a")) else "yy")
-    body = await complete(site, prompt=["a", ids("b")], n=2)
-    assert [choice["text"] for choice in body["choices"]] == ["x", "x", "yy", "yy"]
-    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 10)
-    chunks = await chat(site, n=3, stream=True, stream_options={"include_usage": True})
-    assert {c["index"] for chunk in chunks for c in chunk["choices"]} == {0, 1, 2}
-    assert chunks[-1]["usage"]["completion_tokens"] == 9
-
-
-async def test_logprobs_and_token_ids(site: Site) -> None:
-    site.answer = lambda prompt: Answer("hey", logprobs=True)
-    choice = (await complete(site, logprobs=2, return_token_ids=True))["choices"][0]
-    assert choice["logprobs"]["tokens"] == ["h", "e", "y"]
-    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
-    assert choice["token_ids"] == ids("hey")
-    assert choice["prompt_token_ids"] == [0, *ids("ab")]
-    content = (await chat(site, logprobs=True, top_logprobs=2))["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == ["h", "e", "y"]
-    assert len(content[0]["top_logprobs"]) == 2
-    chunks = await chat(site, logprobs=True, top_logprobs=1, stream=True)
-    assert sum(len(c["choices"][0]["logprobs"]["content"]) for c in chunks) == 3
-
-
-async def test_an_answer_that_is_over_at_once(site: Site) -> None:
-    site.answer = lambda prompt: Answer([])
-    body = await complete(site)
-    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("", 1)
-    [chunk] = await complete(site, stream=True)
-    assert chunk["choices"][0]["finish_reason"] == "stop"
-
-
-async def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
-    site = Site(write_model(tmp_path, text=False))
-    choice = (await complete(site, prompt=[3, 4], return_token_ids=True))["choices"][0]
-    assert (choice["text"], choice["token_ids"]) == ("", ids("hello"))
-    chunks = await complete(site, prompt=[3, 4], return_token_ids=True, stream=True)
-    assert [chunk["choices"][0]["token_ids"] for chunk in chunks[:-1]] == [
-        [i] for i in ids("hello")
-    ]
-
-
 # Anthropic's API.
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -168,12 +124,6 @@ async def test_a_message(site: Site) -> None:
     assert {name: message[name] for name in body if name != "id"} == {
         name: body[name] for name in body if name != "id"
     }
-
-
-async def test_the_tokens_of_a_message_are_counted_without_workers(tmp_path: Path) -> None:
-    empty = Site(write_model(tmp_path), join=False)
-    answer = await post(empty, COUNT, PROMPT)
-    assert (answer.status_code, set(answer.json())) == (200, {"input_tokens"})
 
 
 @pytest.mark.parametrize(("path", "asked"), [(MESSAGES, MESSAGE), (COUNT, PROMPT)])
@@ -203,18 +153,6 @@ async def test_errors_of_messages_have_anthropics_format(
         assert body["request_id"] == answer.headers["request-id"]
 
 
-async def test_a_message_that_fails(site: Site) -> None:
-    for fails_after, stream in ((0, False), (0, True)):
-        site.answer = lambda prompt, n=fails_after: Answer("hello", fails_after=n)  # type: ignore[misc]
-        answer = await post(site, MESSAGES, MESSAGE | {"stream": stream})
-        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
-    site.answer = lambda prompt: Answer("hello", fails_after=3)
-    *begun, error = read_events((await post(site, MESSAGES, MESSAGE | {"stream": True})).content)
-    assert begun[0]["type"] == "message_start"
-    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
-    assert "request_id" in error
-
-
 # Errors.
 
 
@@ -231,30 +169,7 @@ async def test_a_compressed_body(site: Site) -> None:
         assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "gzip, deflate")
 
 
-async def test_head_and_options(site: Site) -> None:
-    async with site.client() as client:
-        assert (await client.head("/livez")).status_code == 200
-        answer = await client.options("/v1/completions")
-        assert (answer.status_code, answer.headers["allow"]) == (200, "POST, OPTIONS")
-
-
 PAGE = "https://chat.example.org"
-
-
-async def test_web_pages_of_others(site: Site) -> None:
-    """As a browser sends for a page: no question before it, and by a name that leads here."""
-    async with site.client() as client:
-        blob = await client.post("/v1/completions", content=b'{"prompt": "a"}')
-        assert (blob.status_code, blob.json()["error"]["code"]) == (415, "unsupported_media_type")
-        for headers in ({"origin": PAGE}, {"sec-fetch-site": "cross-site"}):
-            answer = await client.get("/v1/models", headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (
-                403,
-                "origin_not_allowed",
-            )
-        rebound = await client.get("/v1/models", headers={"host": "evil.example"})
-        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
-        assert (await client.get("/livez", headers={"host": "evil.example"})).status_code == 200
 
 
 async def test_a_web_page_that_is_allowed(site: Site, guarded: Path) -> None:
@@ -295,14 +210,6 @@ async def test_no_worker_and_too_many_requests(tmp_path: Path) -> None:
     answer = await post(full, "/v1/chat/completions", CHAT | {"n": 2})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert full.bus.dispatcher.num_running == 0
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_failure_before_the_first_token_has_a_status(site: Site, stream: bool) -> None:
-    site.answer = lambda prompt: Answer(fails_after=0)
-    answer = await post(site, "/v1/chat/completions", CHAT | {"stream": stream})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
-    assert answer.headers["retry-after"] == "1"
 
 
 async def test_a_failure_in_the_middle_ends_the_stream_in_words(site: Site) -> None:
@@ -371,39 +278,6 @@ async def test_a_long_body_is_read_in_a_thread(
     assert readers[1] is threading.main_thread()
 
 
-@pytest.mark.parametrize("has_many", [False, True])
-async def test_an_answer_with_many_scores_is_written_in_a_thread(
-    site: Site, monkeypatch: pytest.MonkeyPatch, has_many: bool
-) -> None:
-    """128 choices with 20 scores for each token took the loop 14 s."""
-    writers = []
-
-    render = ChatAnswer.whole
-
-    def whole(self: ChatAnswer, pieces: Any) -> bytes:
-        writers.append(threading.current_thread())
-        return render(self, pieces)
-
-    monkeypatch.setattr(ChatAnswer, "whole", whole)
-    site.answer = lambda prompt: Answer("hey" * 10, logprobs=True)
-    body = await chat(site, logprobs=True, top_logprobs=5, n=16 if has_many else 1, max_tokens=40)
-    assert [len(each["logprobs"]["content"]) for each in body["choices"]] == [30] * (
-        16 if has_many else 1
-    )
-    assert (writers == [threading.main_thread()]) == (not has_many)
-
-
-async def test_a_hopeless_prompt_is_no_reason_to_try_again_while_workers_are_away(
-    site: Site,
-) -> None:
-    for peer in (b"prefill-0-1", b"decode-0-1"):
-        site.bus.on_lost(peer)
-    assert site.fleet.max_model_len is None
-    for prompt in ("x" * 5000, [7] * 5000):
-        answer = await post(site, "/v1/completions", {"prompt": prompt})
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
-
-
 async def test_one_line_a_request(site: Site) -> None:
     headers = {"x-request-id": "mine", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     with capture_logs() as logs:
@@ -435,22 +309,6 @@ def request_bytes(body: Any, path: str = "/v1/chat/completions", *headers: str) 
     return "\r\n".join([*lines, f"content-length: {len(raw)}", "", ""]).encode() + raw
 
 
-async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(site: Site) -> None:
-    """Requests that wait for the answer of the one before are never begun."""
-    site.answer = lambda prompt: Answer(
-        "hello", hangs_after=2 if len(site.frames(PrefillRequest)) == 2 else None
-    )
-    async with listening(site.application) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(request_bytes(CHAT | {"stream": True}) * 3)
-        await reader.readuntil(b"data: [DONE]")
-        await reader.readuntil(b'"content":"h"')
-        writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 30)
-        await site.idle()
-    assert len(site.frames(PrefillRequest)) == 2
-
-
 @pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 async def test_a_client_that_goes_away_is_noticed_while_nothing_of_it_is_read(
@@ -472,98 +330,6 @@ async def test_a_client_that_goes_away_is_noticed_while_nothing_of_it_is_read(
             writer.close()
         await asyncio.wait_for(site.cancelled.wait(), 30)
         await site.idle()
-        writer.close()
-
-
-@pytest.mark.parametrize(
-    ("path", "status"), [("/nowhere", b"404"), ("/readyz", b"405"), ("/tokenize", b"200")]
-)
-async def test_a_response_before_the_body_is_read_closes_the_connection(
-    site: Site, path: str, status: bytes
-) -> None:
-    """The body comes later than its headers, as a second segment may: the server hangs up."""
-    head, _, body = request_bytes({"prompt": "ab"}, path).partition(b"\r\n\r\n")
-    async with listening(site.application) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(head + b"\r\n\r\n")
-        if status == b"200":
-            writer.write(body)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        assert answer.split()[1] == status
-        assert (b"connection: close" in answer) == (status != b"200")
-        writer.close()
-
-
-async def test_a_client_that_does_not_read_is_cut_off(site: Site, tmp_path: Path) -> None:
-    for role in (Role.PREFILL, Role.DECODE):
-        site.join(role, max_model_len=20_000)
-    site.answer = lambda prompt: Answer(ids("x") * 10_000)
-    # In every chunk: fills the kernel's buffers soon.
-    site.configure(model=ServedModel("w" * 4000, write_model(tmp_path)))
-    loop = asyncio.get_running_loop()
-    async with listening(site.application) as address:
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            await loop.sock_connect(client, address)
-            body = CHAT | {"stream": True, "max_tokens": 9000}
-            await loop.sock_sendall(client, request_bytes(body))
-            await asyncio.wait_for(site.cancelled.wait(), 20)
-            received = await drained(client)
-    assert not received.endswith(b"0\r\n\r\n"), "it must not seem to have ended well"
-    assert site.bus.dispatcher.num_running == 0
-    assert "baton_slow_clients_total 1.0" in site.application.metrics.render().decode()
-
-
-async def test_a_client_that_reads_late_gets_all_of_two_pipelined_streams(
-    site: Site, tmp_path: Path
-) -> None:
-    """The first waits in the server's buffers, and then in its choice, until the worker is done."""
-    for role in (Role.PREFILL, Role.DECODE):
-        site.join(role, max_model_len=20_000)
-    text = "ab日" * 300
-    site.answer = lambda prompt: Answer(text)
-    site.configure(model=ServedModel("w" * 4000, write_model(tmp_path)))
-    loop, parts = asyncio.get_running_loop(), list[bytes]()
-    asked = {"stream": True, "max_tokens": 9000} | CHAT
-    async with listening(site.application) as address:
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-            client.setblocking(False)
-            await loop.sock_connect(client, address)
-            last = request_bytes(asked, "/v1/chat/completions", "connection: close")
-            await loop.sock_sendall(client, request_bytes(asked) + last)
-            await asyncio.wait_for(site.asked.wait(), 30)
-            await site.idle()
-            while part := await loop.sock_recv(client, 1 << 20):
-                parts.append(part)
-    received = b"".join(parts)
-    assert received.count(b"HTTP/1.1 200 OK") == received.count(b"data: [DONE]") == 2
-    assert b"".join(re.findall(rb'"content":"(.*?)"', received)).decode() == 2 * text
-
-
-async def drained(client: socket.socket) -> bytes:
-    """Everything until the end or a reset."""
-    received = b""
-    try:
-        while more := await asyncio.get_running_loop().sock_recv(client, 65536):
-            received = more
-    except ConnectionResetError:
-        pass
-    return received
-
-
-async def test_a_body_that_comes_too_slowly(site: Site) -> None:
-    site.configure(bodies=Bodies(grace_s=0.01))
-    async with listening(site.application) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(
-            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: 5\r\n\r\n{"
-        )
-        answer = await reader.read()
-        assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
-        assert b"connection: close" in answer
         writer.close()
 
 

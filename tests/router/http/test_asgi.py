@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -78,35 +77,6 @@ async def test_every_response_echoes_the_request_id() -> None:
 
 def test_the_asker_is_the_key_or_the_address() -> None:
     subject = exchange(Wire(), client=("10.0.0.1", 5))
-    assert subject.asker == "10.0.0.1"
+    assert subject.client_id == "10.0.0.1"
     subject.key_name = "key-0123456789ab"
-    assert subject.asker == "key-0123456789ab"
-
-
-async def doubled(future: asyncio.Future[int]) -> int:
-    try:
-        return 2 * await future
-    except ValueError:
-        return 2 * await asyncio.shield(future.get_loop().create_task(three()))
-
-
-async def three() -> int:
-    await asyncio.sleep(0)
-    return 3
-
-
-async def test_it_hears_of_an_error_and_may_wait_again() -> None:
-    future = asyncio.get_running_loop().create_future()
-    started = doubled(future)
-    awaited = started.send(None)
-    future.set_exception(ValueError)
-    assert await asgi.resume(started, awaited) == 6
-
-
-async def test_it_is_cancelled_with_its_task() -> None:
-    started = doubled(asyncio.get_running_loop().create_future())
-    task = asyncio.ensure_future(asgi.resume(started, started.send(None)))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    assert subject.client_id == "key-0123456789ab"

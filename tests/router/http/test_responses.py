@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from pathlib import Path
@@ -24,8 +23,7 @@ from router.processes.channel import (
     FindResponse,
 )
 from router.processes.siblings import Siblings
-from tests.router.site import Answer, Site, write_model
-from wire.errors import ErrorCode
+from tests.router.site import Site, write_model
 from wire.process.api_keys import ApiKeys
 
 
@@ -47,16 +45,6 @@ async def ask(site: Site, method: str, path: str, **headers: str) -> httpx.Respo
         return await client.request(method, f"/v1/responses/{path}", headers=headers)
 
 
-async def test_a_stream_is_kept_too(site: Site) -> None:
-    async with site.client() as client:
-        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    last = json.loads(answer.text.strip().split("\n\n")[-1].split("\ndata: ")[1])
-    assert last["type"] == "response.completed"
-    again = await ask(site, "GET", last["response"]["id"])
-    assert again.json() == last["response"]
-
-
 async def test_its_input(site: Site) -> None:
     first = await respond(site)
     second = await respond(site, input="more", previous_response_id=first["id"])
@@ -76,13 +64,6 @@ async def test_it_can_be_deleted(site: Site) -> None:
         missing = await ask(site, method, body["id"])
         assert missing.status_code == 404
         assert missing.json()["error"]["code"] == "response_not_found"
-
-
-async def test_it_cannot_be_cancelled_or_streamed_again(site: Site) -> None:
-    body = await respond(site)
-    assert (await ask(site, "POST", f"{body['id']}/cancel")).status_code == 400
-    assert (await ask(site, "POST", "resp_none/cancel")).status_code == 404
-    assert (await ask(site, "GET", f"{body['id']}?stream=true")).status_code == 400
 
 
 async def test_a_key_cannot_read_responses_of_another(site: Site, tmp_path: Path) -> None:
@@ -132,18 +113,6 @@ async def test_a_response_of_another_process_is_found_and_deleted_there(site: Si
     assert (await ask(site, "GET", "resp_there")).status_code == 404
     await siblings.close()
     await channel.close()
-
-
-async def test_a_failure_before_the_first_token_has_a_status(site: Site) -> None:
-    site.answer = lambda prompt: Answer(fails_after=0)
-    async with site.client() as client:
-        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
-    assert answer.status_code == 503
-    site.answer = lambda prompt: Answer(fails_after=2, error=ErrorCode.WORKER_LOST)
-    async with site.client() as client:
-        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
-    assert answer.status_code == 200
-    assert answer.text.strip().split("\n\n")[-1].startswith("event: response.failed\n")
 
 
 async def test_a_small_body_that_goes_on_from_much_is_read_in_a_thread(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import http.client
 import itertools
 import json
@@ -12,10 +11,8 @@ import shutil
 import socket
 import ssl
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -34,7 +31,6 @@ from router.http.server import (
     GuardedProtocol,
     HttpServer,
     Limits,
-    cut,
     find_push,
 )
 from tests import certificate
@@ -43,7 +39,7 @@ from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire
 from tests.router.http.serving import ask
 from tests.router.http.serving import serving as serve
-from wire.aio.listener import LAST_LOOK_S, bind
+from wire.aio.listener import bind
 from wire.aio.tls import server_context
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -118,19 +114,6 @@ async def test_headers_that_do_not_come_in_time(begun: bytes) -> None:
         assert error_of(await ask(server, begun)) == (408, "header_timeout")
 
 
-async def test_trickled_headers_time_out() -> None:
-    async with serving(QUICK) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        answer = asyncio.create_task(reader.read())
-        for byte in GET % 1 * 20:
-            writer.write(bytes([byte]))
-            done, _ = await asyncio.wait([answer], timeout=0.02)
-            if done:
-                break
-        assert error_of(await answer) == (408, "header_timeout")
-        writer.close()
-
-
 def test_headers_that_came_while_we_stood_still_have_come_in_time() -> None:
     """On the loop that processes run on: it looks at timers before it reads."""
 
@@ -144,30 +127,6 @@ def test_headers_that_came_while_we_stood_still_have_come_in_time() -> None:
                 client.setblocking(False)
                 answer = await asyncio.get_running_loop().sock_recv(client, 4096)
                 assert answer.startswith(b"HTTP/1.1 200 ")
-
-    uvloop.run(ask_and_stand_still())
-
-
-async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
-    async with serving(Limits(grace_s=0.2, idle_s=0.2)) as server:
-        answer = await ask(server, GET % 1 + GET % 2)
-        assert answer.count(b"HTTP/1.1 200") == 2 and answer.endswith(b"/2")
-
-
-def test_a_request_during_a_pause_of_the_server_is_in_time() -> None:
-    @again_if_held_up(0.7)  # 0.6 of it on purpose
-    async def ask_and_stand_still() -> None:
-        async with serving(Limits(idle_s=0.3)) as server:
-            with socket.create_connection(("127.0.0.1", server.port)) as client:
-                client.setblocking(False)
-                loop = asyncio.get_running_loop()
-                client.send(GET % 1)
-                assert (await loop.sock_recv(client, 4096)).endswith(b"/1")
-                await stand_still(0.6, lambda: client.send(GET % 2))
-                assert (await loop.sock_recv(client, 4096)).endswith(b"/2")
-                await asyncio.sleep(2 * LAST_LOOK_S)  # no timer is left that would hang up
-                client.send(GET % 3)
-                assert (await loop.sock_recv(client, 4096)).endswith(b"/3")
 
     uvloop.run(ask_and_stand_still())
 
@@ -189,18 +148,6 @@ def test_clients_close_idle_connections_before_the_server() -> None:
     assert expiry_s is not None and expiry_s < Limits().idle_s == Config().idle_s
 
 
-async def test_empty_lines_do_not_keep_a_connection() -> None:
-    async with serving(QUICK) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(GET % 1)
-        answer = asyncio.create_task(reader.read())
-        while not answer.done():
-            writer.write(b"\r\n")
-            await asyncio.wait([answer], timeout=0.02)
-        assert b"header_timeout" in await answer
-        writer.close()
-
-
 async def test_headers_have_a_limit() -> None:
     async with serving() as server:
         data = b"GET / HTTP/1.1\r\n" + b"a: %b\r\n" % bytes(b"x" * 1019) * 65
@@ -218,39 +165,6 @@ async def test_headers_are_counted_before_they_are_kept() -> None:
         assert answer.endswith(b"\r\n\r\n/1")
         answer = await ask(server, head + b"a: b\r\n" * (MAX_HEADERS - 1) + b"\r\n")
         assert error_of(answer) == (431, "headers_too_large") and b"over 256 headers" in answer
-
-
-async def test_headers_that_come_in_one_read_have_the_same_limit() -> None:
-    get = b"GET /1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\na: %b\r\n\r\n"
-    most = MAX_HEADER_BYTES - len("/1" + "host: x\r\n" + "connection: close\r\n" + "a: \r\n")
-    async with serving() as server:
-        for before in (b"", POST + b"content-length: 9\r\n\r\n123456789"):
-            answer = await ask(server, before + get % (b"x" * most))
-            assert answer.endswith(b"\r\n\r\n/1")
-            answer = await ask(server, before + get % (b"x" * (most + 1)))
-            assert error_of(answer[answer.rfind(b"HTTP/1.1 ") :]) == (431, "headers_too_large")
-
-
-@pytest.mark.parametrize(
-    ("begun", "code"),
-    [
-        (POST + b"a: " + b"x" * MAX_HEADER_BYTES + b"\r\n\r\n", "headers_too_large"),
-        (bytes(2 * MAX_HEADER_BYTES), "invalid_http"),
-    ],
-)
-async def test_a_client_that_goes_on_sending_gets_its_error(begun: bytes, code: str) -> None:
-    problems = list[object]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
-    async with serving() as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(begun)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        for _ in range(8):
-            writer.write(bytes(1 << 16))
-            await writer.drain()
-        assert error_of(answer + await reader.read())[1] == code
-        writer.close()
-    assert not problems
 
 
 async def test_a_body_nobody_reads_is_not_waited_for() -> None:
@@ -276,17 +190,6 @@ async def test_connections_have_a_limit() -> None:
         writer.close()
 
 
-async def test_of_many_over_the_limit_most_are_cut_off() -> None:
-    async with serving(Limits(max_connections=2, flush_s=60.0)) as server:
-        clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
-        told, cut = [reader for reader, _ in clients[2:]]
-        assert error_of(await told.read()) == (503, "overloaded")
-        with contextlib.suppress(ConnectionResetError):
-            assert await cut.read() == b""
-        for _, writer in clients:
-            writer.close()
-
-
 @pytest.mark.parametrize("idle_s", [0.05, 60.0])
 async def test_a_client_that_does_not_take_its_answer_is_cut_off(idle_s: float) -> None:
     """Whether we are about to hang up, or would take another request."""
@@ -299,109 +202,6 @@ async def test_a_client_that_does_not_take_its_answer_is_cut_off(idle_s: float) 
         await is_cut.wait()
         with pytest.raises(ConnectionResetError):
             await reader.read()
-
-
-@pytest.mark.parametrize("is_ended", [False, True])
-async def test_a_half_closed_slow_reader_is_cut_off(
-    is_ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So little that nobody watches who reads it while the connection lives."""
-    monkeypatch.setattr("router.http.server.bind", bind_small)
-    loop, is_cut = asyncio.get_running_loop(), asyncio.Event()
-    limits = Limits(idle_s=0.1, stall_s=0.05)
-    async with serving(limits, on_slow_client=is_cut.set) as server:
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            # The kernel bounds its side by the segments: by megabytes where they are large.
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
-            client.setblocking(False)
-            await loop.sock_connect(client, ("127.0.0.1", server.port))
-            await loop.sock_sendall(client, GET % 1)
-            while not (kept := server.server_state.connections):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            (connection,) = kept
-            while not connection.transport.get_write_buffer_size():
-                await loop.sock_sendall(client, GET % 1)
-                await asyncio.sleep(0)
-            if is_ended:
-                client.shutdown(socket.SHUT_WR)
-            await is_cut.wait()
-        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
-            await asyncio.sleep(0)
-
-
-async def test_a_client_for_whom_little_waits_may_take_its_time() -> None:
-    """Once it has caught up after a stall, it is watched no longer."""
-    is_cut = asyncio.Event()
-    limits = Limits(stall_s=0.2)
-    async with serving(limits, on_slow_client=is_cut.set) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
-        writer.write(LARGE)
-        await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(len(b"/large") + LARGE_BYTES)
-        writer.write(b"GET /push HTTP/1.1\r\nhost: x\r\n\r\n")
-        await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(3 * limits.stall_s)
-        assert not is_cut.is_set()
-        writer.close()
-
-
-@pytest.mark.parametrize("num_asked", [0, 1])
-async def test_nothing_is_kept_of_a_client_that_reset_its_connection(num_asked: int) -> None:
-    async with serving() as server:
-        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        while not (kept := server.server_state.connections):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        connection = weakref.ref(next(iter(kept)))
-        writer.write(GET % 1 * num_asked)
-        while server.server_state.total_requests < num_asked:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        # The answer is not read, so the kernel resets the connection.
-        writer.transport.abort()
-        while kept:  # noqa: ASYNC110 (uvicorn has no event for it)
-            await asyncio.sleep(0)
-        gc.collect()
-        assert connection() is None, "no timer holds it"
-
-
-@again_if_held_up(0.04)
-async def test_a_refused_client_gets_no_timeout_error() -> None:
-    problems = list[object]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
-    async with serving(replace(QUICK, flush_s=60.0)) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"no HTTP at all\r\n\r\n")
-        assert error_of(await reader.read()) == (400, "invalid_http")
-        await asyncio.sleep(2 * QUICK.grace_s + LAST_LOOK_S)  # we have not hung up
-        assert server.server_state.connections
-        writer.close()
-    assert not problems
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
-async def test_over_tls_who_reads_slowly_gets_all_and_who_does_not_read_is_cut(
-    tmp_path: Path,
-) -> None:
-    made = certificate.make(tmp_path)
-    trusted = ssl.create_default_context(cafile=made.cert)
-    is_cut = asyncio.Event()
-    limits = Limits(flush_s=0.05, stall_s=0.5)
-    tls = server_context(made.cert, made.key)
-    async with serving(limits, tls, is_cut.set) as server:
-        connect = partial(asyncio.open_connection, "127.0.0.1", server.port, ssl=trusted)
-        reader, writer = await connect(limit=1 << 16)
-        writer.write(LARGE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-        await reader.readuntil(b"\r\n\r\n")
-        left = len(b"/large") + LARGE_BYTES
-        while left and (part := await reader.read(LARGE_BYTES // 40)):
-            left -= len(part)
-            await asyncio.sleep(0.02)
-        assert not left and not is_cut.is_set()
-        writer.close()
-        reader, writer = await connect(limit=1024)
-        writer.write(LARGE)
-        await is_cut.wait()
-        writer.transport.abort()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell of a reset alone")
@@ -444,7 +244,7 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
                 await told.wait()
                 while kept := cast(set[GuardedProtocol], server.server_state.connections):
                     for connection in tuple(kept):
-                        connection.look()  # more often than we hang up: it puts that off no more
+                        connection.poll_disconnect()  # polling often must not delay the close
                     await asyncio.sleep(0.01)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -491,13 +291,6 @@ async def test_bytes_during_a_response_do_not_cut_it(more: bytes) -> None:
         assert answer.startswith(b"\r\n3\r\nend\r\n0\r\n\r\n")
         assert (b"header_timeout" in answer) == (more != b"\r\n"), "then it is told of its own"
         writer.close()
-
-
-async def test_a_bad_request_after_a_good_one_waits_for_its_answer() -> None:
-    async with serving() as server:
-        answer = await ask(server, SLOW + b"no HTTP at all\r\n\r\n")
-        good, _, bad = answer.partition(b"end\r\n0\r\n\r\n")
-        assert good.startswith(b"HTTP/1.1 200") and error_of(bad) == (400, "invalid_http")
 
 
 @pytest.mark.parametrize("path", [b"refuse", b"1"])
@@ -556,7 +349,7 @@ UPGRADES = [
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
-@pytest.mark.parametrize("size", [1, 5, 10_000])
+@pytest.mark.parametrize("size", [1, 10_000])
 async def test_upgrade_offers_are_ignored(upgrade: bytes, size: int) -> None:
     """Java's HttpClient offers h2c with its first request; RFC 9110 7.8 lets a server ignore it."""
     post = b"POST /echo HTTP/1.1\r\nhost: x\r\n" + upgrade
@@ -580,20 +373,6 @@ async def test_upgrade_offers_are_ignored(upgrade: bytes, size: int) -> None:
         writer.close()
 
 
-async def test_requests_after_an_upgrade_offer_have_the_same_limits() -> None:
-    head = b"POST /echo HTTP/1.1\r\nhost: x\r\n" + UPGRADES[0]
-    async with serving() as server:
-        answer = await ask(server, head + b"\r\nno HTTP at all\r\n\r\n")
-        good, _, bad = answer.partition(b"nothing")
-        assert error_free(good) == 200 and error_of(bad) == (400, "invalid_http")
-        for framing in (b"transfer-encoding: gzip\r\n", b"content-length: 1\r\n" * 2):
-            assert error_of(await ask(server, head + framing + b"\r\n")) == (400, "invalid_http")
-        close = b"connection: close\r\ncontent-length: 2\r\n\r\nhi"
-        assert (await ask(server, head + close)).endswith(b"hi")
-        connect = b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n"
-        assert error_of(await ask(server, connect)) == (400, "invalid_http")
-
-
 async def test_http_1_0_gets_a_stream_without_chunks() -> None:
     async with serving(QUICK) as server:
         for request in (b"GET", b"HEAD"):
@@ -604,20 +383,6 @@ async def test_http_1_0_gets_a_stream_without_chunks() -> None:
         whole = await ask(server, b"GET /1 HTTP/1.0\r\n\r\n")
         assert b"content-length: 2\r\n" in whole
         assert (await ask(server, SLOW)).count(b"transfer-encoding: chunked") == 1
-
-
-async def test_http_1_0_has_no_way_past_asgi_and_can_be_cut_off() -> None:
-    ways = list[object]()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        ways.append(find_push(send))
-        cut(send)
-
-    async with serving(app=app) as server:
-        with contextlib.suppress(ConnectionError):
-            await ask(server, b"GET / HTTP/1.0\r\n\r\n")
-    assert ways == [None]
 
 
 async def test_http_1_0_is_never_told_to_continue() -> None:
@@ -657,35 +422,6 @@ async def test_a_broken_body_is_told_so(chunk: bytes) -> None:
         assert answer.startswith(b"HTTP/1.1 200") and b"invalid_http" in answer
 
 
-async def test_an_answer_that_has_begun_is_not_cut_for_a_broken_body() -> None:
-    head = b"POST /slow HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    async with serving() as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(head)
-        await reader.readuntil(b"begin ")
-        writer.write(b"x\r\n")
-        assert (await reader.read()).startswith(b"\r\n3\r\nend\r\n0\r\n\r\n")
-        writer.close()
-
-
-async def test_the_reader_of_a_broken_body_gets_a_disconnect() -> None:
-    is_reading, is_told = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        is_reading.set()
-        assert await read_body(scope, receive) is None
-        is_told.set()
-
-    async with serving(Limits(flush_s=60.0), app=app) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(POST + b"transfer-encoding: chunked\r\n\r\n")
-        await is_reading.wait()
-        writer.write(b"x\r\n")
-        assert error_of(await reader.read()) == (400, "invalid_http")
-        await asyncio.wait_for(is_told.wait(), 30)
-        writer.close()
-
-
 async def test_a_body_of_single_bytes_is_cut_short() -> None:
     piece, end = b"1\r\nx\r\n", b"0\r\n\r\nGET /next HTTP/1.0\r\n\r\n"
     head = POST + b"transfer-encoding: chunked\r\n\r\n"
@@ -720,33 +456,6 @@ async def test_a_body_is_pushed_as_far_as_the_client_takes_it() -> None:
     size = int(body.rpartition(b"\0")[2])
     assert size > 0
     assert body == b"begin " + PUSHED * size + b"%d" % size
-
-
-def test_a_connection_that_is_gone_takes_no_more() -> None:
-    """On the loop that processes run on, whose transports raise then."""
-    taken = list[bool]()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"begin ", "more_body": True})
-        push = find_push(send)
-        assert push is not None
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        taken.append(push(b"x"))
-
-    async def ask_and_leave() -> None:
-        async with serving(app=app) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(GET % 1)
-            await reader.readuntil(b"begin ")
-            writer.transport.abort()
-            async with asyncio.timeout(30):
-                while not taken:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-
-    uvloop.run(ask_and_leave())
-    assert taken == [False]
 
 
 def test_a_server_of_another_kind_has_no_way_past_asgi() -> None:

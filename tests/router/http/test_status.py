@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.router.site import Answer, Site, write_model
 from wire.frames import Role
@@ -44,15 +43,6 @@ async def test_alive_without_any_worker_but_not_ready(tmp_path: Path) -> None:
         assert (await client.get("/readyz")).json() == {"status": "ready", "reasons": []}
 
 
-async def test_cluster_metrics_and_version(site: Site) -> None:
-    async with site.client() as client:
-        assert (await client.get("/v1/cluster")).json()["router"] == {"running": 0, "waiting": 0}
-        answer = await client.get("/metrics")
-        assert answer.headers["content-type"].startswith("text/plain; version=")
-        assert "baton_requests_running 0.0" in answer.text
-        assert isinstance((await client.get("/version")).json()["version"], str)
-
-
 async def test_the_load_is_what_is_under_way(site: Site) -> None:
     site.answer = lambda prompt: Answer(hangs_after=1)
     async with site.client() as client:
@@ -63,16 +53,6 @@ async def test_the_load_is_what_is_under_way(site: Site) -> None:
         asking.cancel()
         await asyncio.wait_for(site.cancelled.wait(), 30)
         assert (await client.get("/load")).json() == {"server_load": 0}
-
-
-async def test_polls_are_debug_lines_whatever_they_are_told(tmp_path: Path) -> None:
-    site = Site(write_model(tmp_path), join=False)
-    async with site.client() as client:
-        with capture_logs() as lines:
-            assert (await client.get("/readyz")).status_code == 503
-            assert (await client.get("/health")).status_code == 503
-            assert (await client.get("/v1/models/other")).status_code == 404
-    assert [line["log_level"] for line in lines] == ["debug", "debug", "info"]
 
 
 async def test_the_description_is_open_and_says_nothing_of_this_router(site: Site) -> None:

@@ -45,7 +45,7 @@ class Asking:
 
         exchange = HttpExchange({"headers": []}, receive, send, "id", 0.0, key_name=asker)
         wanted = Wanted(param, kind, text)
-        return asyncio.create_task(self.structures.settle(exchange, wanted))
+        return asyncio.create_task(self.structures.validate(exchange, wanted))
 
 
 @pytest.fixture
@@ -67,17 +67,6 @@ async def test_a_known_structure_is_not_checked_again(checks: Checks, asking: As
     assert checks.checked == ["a+", "("]
 
 
-async def test_the_same_text_of_another_kind_or_from_another_field_is_another(
-    checks: Checks, asking: Asking
-) -> None:
-    assert await asking.ask("anna", "a+") == Structure("regex", "a+")
-    for param in (PARAM, "response_format"):
-        with pytest.raises(HttpError, match=param) as caught:
-            await asking.ask("anna", "a+", param=param, kind="lark")
-        assert caught.value.param == param
-    assert checks.checked == ["a+"] * 3
-
-
 async def test_a_known_structure_does_not_wait(checks: Checks, asking: Asking) -> None:
     await asking.ask("anna", "a+")
     asked = [asking.ask(asker, f"slow{asker}{number}") for number in (1, 2) for asker in "abcd"]
@@ -95,17 +84,6 @@ async def test_concurrent_requests_share_one_check(checks: Checks, asking: Askin
     checks.may_go_on.set()
     assert await asyncio.gather(*asked) == [Structure("regex", "slow")] * 3
     assert checks.checked == ["slow"]
-
-
-async def test_a_shared_check_runs_in_the_earliest_turn(checks: Checks, asking: Asking) -> None:
-    first = asking.ask("anna", "slow")
-    await checks.have_begun()
-    others = [asking.ask("anna", f"a{number}") for number in range(3)]
-    await asyncio.sleep(0)
-    assert await asking.ask("ben", "a2") == Structure("regex", "a2")
-    assert checks.checked == ["slow", "a2"]
-    checks.may_go_on.set()
-    await asyncio.gather(first, *others)
 
 
 async def test_nothing_is_checked_or_kept_for_clients_that_have_left(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import pytest
-
-from router.api.completions.events import PING
-from router.http.asgi import Disconnected
+from router.api.completions.response import PING
 from router.http.writer import PING_S
 from tests.router.http.client import Client, text_of
 from wire.payloads import Usage
@@ -103,24 +100,6 @@ async def test_a_silent_fast_path_gets_a_ping() -> None:
     await finish(client, task)
 
 
-async def test_the_ping_counts_from_the_last_fast_write() -> None:
-    client, push, task = await in_the_middle()
-    client.now += PING_S - 1
-    push.is_free = False
-    client.say("d")
-    assert text_of(await client.bodies.get()) == "d"
-    await asyncio.sleep(0)
-    push.is_free = True
-    client.now += 2.0
-    client.writer.tick()
-    await asyncio.sleep(0)
-    assert push.texts == ["b", "c"]
-    client.say("e")
-    await asyncio.sleep(0)
-    assert push.texts == ["b", "c", "e"]
-    assert await finish(client, task) == "ad"
-
-
 async def test_the_last_token_waits_for_the_end() -> None:
     client, push, task = await in_the_middle(max_tokens=6)
     client.say("de")
@@ -141,46 +120,3 @@ async def test_tokens_of_one_iteration_are_one_write() -> None:
     assert [text_of(each + b"\n\n") for each in events] == [*"d" * 1000, "e"]
     assert client.tokens[2:] == [(0.0, 1001)]
     assert await finish(client, task) == "a"
-
-
-async def test_pending_tokens_are_written_before_the_end() -> None:
-    client, push, task = await in_the_middle()
-    client.now += 2.0
-    client.say("d")
-    client.writer.wake()
-    client.sink.on_done(Usage(finish_reason="length"))
-    await task
-    assert text_of(client.sent[-1]["body"].partition(b"data: [DONE]")[0]) == "d"
-    assert client.tokens[-1] == (2.0, 1)
-    assert push.texts == ["b", "c"]
-
-
-async def test_nothing_is_pushed_after_a_disconnect() -> None:
-    client, push, task = await in_the_middle()
-    client.say("d")
-    client.writer.disconnect()
-    with pytest.raises(Disconnected):
-        await task
-    client.say("e")
-    await asyncio.sleep(0)
-    assert push.texts == ["b", "c"]
-
-
-async def test_nothing_is_pushed_for_a_request_that_was_interrupted() -> None:
-    client, push, task = await in_the_middle()
-    task.cancel()
-    client.say("d")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.sleep(0)
-    assert push.texts == ["b", "c"]
-
-
-async def test_an_invalid_token_does_not_break_the_fast_path() -> None:
-    client, push, task = await in_the_middle()
-    with pytest.raises(TypeError):  # The core ends the request then.
-        client.sink.on_token("no token", None)  # type: ignore[arg-type]
-    client.say("d")
-    await asyncio.sleep(0)
-    assert push.texts == ["b", "c", "d"]
-    await finish(client, task)

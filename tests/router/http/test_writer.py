@@ -6,13 +6,12 @@ import asyncio
 
 import pytest
 
-from router.api.completions.events import DONE, PING
+from router.api.completions.response import DONE, PING
 from router.api.errors import HttpError
 from router.http import writer as module
 from router.http.asgi import Disconnected
 from tests.router.http.client import Client, text_of
 from tests.router.site import events, ids
-from wire.aio.fair_writes import FairWrites
 from wire.errors import ErrorCode, WireError
 from wire.payloads import PrefillResult, Usage
 
@@ -95,55 +94,6 @@ async def test_silence_is_broken_by_a_comment() -> None:
         await task
 
 
-async def test_held_back_text_does_not_delay_the_ping() -> None:
-    client = Client()
-    task = client.stream()
-    client.now = module.PING_S - 1
-    client.writer.wake()  # as a token does of which nothing can be said yet
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    client.now = module.PING_S
-    client.writer.tick()
-    await asyncio.sleep(0)
-    assert client.bodies.get_nowait() == PING
-    client.writer.disconnect()
-    with pytest.raises(Disconnected):
-        await task
-
-
-async def test_where_tokens_come_no_comment_is_due() -> None:
-    client = Client()
-    task = client.stream()
-    client.now = module.PING_S
-    client.writer.tick()
-    client.say("a")  # in the turn in which a comment was to go
-    assert text_of(await client.bodies.get()) == "a"
-    client.now += module.PING_S - 1
-    client.writer.tick()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert client.bodies.empty()
-    client.sink.on_done(Usage(finish_reason="stop"))
-    await task
-
-
-async def test_while_a_write_waits_no_comment_is_due() -> None:
-    client = Client()
-    client.may_write.clear()
-    task = client.stream()
-    client.say("a")
-    await client.is_writing.wait()
-    client.now = module.PING_S
-    client.writer.tick()
-    client.may_write.set()
-    assert text_of(await client.bodies.get()) == "a"
-    for _ in range(4):
-        await asyncio.sleep(0)
-    assert client.bodies.empty()
-    client.sink.on_done(Usage(finish_reason="stop"))
-    await task
-
-
 async def test_a_client_that_leaves() -> None:
     client = Client()
     task = client.stream()
@@ -154,22 +104,6 @@ async def test_a_client_that_leaves() -> None:
         await task
     await asyncio.sleep(0)
     assert client.sent == []
-
-
-async def test_a_client_that_read_late_once_is_not_cut_for_it_later() -> None:
-    client = Client()
-    client.may_write.clear()
-    task = client.stream()
-    client.say("a")
-    await client.is_writing.wait()
-    client.may_write.set()
-    assert text_of(await client.bodies.get()) == "a"
-    client.say("b")
-    assert text_of(await client.bodies.get()) == "b"
-    client.writer.overrun()
-    assert not client.cuts
-    client.sink.on_done(Usage(finish_reason="stop"))
-    await task
 
 
 async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
@@ -186,98 +120,3 @@ async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
     client.may_write.set()
     with pytest.raises(Disconnected):
         await task
-
-
-async def test_a_whole_answer() -> None:
-    client = Client(is_streamed=False)
-    task = asyncio.create_task(client.writer.collect(client.completion))
-    client.say("abc")
-    client.sink.on_done(Usage(finish_reason="length"))
-    [piece] = await task
-    assert (piece.text, piece.finish_reason) == ("abc", "length")
-    assert client.sent == []
-
-
-async def test_tokens_that_come_while_a_write_waits_go_out_together() -> None:
-    client = Client()
-    client.may_write.clear()
-    task = client.stream()
-    client.say("a")
-    await client.is_writing.wait()
-    for letter in "bcd":
-        client.say(letter)
-        await asyncio.sleep(0)
-    client.may_write.set()
-    assert text_of(await client.bodies.get()) == "a"
-    assert text_of(await client.bodies.get()) == "bcd"
-    client.sink.on_done(Usage(finish_reason="stop"))
-    await task
-
-
-async def test_an_answer_is_over_when_its_last_write_is() -> None:
-    client = Client()
-    task = client.stream()
-    client.say("a")
-    await client.bodies.get()
-    client.may_write.clear()
-    client.is_writing.clear()
-    client.sink.on_done(Usage(finish_reason="stop"))
-    await client.is_writing.wait()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not task.done()
-    client.may_write.set()
-    client.writer.disconnect()  # as who has all of it may
-    await task
-    assert client.sent[-1]["body"].endswith(DONE)
-
-
-async def test_a_server_that_breaks_ends_its_own_request_only() -> None:
-    turns = FairWrites()
-    broken, sound = Client(turns=turns), Client(turns=turns)
-    broken.breaks = True
-    tasks = [broken.stream(), sound.stream()]
-    for client in (broken, sound):
-        client.say("a")
-    with pytest.raises(RuntimeError, match="broke"):
-        await tasks[0]
-    assert text_of(await sound.bodies.get()) == "a"
-    tasks[1].cancel()
-
-
-async def test_nothing_is_sent_after_what_failed() -> None:
-    """Or else the client would miss something, and not see that it does."""
-    client = Client()
-    task = client.stream()
-    await asyncio.sleep(0)  # it is ready to write
-    client.writer.fail(RuntimeError("broke"))
-    client.say("a")
-    with pytest.raises(RuntimeError, match="broke"):
-        await task
-    assert client.sent == []
-
-
-async def test_tokens_of_several_choices_are_not_timed() -> None:
-    client = Client()
-    client.completion.choices *= 2
-    task = client.stream()
-    for letter in "ab":
-        client.say(letter)
-        assert text_of(await client.bodies.get()) == letter
-    client.sink.on_done(Usage(finish_reason="stop"))
-    await task
-    assert client.tokens == []
-
-
-async def test_a_write_that_waits_can_be_interrupted() -> None:
-    client = Client()
-    client.may_write.clear()
-    task = client.stream()
-    client.say("a")
-    await client.is_writing.wait()
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    client.may_write.set()
-    assert client.sent == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -68,44 +67,6 @@ async def test_an_answer_may_come_late_or_to_nobody_who_still_waits(is_given_up:
         may_end.set()
         for _ in range(2):  # the first may be answered before that is
             assert await one.ask(FindResponse("", ""), str) == "FindResponse"
-
-
-async def test_a_question_that_was_given_up_is_forgotten() -> None:
-    def num_waiting() -> int:
-        gc.collect()
-        return sum(isinstance(each, asyncio.Future) for each in gc.get_objects())
-
-    ours, theirs = socket.socketpair()  # nobody answers there
-    asker = Channel(ours, named)
-    with theirs:
-        await asker.open()
-        before = num_waiting()
-        for _ in range(100):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0):
-                    await asker.ask(AskState(), str)
-        assert num_waiting() < before + 100
-        await asker.close()
-
-
-async def test_an_answer_that_nobody_will_hear_is_given_up() -> None:
-    begun, given_up = asyncio.Event(), asyncio.Event()
-
-    async def never(question: object) -> object:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            given_up.set()
-        return None
-
-    async with channels(named, never) as (one, _):
-        asking = asyncio.create_task(one.ask(AskState(), str))
-        await begun.wait()
-        await one.close()
-        await asyncio.wait_for(given_up.wait(), 10)
-        with pytest.raises(ConnectionError):
-            await asking
 
 
 async def test_pending_calls_fail_when_the_other_end_closes() -> None:

@@ -42,12 +42,6 @@ def test_each_series_is_there_once() -> None:
     }
 
 
-def test_a_family_keeps_its_help_and_its_type() -> None:
-    text = generate_latest(Series(summed([process(1, 3, 0.5), process(2, 4, 0.25)]), [])).decode()
-    assert "# HELP baton_requests_running Now.\n# TYPE baton_requests_running gauge\n" in text
-    assert "# HELP baton_requests_total Ends.\n# TYPE baton_requests_total counter\n" in text
-
-
 def test_no_counter_falls_when_a_process_dies() -> None:
     one, other = process(5, 3, 0.1), process(2, 4, 0.1)
     before, after = shown(summed([one, other])), shown(summed([without_gauges(one), other]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -27,7 +26,7 @@ from router.processes.channel import (
     FindResponse,
 )
 from router.processes.merged_metrics import Family
-from router.processes.siblings import VARIABLE, Siblings, inherited
+from router.processes.siblings import Siblings
 
 ASSIGNMENT = Assignment(1, 2, "127.0.0.1:1", "127.0.0.1:2", "tcp://127.0.0.1:3", is_again=False)
 STATE = ProcessState(7, 1, 2, ["none"], [{"role": "decode"}])
@@ -117,15 +116,3 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
             await metrics
         assert (caught.value.status, caught.value.code) == (503, "overloaded")
         assert await process.states() == []
-
-
-async def test_the_line_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes, such as workers, do not inherit the variable."""
-    assert inherited() is None
-    ours, theirs = socket.socketpair()
-    with ours:
-        monkeypatch.setenv(VARIABLE, str(theirs.detach()))
-        found = inherited()
-        assert found is not None
-        await found.close()
-        assert VARIABLE not in os.environ

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry, Counter
 from router.config import Config
 from router.core.cluster import ProcessState
 from router.processes.merged_metrics import families
-from router.processes.supervisor import PARENT_ONLY, STUCK_S, Process, serve_by_several
+from router.processes.supervisor import PARENT_ONLY, Process, serve_by_several
 from tests.router.children import is_gone, until
-from wire.process.children import lives, start_child
+from wire.process.children import start_child
 
 pytestmark = pytest.mark.timeout(360)  # several starts each
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
@@ -86,13 +86,6 @@ def test_counters_of_a_dead_process_are_taken_over_once() -> None:
     assert process.drained.is_set(), "nor for its clients"
     assert process.state is None, "nor is anybody to count its requests"
     assert not process.is_aborted, "if the next one is stuck too, it shows its stacks"
-
-
-def waits_for(pid: int, number: int) -> bool:
-    """Whether a stopped process has been sent this signal."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    [mask] = [line.split()[1] for line in lines if line.startswith("ShdPnd")]
-    return bool(int(mask, 16) & 1 << number - 1)
 
 
 def environ_of(pid: int) -> list[str]:
@@ -172,77 +165,6 @@ async def test_a_stuck_process_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     assert it.said("child process ended", "status") == [-signal.SIGKILL, -signal.SIGABRT]
 
 
-async def test_a_pause_of_the_parent_is_not_the_silence_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[str] = []
-    monkeypatch.setattr("router.processes.supervisor.notify", looks.append)
-    monkeypatch.setattr("router.processes.supervisor.REPORT_S", 0.01)
-    async with parent(tmp_path) as it:
-        await until(it.ready.exists)
-        os.kill(it.pids(1)[0], signal.SIGSTOP)
-        loop, count = asyncio.get_running_loop(), len(looks)
-        time = loop.time
-        monkeypatch.setattr(loop, "time", lambda: time() + 4 * STUCK_S)
-        await until(lambda: len(looks) > count + 3)
-        os.kill(it.pids(1)[0], signal.SIGCONT)
-        assert it.said("router process is stuck") == []
-
-
-async def test_a_process_that_never_serves_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.processes.supervisor.ANSWER_S", 60.0)
-    async with parent(tmp_path) as it:
-        await until(it.ready.exists)
-        os.kill(it.pids(1)[0], signal.SIGKILL)
-        await until(lambda: len(it.pids(1)) == 2)
-        os.kill(hung := it.pids(1)[1], signal.SIGSTOP)
-        url = json.loads(it.ready.read_text())["http"]
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-            assert (await client.get("/metrics")).status_code == 200
-            assert (await client.get("/v1/responses/resp_1")).status_code == 404, "it has none yet"
-        monkeypatch.setattr("router.processes.supervisor.STUCK_S", 600.0)
-        monkeypatch.setattr("router.processes.supervisor.START_S", 0.0)
-        await until(lambda: is_gone(hung))
-        monkeypatch.undo()  # before the next one starts, after a pause
-        await until(lambda: len(it.pids(1)) == 3)
-        assert set(it.said("router process is stuck")) == {1}
-    assert it.serving.result() == 0
-
-
-async def test_no_process_is_restarted_during_shutdown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends: list[int] = []
-    is_over = asyncio.Event()
-
-    async def told(run: Callable[[], Awaitable[int]], *of: Any) -> AsyncIterator[int]:
-        async def begin() -> int:
-            if ends:
-                await is_over.wait()  # the pause lasts until all stop
-            return await run()
-
-        async for status in lives(begin, *of):
-            ends.append(status)
-            yield status
-
-    monkeypatch.setattr("router.processes.supervisor.lives", told)
-    monkeypatch.setattr("router.processes.supervisor.MIN_PAUSE_S", 0.05)
-    async with parent(tmp_path) as it:
-        await until(it.ready.exists)
-        os.kill(it.pids(0)[0], signal.SIGSTOP)  # so that the stop takes longer than the pause
-        os.kill(it.pids(1)[0], signal.SIGKILL)
-        await until(lambda: it.said("child process ended"))
-        it.stop.set()
-        await until(lambda: waits_for(it.pids(0)[0], signal.SIGTERM))
-        is_over.set()
-        await until(lambda: len(ends) == 2)  # and nothing was started
-        os.kill(it.pids(0)[0], signal.SIGCONT)
-        assert await it.serving == 0
-    assert len(it.pids(1)) == 1
-
-
 async def test_a_process_that_cannot_start_ends_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,12 +176,4 @@ async def test_a_process_that_cannot_start_ends_the_router(
             assert await it.serving == 1
             assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not it.ready.exists()
-    assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
-
-
-async def test_a_stop_before_anybody_serves(tmp_path: Path) -> None:
-    async with parent(tmp_path) as it:
-        await until(lambda: it.pids(1))
-        it.stop.set()
-        assert await it.serving == 0
     assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))

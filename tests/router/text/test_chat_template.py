@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from router.text.chat_template import MAX_SOURCE, ChatTemplate
+from router.text.chat_template import MAX_SOURCE, ChatTemplate, for_template
 from router.text.tools.families import FAMILIES, detect
 from wire.errors import ErrorCode, WireError
 from wire.process.model import DEMO
@@ -40,24 +41,11 @@ def test_rendered_as_transformers_does() -> None:
     assert "<Hi> & é" in ours
 
 
-def test_json_in_a_template_is_not_html() -> None:
-    template = ChatTemplate("{{ messages[0] | tojson }}")
-    assert template.render([{"role": "user", "content": "<é>"}]) == (
-        '{"role": "user", "content": "<é>"}'
-    )
-
-
 def test_from_tokenizer_config(tmp_path: Path) -> None:
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}!", "bos_token": "<s>", "other": 1}
     config["eos_token"] = {"content": "</s>", "lstrip": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate.load(tmp_path).render([]) == "<s></s>!"
-
-
-def test_the_default_of_several_templates(tmp_path: Path) -> None:
-    templates = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert ChatTemplate.load(tmp_path).render([]) == "D"
 
 
 def test_the_file_of_its_own_comes_first(tmp_path: Path) -> None:
@@ -120,7 +108,7 @@ CALLING: list[dict[str, Any]] = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"function": {"name": "get", "arguments": {"é": [1]}}}],
+        "tool_calls": [{"function": {"name": "get", "arguments": {"é": ["<"]}}}],
     },
     {"role": "tool", "content": "here"},
 ]
@@ -218,8 +206,87 @@ def test_the_demo_model_renders_tools_as_hermes() -> None:
     assert json.dumps(TOOLS[0]) in system.splitlines()
     assert user == "<|user|>Where?"
     assert call == (
-        '<|assistant|><tool_call>\n{"name": "get", "arguments": {"é": [1]}}\n</tool_call>'
+        '<|assistant|><tool_call>\n{"name": "get", "arguments": {"é": ["<"]}}\n</tool_call>'
     )
     assert result == "<|user|><tool_response>\nhere\n</tool_response>"
     assert last == "<|assistant|>"
     assert detect(ChatTemplate.load(DEMO).source) is FAMILIES["hermes"]
+
+
+# Messages as templates want them.
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "get", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_arguments_are_an_object(arguments: Any) -> None:
+    message = call(arguments)
+    [wanted] = for_template([message], "")
+    assert wanted["tool_calls"][0] == {
+        "id": "1",
+        "function": {"name": "get", "arguments": {"a": 1}},
+    }
+    assert message == call(arguments)
+
+
+def test_no_arguments_are_an_empty_object() -> None:
+    with capture_logs() as logs:
+        [wanted] = for_template([call(" ")], "")
+    assert logs == []
+    assert wanted["tool_calls"][0]["function"]["arguments"] == {}
+
+
+BROKEN = ("[1]", "{", '{"a": "x\ny"}', '{"a": 1,}', r'{"a": "\d"}', '{"a": NaN}')
+
+
+@pytest.mark.parametrize("arguments", [*BROKEN, "[" * 100_000, r'{"\ud800": 1}', '{"a": 1e999}'])
+def test_a_text_of_no_object_is_an_empty_one_and_the_log_says_so_once(arguments: str) -> None:
+    message = call(arguments)
+    with capture_logs() as logs:
+        [_, *wanted] = for_template([{"role": "user", "content": "x"}, message, message], "")
+    for each in wanted:
+        assert each["tool_calls"][0]["function"]["arguments"] == {}
+    assert message == call(arguments)
+    [said] = logs
+    first = "messages[1].tool_calls[0].function.arguments"
+    assert (said["log_level"], said["calls"], said["first"]) == ("warning", 2, first)
+    assert set(said) == {"event", "log_level", "calls", "first"}, "no text of a conversation"
+
+
+@pytest.mark.parametrize("arguments", [None, 3, [1]])
+def test_what_is_neither_text_nor_object_is_named(arguments: Any) -> None:
+    with pytest.raises(WireError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arg") as caught:
+        for_template([{"role": "user", "content": "x"}, call(arguments)], "")
+    assert caught.value.code == ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("calls", [3, [3], [{}], [{"function": {}}], [{"function": {"name": 3}}]])
+def test_what_is_no_call_is_named(calls: Any) -> None:
+    with pytest.raises(WireError, match=r"messages\[0\]\.tool_calls"):
+        for_template([{"role": "assistant", "tool_calls": calls}], "")
+
+
+def test_no_calls_are_no_field() -> None:
+    assert "tool_calls" not in for_template([{"role": "assistant", "tool_calls": []}], "")[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ message.content }}", ""),
+        ("{% if message['content'] is none %}", None),
+        ("{% if message.content is not none %}", None),
+    ],
+)
+def test_no_content(template: str, content: str | None) -> None:
+    for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
+        assert for_template([message], template)[0].get("content") == content
+
+
+def test_the_developer_is_the_system_where_the_template_has_no_place_for_them() -> None:
+    message = {"role": "developer", "content": "x"}
+    assert for_template([message], "{{ messages }}")[0]["role"] == "system"
+    assert for_template([message], "{% if role == 'developer' %}")[0]["role"] == "developer"

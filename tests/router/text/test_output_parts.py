@@ -25,11 +25,6 @@ def test_neighbours_of_one_kind_become_one() -> None:
     ]
 
 
-def test_parts_of_two_kinds_are_never_equal() -> None:
-    parts: list[Part] = [Content("a"), Reasoning("a")]
-    assert parts[0] != parts[1]
-
-
 def test_where_nothing_is_read_all_is_content() -> None:
     reader = PlainReader()
     assert reader.feed("<think>") == [Content("<think>")]

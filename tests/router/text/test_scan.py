@@ -46,11 +46,6 @@ def test_calls_beyond_the_most_are_left_out(most: int) -> None:
     )
 
 
-def test_white_space_is_content_where_no_call_is_near() -> None:
-    assert summary(read_whole(hermes.read, "\n a \n b \n")) == ["\n a \n b \n"]
-    assert summary(read_whole(hermes.read, f"\n{CALL}\n")) == [("get", '{"a": "x y"}')]
-
-
 def test_a_long_answer_is_read_in_one_go() -> None:
     text = "word \\\\" * 50_000
     whole = read_whole(hermes.read, CALL.replace("x y", text) + text)

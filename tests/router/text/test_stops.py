@@ -54,22 +54,6 @@ def test_as_little_as_possible_is_held_back(text: str, stops: list[str]) -> None
         assert shown == text[: len(text) - held]
 
 
-def test_a_stop_across_three_pieces() -> None:
-    matcher = StopMatcher(StopAutomaton(["</s>"]))
-    assert [matcher.feed(piece) for piece in ("one <", "/s", "> two")] == ["one ", "", ""]
-    assert matcher.is_stopped
-    assert matcher.stop == "</s>"
-
-
-def test_a_false_start_is_shown_with_what_follows() -> None:
-    matcher = StopMatcher(StopAutomaton(["</s>"]))
-    assert matcher.feed("a</") == "a"
-    assert matcher.is_holding
-    assert matcher.feed("b") == "</b"
-    assert not matcher.is_holding
-    assert matcher.stop is None
-
-
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopAutomaton(["a", ""])

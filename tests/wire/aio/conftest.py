@@ -1,15 +1,16 @@
-"""Sockets are tested on asyncio's own loop and on uvloop, which the processes run on."""
+"""Sockets are tested on uvloop, which the processes run on."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import uvloop
 
-ON_BOTH = ("test_zmq.py", "test_tcp.py")
+from tests import certificate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,9 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
-        "uvloop": uvloop.new_event_loop
-    }
-    if item.path.name in ON_BOTH:
-        factories["asyncio"] = asyncio.new_event_loop
-    return factories
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> certificate.Certificate:
+    """A certificate of a test authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command")
+    return certificate.make(tmp_path_factory.mktemp("certificate"))

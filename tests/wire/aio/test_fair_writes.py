@@ -1,4 +1,4 @@
-"""Whoever asked for a turn has one, once; all prepare before anybody transmits."""
+"""Each writer writes once in an iteration, and all prepare before one transmits."""
 
 from __future__ import annotations
 
@@ -39,33 +39,8 @@ async def test_all_prepare_before_anybody_transmits() -> None:
     assert story == ["a prepares", "b prepares", "a says one two", "b says one two"]
 
 
-async def test_who_has_nothing_to_say_transmits_nothing() -> None:
-    turns, story = FairWrites(), list[str]()
-    turns.take(Speaker("a", story))
-    await asyncio.sleep(0)
-    assert story == ["a prepares"]
-
-
-async def test_who_asks_in_a_turn_has_the_next_one() -> None:
-    turns, story = FairWrites(), list[str]()
-
-    class Again(Speaker):
-        def transmit(self, body: bytes) -> None:
-            super().transmit(body)
-            self.words.append(b"more")
-            turns.take(self)
-
-    speaker = Again("a", story)
-    speaker.words.append(b"one")
-    turns.take(speaker)
-    await asyncio.sleep(0)
-    assert story == ["a prepares", "a says one"]
-    await asyncio.sleep(0)
-    assert story[2:] == ["a prepares", "a says more"]
-
-
 @pytest.mark.parametrize(("num_writers", "num_first"), [(128, 128), (129, 128), (2000, 500)])
-async def test_very_many_divide_into_turns_between_which_others_have_theirs(
+async def test_very_many_writers_are_served_over_several_iterations(
     num_writers: int, num_first: int
 ) -> None:
     turns, story = FairWrites(), list[str]()
@@ -85,18 +60,7 @@ async def test_very_many_divide_into_turns_between_which_others_have_theirs(
     assert len(set(story)) == 2 * num_writers
 
 
-async def test_who_asks_again_comes_after_those_that_have_waited() -> None:
-    turns, story = FairWrites(), list[str]()
-    speakers = [Speaker(str(number), story) for number in range(200)]
-    for speaker in speakers:
-        turns.take(speaker)
-    await asyncio.sleep(0)
-    turns.take(speakers[0])
-    await asyncio.sleep(0)
-    assert story == [f"{number} prepares" for number in [*range(200), 0]]
-
-
-async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
+async def test_a_waiting_writer_that_asks_again_keeps_its_place() -> None:
     """Or else whoever has more to say each time would never have a turn."""
     turns, story = FairWrites(), list[str]()
     speakers = [Speaker(str(number), story) for number in range(200)]
@@ -109,7 +73,7 @@ async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
     assert story == [f"{number} prepares" for number in range(200)]
 
 
-async def test_who_asks_in_its_turn_has_another_one_though_others_wait() -> None:
+async def test_a_writer_that_asks_while_it_writes_is_served_again() -> None:
     turns, story = FairWrites(), list[str]()
 
     class Again(Speaker):
@@ -133,7 +97,7 @@ async def test_who_asks_in_its_turn_has_another_one_though_others_wait() -> None
     ]
 
 
-async def test_all_of_a_turn_are_told_the_same_time() -> None:
+async def test_writers_of_one_iteration_get_the_same_time() -> None:
     told = list[float]()
 
     class Timed(Speaker):

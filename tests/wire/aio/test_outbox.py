@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.aio.outbox import MAX_BURST, MESSAGE_OVERHEAD, RETRY_S, Limits, Outbox, Sending, size_of
+from wire.aio.outbox import MAX_BURST, MESSAGE_OVERHEAD, RETRY_S, Limits, Outbox, Sending
 from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.parts import Buffer
 
@@ -85,7 +85,7 @@ def test_a_lost_peer_is_an_error_that_loses_no_message_silently() -> None:
 
 
 @given(st.lists(st.integers(0, 1024), max_size=60), st.integers(2048, 8192))
-def test_what_waits_never_exceeds_the_bound(sizes: list[int], queue_bytes: int) -> None:
+def test_the_queue_never_exceeds_its_bound(sizes: list[int], queue_bytes: int) -> None:
     socket = Socket()
     outbox = outbox_of(socket, queue_bytes)
     accepted = []
@@ -139,30 +139,12 @@ async def test_a_sending_is_done_when_every_tracker_is() -> None:
     assert sending.done and not sending.was_dropped
 
 
-async def test_who_waits_looks_seldom_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    sending, tracker, pauses = Sending(), Tracker(), list[float]()
-    sending.hand_over([tracker])
-
-    async def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-        tracker.done = len(pauses) == 8
-
-    monkeypatch.setattr("wire.aio.outbox.asyncio.sleep", sleep)
-    await sending.wait()
-    assert pauses == [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.02, 0.02]
-
-
 @pytest.mark.parametrize("parts", [[], [b""] * 65, [bytes(1025)], [b"", memoryview(bytes(1025))]])
 def test_a_message_no_peer_would_take_is_refused(parts: list[Buffer]) -> None:
     socket = Socket(room=1)
     with pytest.raises(LocalProtocolError):
         outbox_of(socket).send(parts, track=False, now=True)
     assert socket.sent == []
-
-
-def test_sizes_are_bytes_not_items() -> None:
-    words = memoryview(bytearray(64)).cast("I")
-    assert (len(words), size_of(words), size_of(bytearray(3))) == (16, 64, 3)
 
 
 def test_limits_that_hold_no_message_are_refused() -> None:

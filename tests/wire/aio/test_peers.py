@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from wire.aio.outbox import Limits, Sending
 from wire.aio.peers import Peers
@@ -130,61 +127,3 @@ def test_a_peer_the_socket_does_not_know_is_lost(socket: Socket) -> None:
     assert sending is not None and sending.was_dropped
     socket.peers.settle()
     assert socket.lost == [b"a", b"b"]
-
-
-class Connections(RuleBasedStateMachine):
-    """Any order of accepts, messages and ends, with few descriptors and names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.socket = Socket()
-        self.peers = self.socket.peers
-        self.owner: dict[int, bytes | None] = {}
-
-    @rule(fd=st.integers(1, 4))
-    def accept(self, fd: int) -> None:
-        if fd not in self.owner:
-            self.peers.open(fd)
-            self.owner[fd] = None
-
-    @rule(fd=st.integers(1, 4), name=st.sampled_from([b"a", b"b", b"c"]))
-    def message(self, fd: int, name: bytes) -> None:
-        if fd not in self.owner:
-            return
-        if self.owner[fd] is None:  # the ROUTER hears an identity by one connection at a time
-            if name in self.owner.values():
-                return
-            self.owner[fd] = name
-        peer = self.owner[fd]
-        assert peer is not None
-        if not self.peers.knows(peer):
-            self.peers.meet(peer, fd)
-
-    @rule(fd=st.integers(1, 4))
-    def end(self, fd: int) -> None:
-        if fd in self.owner:
-            del self.owner[fd]
-            self.peers.close(fd)
-
-    @rule()
-    def settle(self) -> None:
-        self.peers.settle()
-
-    @rule(name=st.sampled_from([b"a", b"b", b"c"]))
-    def forget(self, name: bytes) -> None:
-        self.peers.forget(name)
-
-    @invariant()
-    def who_is_reachable_is_connected(self) -> None:
-        assert set(self.peers.reachable) <= set(self.owner.values())
-
-    def teardown(self) -> None:
-        for fd in list(self.owner):
-            self.end(fd)
-        self.peers.settle()
-        assert self.peers.reachable == []
-        self.peers.clear()
-
-
-TestConnections = Connections.TestCase
-TestConnections.settings = settings(max_examples=60, stateful_step_count=30)

@@ -141,7 +141,7 @@ async def test_events_are_noticed_at_once_and_settled_after_the_messages(source:
     assert story.index("settle") > max(i for i, what in enumerate(story) if what == "message")
 
 
-async def test_what_waits_is_sent_when_there_is_room_though_no_edge_tells(source: Source) -> None:
+async def test_queued_messages_are_retried_without_an_edge(source: Source) -> None:
     source.outbox = 3
     source.all_sent.clear()
     source.pump.wake()
@@ -151,7 +151,7 @@ async def test_what_waits_is_sent_when_there_is_room_though_no_edge_tells(source
     assert source.outbox == 0
 
 
-async def test_room_found_while_it_asks_is_used_at_once_and_it_asks_again() -> None:
+async def test_room_found_while_polling_is_used_and_the_socket_polled_again() -> None:
     """Either may have swallowed the edge of the other."""
 
     class Coupled(Source):
@@ -180,24 +180,7 @@ async def test_room_found_while_it_asks_is_used_at_once_and_it_asks_again() -> N
     await source.pump.close(0.0)
 
 
-async def test_it_is_tried_until_all_is_sent() -> None:
-    class Narrow(Source):
-        def flush(self) -> float | None:
-            self.room = 1
-            return super().flush()
-
-    source = Narrow()
-    await source.idle.wait()
-    source.outbox = 9
-    source.all_sent.clear()
-    source.pump.wake()
-    async with asyncio.timeout(30):
-        await source.all_sent.wait()
-    assert source.outbox == 0
-    await source.pump.close(0.0)
-
-
-async def test_what_comes_while_it_sends_is_read_though_no_edge_tells() -> None:
+async def test_messages_that_arrive_while_sending_are_read_without_an_edge() -> None:
     """To send may swallow it."""
 
     class Coupled(Source):

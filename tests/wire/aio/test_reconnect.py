@@ -1,4 +1,4 @@
-"""How long the tries of an outage are apart, and that there is always another one."""
+"""Pauses between the tries of an outage, and that the tries never end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.aio.reconnect import BRIEF_S, MAX_BRIEF_S, MAX_S, TRY_S, Dial, pauses
+from wire.aio.reconnect import BRIEF_S, MAX_BRIEF_S, MAX_S, TRY_S, Reconnect, pauses
 
 JITTERS = st.lists(st.floats(0, 1), min_size=160, max_size=160)
 
@@ -28,15 +28,11 @@ def test_without_jitter_they_double_to_half_a_second_and_later_to_thirty() -> No
 
 
 @given(JITTERS)
-def test_whatever_is_drawn_nobody_waits_long_in_a_short_outage(jitters: list[float]) -> None:
+def test_pauses_are_short_in_a_short_outage_whatever_the_jitter(jitters: list[float]) -> None:
     found = some(jitters)
     for pause_s, waited_s in zip(found, accumulate(found, initial=0.0), strict=False):
         assert pause_s <= (MAX_BRIEF_S if waited_s < BRIEF_S else MAX_S)
     assert all(MAX_S / 2 <= pause_s for pause_s in found[-10:])
-
-
-def test_two_that_lost_the_same_peer_do_not_come_at_once() -> None:
-    assert set(some([0.1, 0.7, 0.3, 0.2])).isdisjoint(some([0.5, 0.1, 0.9, 0.4]))
 
 
 class Outage:
@@ -45,7 +41,7 @@ class Outage:
     def __init__(self) -> None:
         self.num_tries = 0
         self.waits_s: float | None = None
-        self.dial = Dial(self.connect, self.call_later, lambda: 0.0)
+        self.reconnect = Reconnect(self.connect, self.call_later, lambda: 0.0)
 
     def connect(self) -> None:
         self.num_tries += 1
@@ -67,7 +63,7 @@ def test_each_failure_is_followed_by_a_longer_pause_and_another_try() -> None:
     outage = Outage()
     waited_s = []
     for _ in range(4):
-        outage.dial.fail()
+        outage.reconnect.fail()
         waited_s.append(outage.waits_s)
         outage.pass_time()
     assert (waited_s, outage.num_tries) == ([0.1, 0.2, 0.4, 0.5], 4)
@@ -84,16 +80,16 @@ def test_a_try_whose_end_nobody_tells_is_followed_by_another() -> None:
 def test_success_ends_the_tries_and_the_next_outage_is_a_new_one() -> None:
     outage = Outage()
     for _ in range(3):
-        outage.dial.fail()
-    outage.dial.succeed()
+        outage.reconnect.fail()
+    outage.reconnect.succeed()
     assert outage.waits_s is None
-    outage.dial.fail()
+    outage.reconnect.fail()
     assert outage.waits_s == 0.1
 
 
-@pytest.mark.parametrize("news", [Dial.fail, Dial.stop])
-def test_nothing_is_tried_after_the_end(news: Callable[[Dial], None]) -> None:
+@pytest.mark.parametrize("news", [Reconnect.fail, Reconnect.stop])
+def test_nothing_is_tried_after_the_end(news: Callable[[Reconnect], None]) -> None:
     outage = Outage()
-    outage.dial.stop()
-    news(outage.dial)
+    outage.reconnect.stop()
+    news(outage.reconnect)
     assert outage.waits_s is None

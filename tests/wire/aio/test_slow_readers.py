@@ -100,7 +100,7 @@ async def read(
 
 @pytest.mark.parametrize("hangs_up", [False, True])
 @again_if_held_up(HELD_UP_S)
-async def test_who_reads_slowly_is_not_cut(hangs_up: bool) -> None:
+async def test_a_slow_reader_is_not_cut(hangs_up: bool) -> None:
     async with flooded(hangs_up) as (flood, client):
         slow_bytes = int(4 * STALL_S / EVERY_S) * SLOW_BYTES
         assert await read(client, SLOW_BYTES, slow_bytes) == slow_bytes
@@ -114,7 +114,7 @@ async def test_who_reads_slowly_is_not_cut(hangs_up: bool) -> None:
 
 @pytest.mark.parametrize("hangs_up", [False, True])
 @pytest.mark.parametrize("at_once", [0, TRICKLE_BYTES])
-async def test_who_does_not_or_trickles_is_cut(hangs_up: bool, at_once: int) -> None:
+async def test_a_client_that_reads_nothing_or_bytes_is_cut(hangs_up: bool, at_once: int) -> None:
     assert TRICKLE_BYTES / EVERY_S < MIN_BYTES_PER_S
     async with flooded(hangs_up) as (flood, client):
         reading = asyncio.create_task(read(client, at_once, at_once and MANY_BYTES))
@@ -128,7 +128,7 @@ async def test_who_does_not_or_trickles_is_cut(hangs_up: bool, at_once: int) -> 
                 pass
 
 
-async def test_who_reads_at_less_than_the_least_rate_is_cut() -> None:
+async def test_a_reader_below_the_least_rate_is_cut() -> None:
     """Though it acknowledges something all the time."""
     stall_s, at_once = 2.0, 50
     assert MIN_BYTES_PER_S / 2 < at_once / EVERY_S < 0.7 * MIN_BYTES_PER_S
@@ -139,7 +139,7 @@ async def test_who_reads_at_less_than_the_least_rate_is_cut() -> None:
 
 
 @again_if_held_up(HELD_UP_S)
-async def test_who_has_taken_all_but_does_not_hang_up_is_not_cut(
+async def test_a_client_that_has_read_all_is_closed_and_not_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor does it lose anything; it is no slow reader, however little its last bytes were."""
@@ -154,7 +154,7 @@ async def test_who_has_taken_all_but_does_not_hang_up_is_not_cut(
         assert count + await read(client, 1 << 20, MANY_BYTES, 0) == MANY_BYTES
 
 
-async def test_who_is_gone_is_not_cut() -> None:
+async def test_a_client_that_is_gone_is_not_cut() -> None:
     async with flooded() as (flood, client):
         client.close()
         await flood.lost
@@ -163,14 +163,14 @@ async def test_who_is_gone_is_not_cut() -> None:
 
 
 @again_if_held_up(HELD_UP_S)
-async def test_who_catches_up_is_watched_no_longer() -> None:
+async def test_a_reader_that_catches_up_is_not_measured() -> None:
     async with flooded() as (flood, client):
         await read(client, 1 << 20, MANY_BYTES, 0)
         await asyncio.sleep(2 * STALL_S)
         assert not flood.lost.done()
 
 
-async def test_who_has_left_is_told_from_who_is_silent_though_nothing_is_read() -> None:
+async def test_the_end_of_a_client_shows_without_reading() -> None:
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import pytest
 import zmq
 
 from wire.aio import sockopts
 from wire.aio.zmq import Context, Hub, Link, terminate
-
-
-@pytest.mark.parametrize("options", [sockopts.COMMON, sockopts.ROUTER, sockopts.DEALER])
-def test_every_option_has_a_name_libzmq_knows(options: dict[str, int]) -> None:
-    assert all(hasattr(zmq, name) for name in options)
-
-
-def test_an_idle_connection_whose_other_end_vanished_is_found_after_25_s() -> None:
-    it = sockopts.COMMON
-    silence_s = it["TCP_KEEPALIVE_IDLE"] + it["TCP_KEEPALIVE_INTVL"] * it["TCP_KEEPALIVE_CNT"]
-    assert it["TCP_KEEPALIVE"] == 1 and silence_s == 25
 
 
 class Watched(Context):

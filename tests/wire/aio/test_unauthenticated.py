@@ -1,4 +1,4 @@
-"""How many may wait at a door before they show who they are: on a real socket, and by the order."""
+"""The bound on unauthenticated connections: on a real socket, and by their order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ async def until_cut(unauthenticated: list[socket.socket]) -> None:
                     pass
 
 
-async def test_of_too_many_who_came_first_is_cut_and_who_has_a_key_gets_in(house: Besieged) -> None:
+async def test_the_oldest_unauthenticated_connections_are_cut_and_peers_with_keys_get_in(
+    house: Besieged,
+) -> None:
     with contextlib.ExitStack() as stack:
         for party in house.parties[:3]:  # among unauthenticated, who is known is not one of them
             link = house.come(party)
@@ -86,7 +88,7 @@ async def test_of_too_many_who_came_first_is_cut_and_who_has_a_key_gets_in(house
         assert house.events.empty()
 
 
-async def test_who_has_a_key_may_be_silent(house: Besieged) -> None:
+async def test_authenticated_peers_may_be_silent(house: Besieged) -> None:
     for party in house.parties:
         house.come(party)
         assert await house.events.get() == "up"
@@ -98,7 +100,7 @@ async def test_who_has_a_key_may_be_silent(house: Besieged) -> None:
     assert house.events.empty()
 
 
-async def test_the_descriptor_of_one_that_left_is_another_s_by_now(house: Besieged) -> None:
+async def test_a_reused_descriptor_is_not_cut(house: Besieged) -> None:
     left = await house.unauthenticated(4)
     for stranger in left:
         stranger.shutdown(socket.SHUT_WR)
@@ -113,30 +115,22 @@ async def test_the_descriptor_of_one_that_left_is_another_s_by_now(house: Besieg
         each.close()
 
 
-async def test_who_is_known_or_gone_is_no_stranger() -> None:
+async def test_authenticated_and_ended_connections_are_not_counted() -> None:
     cut = list[int]()
     gone = [3]
 
     def read_events() -> None:
         while gone:
-            it.leave(gone.pop())
+            it.remove(gone.pop())
 
     it = UnauthenticatedConnections(read_events, cut.append)
     for fd in range(1, 6):
-        it.come(fd)
+        it.add(fd)
     await asyncio.sleep(0)
     assert cut == [], "one had gone"
-    it.succeed()
-    it.leave(4)
+    it.drop_oldest()
+    it.remove(4)
     for fd in range(6, 9):
-        it.come(fd)
+        it.add(fd)
     await asyncio.sleep(0)
     assert cut == [2], "1 is taken for the one who is known"
-
-
-async def test_a_success_of_nobody_who_waits_changes_nothing() -> None:
-    it = UnauthenticatedConnections(lambda: None, lambda fd: None)
-    it.succeed()
-    it.come(1)
-    it.leave(1)
-    it.leave(1)

@@ -1,17 +1,22 @@
-"""Hub and Link over real sockets, on asyncio's loop and on uvloop."""
+"""Hub and Link over real sockets, and the traps of libzmq that were measured before the first line.
+
+1. A multipart tracker covers only the last frame: a KV buffer could be overwritten while unsent.
+2. ZMTP heartbeats cut healthy connections: a stalled reader, one long frame.
+3. The high-water mark counts messages, so bytes need a bound of our own.
+4. A peer could take over the identity of a connected one.
+5. A full peer must not cost another peer a message, and an unknown one is an error.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
-from itertools import pairwise
 
 import pytest
 import zmq
 
-from wire.aio.outbox import MAX_PARTS
-from wire.aio.pump import MAX_BURST
-from wire.aio.zmq import Context, Hub, Link, terminate
+from wire.aio.zmq import Hub, Link
 from wire.errors import ErrorCode, LocalProtocolError, PeerLost, WireError
 from wire.frames import Cancel, DecodeToken, Tag
 from wire.parts import Buffer, encode
@@ -19,6 +24,44 @@ from wire.process.frame_counters import Traffic
 
 LOOPBACK = "tcp://127.0.0.1:*"
 KIB = 1024
+
+
+class Relay:
+    """A TCP relay to `port` with a gate: while that is shut nothing passes, nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._port = port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=64 * KIB)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_hub, from_hub = await asyncio.open_connection("127.0.0.1", self._port)
+        for copy in (self._copy(reader, from_hub), self._copy(to_hub, writer)):
+            self._tasks.add(asyncio.create_task(copy))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while chunk := await reader.read(64 * KIB):
+                await self.gate.wait()
+                writer.write(chunk)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
 
 
 class Bus:
@@ -43,12 +86,14 @@ class Bus:
         self.story.append(peer)
         self.lost.put_nowait(peer)
 
-    async def link(self, identity: bytes, **options: object) -> tuple[Link, asyncio.Queue[object]]:
-        """Connect and wait until it is up."""
+    async def link(
+        self, identity: bytes, endpoint: str = "", **options: object
+    ) -> tuple[Link, asyncio.Queue[object]]:
+        """Connect, to the hub by default, and wait until it is up."""
         told: asyncio.Queue[object] = asyncio.Queue()
         link = Link(
             identity,
-            self.endpoint,
+            endpoint or self.endpoint,
             told.put_nowait,
             on_up=lambda: told.put_nowait("up"),
             on_down=lambda: told.put_nowait("down"),
@@ -71,6 +116,14 @@ async def bus() -> AsyncIterator[Bus]:
     for link in bus.links:
         await link.close()
     await bus.hub.close()
+
+
+@pytest.fixture
+async def relay(bus: Bus) -> AsyncIterator[Relay]:
+    relay = Relay(int(bus.endpoint.rpartition(":")[2]))
+    await relay.start()
+    yield relay
+    await relay.close()
 
 
 async def test_messages_keep_their_parts_and_their_order(bus: Bus) -> None:
@@ -114,22 +167,7 @@ async def test_the_loss_of_a_peer_follows_its_last_message(bus: Bus) -> None:
         bus.hub.send(b"prefill-0-1", [b"tag", b"header"])
 
 
-async def test_a_forgotten_peer_is_unknown_until_it_speaks_again(bus: Bus) -> None:
-    link, _ = await bus.link(b"decode-0-1")
-    link.send([b"one", b""])
-    await bus.messages.get()
-    bus.hub.forget(b"decode-0-1")
-    bus.hub.forget(b"nobody")
-    with pytest.raises(PeerLost):
-        bus.hub.send(b"decode-0-1", [b"tag", b"header"])
-    link.send([b"two", b""])
-    await bus.messages.get()
-    assert bus.hub.peers == [b"decode-0-1"]
-    await link.close()
-    assert await bus.lost.get() == b"decode-0-1"
-
-
-async def test_a_link_waits_for_its_hub_and_what_on_up_sends_goes_first(bus: Bus) -> None:
+async def test_messages_of_on_up_precede_queued_ones(bus: Bus) -> None:
     await bus.hub.close()
     up = asyncio.Event()
 
@@ -182,7 +220,7 @@ async def test_a_link_tries_again_where_connections_are_taken_and_closed() -> No
     await hub.close()
 
 
-async def test_a_link_drops_what_waits_when_its_connection_ends() -> None:
+async def test_a_link_drops_its_queue_when_the_connection_ends() -> None:
     """It was for the peer that is gone."""
     with zmq.Context() as context:
         deaf = context.socket(zmq.ROUTER)
@@ -250,20 +288,6 @@ async def test_a_buffer_sent_without_tracking_may_be_reused_at_once(bus: Bus) ->
         assert (await bus.messages.get())[1][1] == bytes([i]) * len(buffer)
 
 
-async def test_an_exception_in_a_handler_does_not_stop_the_reader(bus: Bus) -> None:
-    def fail_once(peer: bytes, parts: list[Buffer]) -> None:
-        bus.on_message(peer, parts)
-        if parts[0] == b"bad":
-            raise RuntimeError("a bug in a handler")
-
-    await bus.replace_hub(Hub(fail_once))
-    link, _ = await bus.link(b"decode-0-1")
-    link.send([b"bad", b""])
-    link.send([b"good", b""])
-    assert (await bus.messages.get())[1] == [b"bad", b""]
-    assert (await bus.messages.get())[1] == [b"good", b""]
-
-
 async def test_a_peer_of_an_old_zmtp_is_ignored_and_stops_nobody(bus: Bus) -> None:
     """Bytes at random are ZMTP 1.0 to libzmq, which knows no descriptor of such a connection."""
     host, _, port = bus.endpoint.removeprefix("tcp://").rpartition(":")
@@ -278,18 +302,6 @@ async def test_a_peer_of_an_old_zmtp_is_ignored_and_stops_nobody(bus: Bus) -> No
     writer.close()
 
 
-async def test_a_flood_leaves_turns_for_the_rest_of_the_loop(bus: Bus) -> None:
-    link, _ = await bus.link(b"decode-0-1")
-    for _ in range(5000):
-        link.send([b"tag", b"header"])
-    num_read = [0]  # by each turn of the loop
-    while num_read[-1] < 5000:
-        await asyncio.sleep(0)
-        num_read.append(bus.messages.qsize())
-    # The socket may have two turns in one of the loop: it was scheduled, and it is readable.
-    assert max(after - before for before, after in pairwise(num_read)) <= 2 * MAX_BURST
-
-
 async def test_a_part_over_the_limit_is_refused_here_and_cut_off_there(bus: Bus) -> None:
     await bus.replace_hub(bus.new_hub(max_message_bytes=KIB))
     small, _ = await bus.link(b"decode-0-1", max_message_bytes=KIB)
@@ -302,16 +314,7 @@ async def test_a_part_over_the_limit_is_refused_here_and_cut_off_there(bus: Bus)
     assert await bus.messages.get() == (b"decode-0-1", [b"tag", bytes(KIB)])
 
 
-async def test_a_message_has_a_bounded_number_of_parts(bus: Bus) -> None:
-    link, _ = await bus.link(b"decode-0-1")
-    link.send([b""] * MAX_PARTS)
-    assert await bus.messages.get() == (b"decode-0-1", [b""] * MAX_PARTS)
-    for parts in ([], [b""] * (MAX_PARTS + 1)):
-        with pytest.raises(LocalProtocolError):
-            link.send(parts)
-
-
-async def test_closing_sends_what_waits_and_then_nothing_more(bus: Bus) -> None:
+async def test_closing_sends_the_queue_and_then_nothing(bus: Bus) -> None:
     link, _ = await bus.link(b"decode-0-1", high_water_mark=1)
     for _ in range(2000):
         link.send([b"tag", b"header"])
@@ -327,7 +330,7 @@ async def test_closing_sends_what_waits_and_then_nothing_more(bus: Bus) -> None:
         bus.hub.send(b"nobody", [b"tag", b"header"])
 
 
-async def test_what_waits_for_a_lost_peer_is_dropped_and_its_buffers_are_free(bus: Bus) -> None:
+async def test_the_queue_of_a_lost_peer_is_dropped_and_its_buffers_freed(bus: Bus) -> None:
     link, told = await bus.link(b"decode-0-1", max_queue_bytes=64 * KIB, max_message_bytes=8 * KIB)
     await bus.hub.close()
     assert await told.get() == "down"
@@ -343,23 +346,6 @@ async def test_what_waits_for_a_lost_peer_is_dropped_and_its_buffers_are_free(bu
     bus.hub = bus.new_hub()
 
 
-async def test_sockets_can_share_a_context_that_outlives_them() -> None:
-    context = Context(io_threads=2)
-    got: asyncio.Queue[list[Buffer]] = asyncio.Queue()
-    hub = Hub(lambda peer, parts: got.put_nowait(parts), context=context)
-    endpoint = hub.bind(LOOPBACK)
-    links = [Link(b"%d" % i, endpoint, lambda parts: None, context=context) for i in range(3)]
-    for link in links:
-        link.send([b"tag", b"header"])
-    for _ in links:
-        assert await got.get() == [b"tag", b"header"]
-    for link in links:
-        await link.close()
-    await hub.close()
-    await terminate(context)
-    assert context.closed
-
-
 async def test_an_endpoint_that_cannot_be_had_is_named(bus: Bus) -> None:
     other = bus.new_hub()
     with pytest.raises(OSError, match=f"cannot bind {bus.endpoint}"):
@@ -367,3 +353,85 @@ async def test_an_endpoint_that_cannot_be_had_is_named(bus: Bus) -> None:
     await other.close()
     with pytest.raises(OSError, match="cannot connect nonsense"):
         Link(b"decode-0-1", "nonsense", lambda parts: None)
+
+
+async def test_1_a_tracked_message_is_not_done_while_any_frame_is_unsent(
+    bus: Bus, relay: Relay
+) -> None:
+    await bus.replace_hub(bus.new_hub(zero_copy=True))
+    link, _ = await bus.link(b"prefill-0-1", relay.endpoint, zero_copy=True)
+    relay.gate.clear()
+    kv = [bytearray(bytes([i]) * (8 << 20)) for i in range(4)]
+    # A small frame comes last: its own tracker would be done at once.
+    sendings = [link.send([b"tag", b"header", part, b"tail"], track=True) for part in kv]
+    tracked = [sending for sending in sendings if sending is not None]
+    assert len(tracked) == 4
+    # The kernel and the relay hold a few MiB, never the last of 32.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await tracked[-1].wait()
+    assert not tracked[-1].done
+    relay.gate.set()
+    for i, sending in enumerate(tracked):
+        await sending.wait()
+        kv[i][:] = b"\xff" * len(kv[i])
+    for i in range(4):
+        _, parts = await bus.messages.get()
+        assert parts[2] == bytes([i]) * (8 << 20)
+
+
+async def test_2_a_stalled_reader_is_not_disconnected(bus: Bus) -> None:
+    def stall(peer: bytes, parts: list[Buffer]) -> None:
+        time.sleep(0.005)  # the loop is blocked, as by a step of a careless engine
+        bus.on_message(peer, parts)
+
+    await bus.replace_hub(Hub(stall, high_water_mark=4))
+    link, told = await bus.link(b"prefill-0-1", high_water_mark=4)
+    for i in range(65):
+        link.send([b"tag", b"%d" % i, bytes(64 * KIB)])
+    for i in range(65):
+        _, parts = await bus.messages.get()
+        assert parts[1] == b"%d" % i
+    assert told.empty()
+
+
+async def test_4_no_one_takes_over_the_identity_of_a_connected_peer(bus: Bus) -> None:
+    owner, told_owner = await bus.link(b"decode-3-100")
+    owner.send([b"owner"])
+    await bus.messages.get()
+    thief, told_thief = await bus.link(b"decode-3-100")
+    thief.send([b"thief"])
+    for _ in range(100):
+        owner.send([b"owner"])
+        assert await bus.messages.get() == (b"decode-3-100", [b"owner"])
+        bus.hub.send(b"decode-3-100", [b"reply"])
+        assert await told_owner.get() == [b"reply"]
+    assert bus.messages.empty() and told_thief.empty()
+
+
+async def test_5_a_full_peer_is_bounded_and_costs_no_other_peer_a_message(
+    bus: Bus, relay: Relay
+) -> None:
+    bounds = {"max_queue_bytes": 1 << 20, "max_message_bytes": 256 * KIB}
+    await bus.replace_hub(bus.new_hub(high_water_mark=2, **bounds))
+    full, told_full = await bus.link(b"decode-0-1", relay.endpoint)
+    idle, told_idle = await bus.link(b"decode-1-1")
+    for link in (full, idle):
+        link.send([b"hello"])
+        await bus.messages.get()
+    relay.gate.clear()
+    num_sent = 0
+    with pytest.raises(WireError) as caught:
+        while num_sent < 100_000:
+            bus.hub.send(b"decode-0-1", [b"tag", b"%d" % num_sent, bytes(256 * KIB)])
+            num_sent += 1
+    assert caught.value.code is ErrorCode.OVERLOADED
+    assert bus.hub.queued_bytes(b"decode-0-1") <= 1 << 20
+    for i in range(500):
+        bus.hub.send(b"decode-1-1", [b"%d" % i])
+        assert await told_idle.get() == [b"%d" % i]
+    assert num_sent > told_full.qsize()
+    relay.gate.set()
+    for i in range(num_sent):
+        parts = await told_full.get()
+        assert isinstance(parts, list) and parts[1] == b"%d" % i

@@ -19,6 +19,6 @@ def test_only_the_thread_of_the_work_steps_back() -> None:
     assert os.nice(0) == before
 
 
-def test_what_the_work_raises_is_raised() -> None:
+def test_an_error_of_background_work_is_raised() -> None:
     with pytest.raises(ValueError, match="no grammar"):
         in_background(lambda: int("no grammar"))

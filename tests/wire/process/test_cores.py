@@ -1,4 +1,4 @@
-"""Lists of cores, and a process that is kept to some."""
+"""Lists of cores, topology, quotas, and pinning a process."""
 
 from __future__ import annotations
 
@@ -101,10 +101,6 @@ def test_the_least_share_of_a_control_group_and_those_above_it(
     (tmp_path / "a/cpu.max").write_text(f"{parent}\n")
     assert quota(tmp_path / "cgroup", tmp_path) == cores
     assert quota(tmp_path / "none", tmp_path) == inf
-
-
-def test_a_thread_for_each_physical_core_and_no_more_than_there_is_time_for() -> None:
-    assert 1 <= best_threads() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(

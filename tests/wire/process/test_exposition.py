@@ -5,7 +5,7 @@ from __future__ import annotations
 from wire.errors import PeerLost
 from wire.frames import Cancel
 from wire.parts import encode
-from wire.process.exposition import Distribution, Totals, counter, frames, gauge, tally
+from wire.process.exposition import Distribution, Totals, frames
 from wire.process.frame_counters import Traffic
 
 
@@ -31,23 +31,10 @@ def test_totals_by_label_and_without() -> None:
     assert [(s.labels, s.value) for s in family.samples] == [({}, 0)]  # it is there from the start
 
 
-def test_single_figures_and_tallies_have_our_name() -> None:
-    for family, expected in (
-        (gauge("slots", "help", 3), [("baton_slots", {}, 3)]),
-        (counter("steps", "help", 4), [("baton_steps_total", {}, 4)]),
-        (
-            tally("ends", "help", "how", {"done": 2, "failed": 1}),
-            [("baton_ends_total", {"how": "done"}, 2), ("baton_ends_total", {"how": "failed"}, 1)],
-        ),
-    ):
-        assert [(s.name, s.labels, s.value) for s in family.samples] == expected
-        assert family.documentation == "help"
-
-
 def test_frames_by_plane_tag_and_direction() -> None:
     bus, tcp = Traffic(), Traffic()
-    bus.say(encode(Cancel(1, 0)))
-    tcp.hear(encode(Cancel(1, 0)))
+    bus.count_sent(encode(Cancel(1, 0)))
+    tcp.count_received(encode(Cancel(1, 0)))
     bus.drop(PeerLost("decode-0"))
     crossed, unsent = frames({"bus": bus, "tcp": tcp})
     assert [(tuple(s.labels.values()), s.value) for s in crossed.samples] == [

@@ -23,7 +23,7 @@ class Squares:
         self.computed: list[int] = []
 
     def ask(self, client: str, number: int) -> int:
-        return self.cache.ask(client, number, self.work(number)).result(LONG_S)
+        return self.cache.get(client, number, self.work(number)).result(LONG_S)
 
     def work(self, number: int) -> Callable[[], int]:
         def work() -> int:
@@ -40,10 +40,10 @@ def squares() -> Iterator[Squares]:
     squares.threads.shutdown()
 
 
-def test_what_is_known_is_not_computed_again(squares: Squares) -> None:
+def test_a_known_result_is_not_computed_again(squares: Squares) -> None:
     assert [squares.ask(client, 3) for client in "aab"] == [9, 9, 9]
     assert squares.computed == [3]
-    known = squares.cache.ask("c", 3, squares.work(3))
+    known = squares.cache.get("c", 3, squares.work(3))
     assert known.done(), "without waiting for a thread"
 
 
@@ -63,7 +63,7 @@ def test_a_client_with_ever_new_ones_pushes_out_its_own(squares: Squares) -> Non
     assert squares.computed == []
 
 
-def test_nothing_is_left_of_who_has_nothing_there(squares: Squares) -> None:
+def test_a_client_without_results_is_forgotten(squares: Squares) -> None:
     for client in "abcdefg":
         squares.ask(client, ord(client))
     squares.computed.clear()
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_who_has_nothing_there(squares: Squares) -> None:
     assert squares.computed == [ord("g")]
 
 
-def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_others(
+def test_a_result_under_way_is_shared_and_runs_in_the_first_turn(
     squares: Squares,
 ) -> None:
     may_end = Event()
@@ -84,23 +84,23 @@ def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_other
         assert may_end.wait(LONG_S)
         return 0
 
-    kept: list[Future[int]] = [squares.cache.ask("a", 0, slow)]  # all that "a" may have of threads
-    kept += [squares.cache.ask("a", number, squares.work(number)) for number in (1, 2)]
+    kept: list[Future[int]] = [squares.cache.get("a", 0, slow)]  # all that "a" may have of threads
+    kept += [squares.cache.get("a", number, squares.work(number)) for number in (1, 2)]
     assert squares.computed == []
     assert squares.ask("b", 2) == 4
-    assert squares.cache.ask("b", 0, slow) is kept[0]
+    assert squares.cache.get("b", 0, slow) is kept[0]
     may_end.set()
     assert [each.result(LONG_S) for each in kept] == [0, 1, 4]
     assert squares.computed == [2, 1]
 
 
-def test_what_was_cancelled_is_computed_when_it_is_asked_for_again(squares: Squares) -> None:
+def test_a_cancelled_result_is_computed_on_the_next_request(squares: Squares) -> None:
     may_end = Event()
-    first = squares.cache.ask("a", 0, lambda: int(may_end.wait(LONG_S)))
+    first = squares.cache.get("a", 0, lambda: int(may_end.wait(LONG_S)))
     squares.ask("b", 2)
-    second = squares.cache.ask("a", 1, squares.work(1))
+    second = squares.cache.get("a", 1, squares.work(1))
     assert second.cancel()
-    again = squares.cache.ask("a", 1, squares.work(1))
+    again = squares.cache.get("a", 1, squares.work(1))
     may_end.set()
     assert (first.result(LONG_S), again.result(LONG_S)) == (1, 1)
     squares.ask("b", 3)

@@ -1,4 +1,4 @@
-"""Clients take turns at threads, none has all of them, and work nobody waits for is not done."""
+"""Clients share threads fairly, none has all of them, and abandoned work is not done."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pool() -> Iterator[Pool]:
     pool.threads.shutdown()
 
 
-def test_what_work_returns_and_raises(pool: Pool) -> None:
+def test_results_and_errors_of_work_are_returned(pool: Pool) -> None:
     assert pool.threads.submit("a", lambda: 7).result(LONG_S) == 7
     with pytest.raises(ZeroDivisionError):
         pool.threads.submit("a", lambda: 1 // 0).result(LONG_S)
@@ -164,7 +164,7 @@ def test_work_for_several_that_is_cancelled_is_in_no_line() -> None:
     pool.threads.shutdown()
 
 
-def test_what_was_worked_on_is_let_go_of(pool: Pool) -> None:
+def test_the_work_is_freed_before_its_result(pool: Pool) -> None:
     """As a body is, while its result may be kept."""
 
     class Body:

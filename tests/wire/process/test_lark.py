@@ -1,4 +1,4 @@
-"""How long the terminals of a grammar are, all that they name included, and how deep it is."""
+"""Lengths of the terminals of a grammar with the terminals they name, and its depth."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from wire.process.lark import depth, lengths
         ('start: "x"\n%ignoreA A\nA: "x" "y"', [2, 4]),
     ],
 )
-def test_what_a_terminal_names_counts_where_it_is_named(lark: str, parts: list[int]) -> None:
+def test_a_terminal_counts_the_parts_of_the_terminals_it_names(lark: str, parts: list[int]) -> None:
     assert sorted(lengths(lark)) == sorted(parts)
 
 

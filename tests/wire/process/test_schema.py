@@ -90,7 +90,9 @@ def problem(text: str) -> str:
         ('{"enum": [-12, -12.0]}', "alternatives"),  # the library panics
     ],
 )
-def test_what_would_come_out_as_another_is_refused_with_its_path(text: str, path: str) -> None:
+def test_values_that_llguidance_would_change_are_refused_with_their_path(
+    text: str, path: str
+) -> None:
     assert path in problem(text)
     assert path in (problem_of(Structure("lark", f"start: %json {text}")) or "")
 

@@ -1,4 +1,4 @@
-"""The port for /metrics: one answer, whom it answers, and what becomes of everybody else."""
+"""The port for /metrics: responses, API keys and limits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def raw(port: ScrapePort, request: bytes) -> bytes:
         writer.close()
 
 
-async def test_what_it_answers() -> None:
+async def test_metrics_are_served_and_other_requests_refused() -> None:
     async with listening() as port:
         assert await ask(port) == "200 baton_x 1\n"
         assert await ask(port, "/metrics?x=1") == "200 baton_x 1\n"
@@ -65,18 +65,18 @@ async def test_with_keys_it_asks_for_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("request_", [b"\x00\r\n\r\n", b"GET " + b"x" * 2 * MAX_HEAD_BYTES])
-async def test_what_is_no_request_is_told_so(request_: bytes) -> None:
+async def test_an_invalid_request_gets_an_error(request_: bytes) -> None:
     async with listening() as port:
         assert (await raw(port, request_))[:10] in (b"HTTP/1.1 4", b"reset")
         assert await ask(port) == "200 baton_x 1\n"
 
 
-async def test_who_says_nothing_is_cut_off() -> None:
+async def test_a_silent_client_is_cut_off() -> None:
     async with listening(patience_s=0.05) as port:
         assert await raw(port, b"GET /metrics HT") in (b"", b"reset")
 
 
-async def test_there_is_room_for_so_many_only() -> None:
+async def test_connections_are_limited() -> None:
     async with listening() as port:
         silent = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(16)]
         assert len(silent) == MAX_CONNECTIONS

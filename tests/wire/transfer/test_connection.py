@@ -24,7 +24,7 @@ DESCRIPTOR = SegmentDescriptor.of(Rectangle(0, range(2), range(1), range(3)), 48
 
 
 @given(st.integers(1, 2**64 - 1), st.integers(1, 2**32 - 1), st.integers(1, MAX_SEALED_BYTES))
-def test_a_head_says_what_follows(request_id: int, number: int, num_bytes: int) -> None:
+def test_a_segment_head_is_read_back(request_id: int, number: int, num_bytes: int) -> None:
     frame = KvCache(request_id, number, 2**32 - 1)
     head = segment_head(frame, DESCRIPTOR, num_bytes)
     assert len(head) == HEAD_BYTES
@@ -50,7 +50,7 @@ def test_a_segment_is_enveloped_as_on_raw_tcp() -> None:
     ],
     ids=["zeros", "segment 0", "request_id 0", "no KV", "too much KV", "another tag"],
 )
-def test_what_is_no_segment_is_refused_by_its_head(head: bytes) -> None:
+def test_an_invalid_segment_head_is_refused(head: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read_head(head)
 

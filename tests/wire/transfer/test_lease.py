@@ -46,12 +46,6 @@ def test_the_peers_error_ends_it_with_its_code() -> None:
     assert one.error.peer == "decode-3" and one.error.reason == "no blocks"
 
 
-def test_a_code_nobody_knows_is_internal() -> None:
-    one = transfer()
-    one.on_error(4_000_000_000, "?")
-    assert one.error is not None and one.error.code is ErrorCode.INTERNAL
-
-
 @pytest.mark.parametrize(
     ("first", "second"), list(itertools.permutations(["cancel", "error", "fail"], 2))
 )

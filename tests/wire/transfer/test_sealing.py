@@ -22,7 +22,7 @@ KEY = bytes(range(32))
 
 
 @given(kv=st.binary(max_size=100))
-def test_what_was_sealed_opens(kv: bytes) -> None:
+def test_a_sealed_segment_opens(kv: bytes) -> None:
     sealed = Sealing(KEY).seal(FRAME, HERE, memoryview(kv))
     assert len(sealed) == len(kv) + TAG_BYTES
     assert Sealing(KEY).open(FRAME, HERE, memoryview(sealed)) == kv
@@ -41,25 +41,25 @@ def test_what_was_sealed_opens(kv: bytes) -> None:
         ),
     ],
 )
-def test_it_opens_in_no_other_place(frame: KvCache, there: SegmentDescriptor) -> None:
+def test_a_sealed_segment_opens_in_no_other_place(frame: KvCache, there: SegmentDescriptor) -> None:
     sealed = Sealing(KEY).seal(FRAME, HERE, bytes(48))
     assert Sealing(KEY).open(frame, there, sealed) is None
 
 
-def test_how_long_the_sender_was_idle_may_be_said_later() -> None:
+def test_idle_us_is_not_sealed() -> None:
     sealed = Sealing(KEY).seal(FRAME, HERE, bytes(48))
     assert Sealing(KEY).open(FRAME, HERE._replace(idle_us=7), sealed) == bytes(48)
 
 
 @given(place=st.integers(0, 48 + TAG_BYTES - 1), bit=st.integers(0, 7))
-def test_nothing_of_it_can_be_changed(place: int, bit: int) -> None:
+def test_a_changed_byte_is_detected(place: int, bit: int) -> None:
     sealed = bytearray(Sealing(KEY).seal(FRAME, HERE, bytes(range(48))))
     sealed[place] ^= 1 << bit
     assert Sealing(KEY).open(FRAME, HERE, sealed) is None
 
 
 @pytest.mark.parametrize("kept", [0, 15, 16, 47, 63])
-def test_nothing_of_it_can_be_cut_off(kept: int) -> None:
+def test_a_truncated_segment_is_refused(kept: int) -> None:
     sealed = Sealing(KEY).seal(FRAME, HERE, bytes(48))
     assert Sealing(KEY).open(FRAME, HERE, sealed[:kept]) is None
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.kv import part, whole
-from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, TransferTooLarge
+from wire.errors import LocalProtocolError, RemoteProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
 from wire.layout import KVLayout, StateGroup
-from wire.payloads import Credit, Offer, decode_map
-from wire.transfer.sealing import Sealing
+from wire.payloads import Credit
 from wire.transfer.segment import (
-    MAX_READ_BYTES,
     MAX_SEGMENT_BYTES,
     MAX_UNASKED_SEGMENTS,
     Rectangle,
     SegmentDescriptor,
-    segment_digest,
-    unpack_places,
 )
 from wire.transfer.sender import HANDOVER_LEASES, KVSender
 
@@ -56,17 +52,6 @@ def send(
     return sent[0], SegmentDescriptor.unpack(sent[1])
 
 
-def test_the_offer_says_everything() -> None:
-    frame, payload = sender(3).offer()
-    assert frame == KvCache(ID, 0, 0)
-    assert decode_map(Offer, payload) == Offer(
-        layout=LAYOUT,
-        num_tokens=3,
-        total_bytes=48,
-        token_ids=b"\0\0\0\0\1\0\0\0\2\0\0\0",
-    )
-
-
 def test_no_byte_is_offered_past_max_transfer() -> None:
     assert sender(4, max_bytes=64).offer()
     one = sender(5, max_bytes=64)
@@ -101,7 +86,7 @@ def test_a_segment_needs_a_credit_and_computed_tokens() -> None:
     assert late.next_segment() == whole(LAYOUT, 2, 2)
 
 
-def test_what_is_read_ahead_of_the_credit_waits_for_it() -> None:
+def test_segments_claimed_ahead_of_the_credit_wait_for_it() -> None:
     one = sender()
     one.advance(6, 0.5)
     ack(one, 0, 32)
@@ -119,7 +104,7 @@ def test_what_is_read_ahead_of_the_credit_waits_for_it() -> None:
     assert one.kv_bytes == 64
 
 
-def test_a_receiver_cannot_keep_the_blocks_with_words() -> None:
+def test_acks_alone_do_not_keep_the_senders_blocks() -> None:
     one = sender()
     ack(one, 0, 0)
     one.advance(4, 0.0)
@@ -131,57 +116,6 @@ def test_a_receiver_cannot_keep_the_blocks_with_words() -> None:
         one.on_ack(KvCacheAck(ID, 0), Credit(0, 0, 0), now)
         now += step
     assert now == 100.0 + HANDOVER_LEASES * LEASE_S
-
-
-def test_cached_tokens_are_not_sent() -> None:
-    one = sender()
-    ack(one, 0, 1024, cached=3)
-    one.advance(6, 1.0)
-    assert one.skipped_tokens == 3
-    assert one.next_segment() == whole(LAYOUT, 3, 2)
-    assert one.next_segment() == whole(LAYOUT, 5, 1)
-    assert one.next_segment() is None
-
-
-def test_when_everything_is_cached_it_is_done_at_once() -> None:
-    one = sender()
-    ack(one, 0, 0, cached=6, ready=1)
-    assert state_of(one) == "done" and one.is_over
-    assert (one.kv_bytes, one.skipped_tokens, one.finished_at) == (0, 6, 1.0)
-    one.advance(6, 2.0)
-    assert one.next_segment() is None
-
-
-def test_segments_are_numbered_digested_and_counted() -> None:
-    one = sender(3)
-    one.advance(3, 0.5)
-    ack(one, 0, 48)
-    first, second = one.next_segment(), one.next_segment()
-    assert first is not None and second is not None
-    frame, descriptor = send(one, second)
-    assert frame == KvCache(ID, 2, 2), "packed out of order, numbered by the plan"
-    assert descriptor.rectangle == second
-    assert descriptor.digest == segment_digest(ID, bytes(16))
-    assert one.kv_bytes == 16 and state_of(one) == "sending"
-    send(one, first)
-    assert one.kv_bytes == 48 and state_of(one) == "sent"
-    ack(one, 16, 48)
-    ack(one, 0, 48)  # late
-    assert one.acked_bytes == 16
-    ack(one, 48, 48, ready=1)
-    assert state_of(one) == "done"
-    ack(one, 16, 48)
-    assert one.acked_bytes == 48
-
-
-def test_a_digest_computed_elsewhere_is_taken() -> None:
-    one = sender(1)
-    one.advance(1, 0.0)
-    ack(one, 0, 16)
-    rectangle = one.next_segment()
-    assert rectangle is not None
-    sent = one.segment(rectangle, bytes(16), 0.0, digest=77)
-    assert sent is not None and SegmentDescriptor.unpack(sent[1]).digest == 77
 
 
 def test_idle_time_is_waiting_for_the_prompt_and_nothing_else() -> None:
@@ -203,13 +137,6 @@ def test_idle_time_is_waiting_for_the_prompt_and_nothing_else() -> None:
     assert third is not None
     _, descriptor = send(one, third, now=5.0)
     assert descriptor.idle_us == 1_000_000
-
-
-def test_a_small_first_credit_makes_small_segments() -> None:
-    one = sender(2)
-    ack(one, 0, 9)
-    one.advance(2, 1.0)
-    assert one.next_segment() == part(LAYOUT, 0, 1, 0, 1)
 
 
 def test_a_state_that_is_larger_than_segments_goes_whole() -> None:
@@ -235,7 +162,7 @@ def test_a_state_that_is_larger_than_segments_goes_whole() -> None:
         ([(0, 7, 0, 0)], "credit 7 is too small.* one layer of one token"),
     ],
 )
-def test_an_ack_that_cannot_be_is_the_receivers_fault(
+def test_an_invalid_ack_ends_the_transfer(
     acks: list[tuple[int, int, int, int]], reason: str
 ) -> None:
     one = sender()
@@ -266,14 +193,6 @@ def test_bytes_cannot_be_acknowledged_of_an_offer_that_waits() -> None:
         ack(one, 16, 0)
 
 
-def test_too_many_segments_are_the_receivers_fault() -> None:
-    one = KVSender(
-        ID, LAYOUT, range(70_000), max_bytes=1 << 30, lease_s=9.0, now=0.0, segment_bytes=1 << 20
-    )
-    with pytest.raises(RemoteProtocolError, match="credit 16 is too small: 70000 segments"):
-        ack(one, 0, 16)
-
-
 def test_keepalives_are_due_after_a_third_of_a_lease_without_an_ack() -> None:
     one = sender(1)
     assert one.keepalive(2.9) is None
@@ -289,17 +208,6 @@ def test_keepalives_are_due_after_a_third_of_a_lease_without_an_ack() -> None:
     assert one.keepalive(99.0) is None
 
 
-def test_a_segment_of_an_ended_transfer_is_dropped() -> None:
-    one = sender(1)
-    one.advance(1, 0.0)
-    ack(one, 0, 16)
-    rectangle = one.next_segment()
-    assert rectangle is not None
-    one.on_error(ErrorCode.OUT_OF_BLOCKS, "full")
-    assert one.segment(rectangle, bytes(16), 2.0) is None
-    assert one.kv_bytes == 0
-
-
 def test_our_own_mistakes() -> None:
     for segment_bytes in (0, MAX_SEGMENT_BYTES + 1):
         with pytest.raises(LocalProtocolError, match="segment_bytes"):
@@ -313,6 +221,8 @@ def test_our_own_mistakes() -> None:
     assert rectangle is not None
     with pytest.raises(LocalProtocolError, match="bytes for"):
         one.segment(rectangle, bytes(3), 0.0)
+    with pytest.raises(LocalProtocolError, match="where it lies"):
+        one.segment(rectangle, b"", 0.0, digest=9, places=(0,))
     with pytest.raises(LocalProtocolError, match="is not claimed"):
         one.segment(part(LAYOUT, 0, 1, 0, 1), bytes(8), 0.0)
     with pytest.raises(LocalProtocolError, match="given to transfer"):
@@ -322,7 +232,7 @@ def test_our_own_mistakes() -> None:
 MEMORY = "baton-1"
 
 
-def lending(num_tokens: int = 7) -> KVSender:
+def with_memory(num_tokens: int = 7) -> KVSender:
     """A sender of 2 tokens a block, 64 bytes a segment."""
     return KVSender(
         ID,
@@ -337,78 +247,16 @@ def lending(num_tokens: int = 7) -> KVSender:
     )
 
 
-def test_where_kv_lies_is_sent_instead_of_it() -> None:
-    one = lending()
-    _, payload = one.offer()
-    assert decode_map(Offer, payload).memory == MEMORY
-    one.advance(7, 0.5)
-    one.on_ack(KvCacheAck(ID, 0), Credit(112, 0, 0, 1), 1.0)
-    assert one.is_in_memory
-    assert one.plan == [whole(LAYOUT, 0, 4), whole(LAYOUT, 4, 2), whole(LAYOUT, 6, 1)]
-    first, second, rest = one.next_segment(), one.next_segment(), one.next_segment()
-    assert first is not None and second is not None and rest is not None
-    sent = one.segment(first, b"", 2.0, digest=9, places=(96, 32))
-    assert sent is not None and unpack_places(sent[2]) == (96, 32)
-    descriptor = SegmentDescriptor.unpack(sent[1])
-    assert (descriptor.num_bytes, descriptor.digest, descriptor.in_memory) == (64, 9, 1)
-    assert send(one, second)[1].in_memory == 0, "bytes are as good"
-    send(one, rest)
-    assert one.kv_bytes == 112 and state_of(one) == "sent"
-
-
-@pytest.mark.parametrize(("credit", "largest"), [(256, 128), (96, 64), (48, 32), (32, 32)])
-def test_half_of_the_credit_is_read_at_a_time(credit: int, largest: int) -> None:
-    one = lending(16)  # 64 bytes a segment where KV is sent, 32 a block
+@pytest.mark.parametrize(
+    ("credit", "largest"), [(512, 160), (256, 128), (96, 64), (48, 32), (32, 32)]
+)
+def test_half_of_the_credit_is_read_at_a_time_within_a_limit(
+    monkeypatch: pytest.MonkeyPatch, credit: int, largest: int
+) -> None:
+    monkeypatch.setattr("wire.transfer.sender.MAX_READ_BYTES", 160)
+    one = with_memory(16)  # 64 bytes a segment where KV is sent, 32 a block
     one.on_ack(KvCacheAck(ID, 0), Credit(credit, 0, 0, 1), 1.0)
     assert max(rectangle.num_bytes(LAYOUT) for rectangle in one.plan) == largest
-
-
-@pytest.mark.parametrize(
-    ("block_size", "most_bytes"), [(16, MAX_READ_BYTES), (1 << 20, MAX_SEGMENT_BYTES)]
-)
-def test_however_large_the_credit_no_segment_is_larger_than_any_may_be(
-    block_size: int, most_bytes: int
-) -> None:
-    """Of the larger blocks not one layer fits: they are sent."""
-    num_tokens = 1 << 25
-    one = KVSender(
-        *(ID, LAYOUT, range(num_tokens)),
-        max_bytes=1 << 30,
-        lease_s=LEASE_S,
-        block_size=block_size,
-        memory=MEMORY,
-        now=0.0,
-    )
-    one.advance(num_tokens, 0.5)
-    one.on_ack(KvCacheAck(ID, 0), Credit(1 << 29, 0, 0, 1), 1.0)
-    assert max(it.num_bytes(LAYOUT) for it in one.plan) == most_bytes
-
-
-def test_places_are_for_who_reads_them() -> None:
-    one = lending()
-    one.advance(7, 0.5)
-    ack(one, 0, 112)
-    rectangle = one.next_segment()
-    assert rectangle is not None and not one.is_in_memory
-    with pytest.raises(LocalProtocolError, match="where it lies"):
-        one.segment(rectangle, b"", 2.0, digest=9, places=(0, 32))
-
-
-@pytest.mark.parametrize(
-    ("one", "credits", "reason"),
-    [
-        (sender(), [Credit(64, 0, 0, 1)], "in_memory is 1, but no memory was offered"),
-        (lending(), [Credit(64, 0, 0, 1), Credit(64, 0, 0, 0)], "in_memory changed"),
-        (lending(), [Credit(64, 0, 0, 0), Credit(64, 0, 0, 1)], "in_memory changed"),
-    ],
-)
-def test_whether_kv_is_read_where_it_lies_is_settled_once(
-    one: KVSender, credits: list[Credit], reason: str
-) -> None:
-    with pytest.raises(RemoteProtocolError, match=reason):
-        for credit in credits:
-            one.on_ack(KvCacheAck(ID, 0), credit, 1.0)
-    assert state_of(one) == "failed"
 
 
 def computed(num_tokens: int = 4, segment_bytes: int = 32) -> KVSender:
@@ -424,43 +272,11 @@ def with_offer(one: KVSender, most_bytes: int = 1024) -> tuple[KvCache, list[byt
     return frame, [bytes(part) for part in payload]
 
 
-def test_all_kv_goes_with_the_offer() -> None:
-    one = computed()
-    frame, (_, *segments) = with_offer(one)
-    assert frame == KvCache(ID, 0, 2)
-    descriptors = [SegmentDescriptor.unpack(part) for part in segments[::2]]
-    assert [it.rectangle for it in descriptors] == [whole(LAYOUT, 0, 2), whole(LAYOUT, 2, 2)]
-    assert [(it.digest, it.in_memory) for it in descriptors] == [(7, 0), (8, 0)]
-    ack(one, 0, 0)  # the offer waits
-    ack(one, 64, 64, ready=1)
-    assert (state_of(one), one.kv_bytes, one.acked_bytes) == ("done", 64, 64)
-
-
-def test_what_was_held_of_it_does_not_count() -> None:
-    one = computed()
-    with_offer(one)
-    ack(one, 32, 32, cached=2, ready=1)
-    assert (state_of(one), one.kv_bytes, one.skipped_bytes) == ("done", 32, 32)
-
-
-def test_what_was_dropped_is_sent_again() -> None:
-    one = computed()
-    with_offer(one)
-    ack(one, 0, 64)
-    assert (state_of(one), one.kv_bytes) == ("sending", 0)
-    for _ in range(2):
-        rectangle = one.next_segment()
-        assert rectangle is not None
-        send(one, rectangle)
-    ack(one, 64, 64, ready=1)
-    assert state_of(one) == "done"
-
-
 @pytest.mark.parametrize(
     ("kv_bytes", "credit", "ready"),
     [(32, 64, 0), (64, 64, 0), (32, 64, 1), (80, 80, 1)],
 )
-def test_of_what_went_with_the_offer_all_or_nothing_is_acknowledged(
+def test_kv_with_an_offer_is_acknowledged_whole_or_not_at_all(
     kv_bytes: int, credit: int, ready: int
 ) -> None:
     one = computed()
@@ -470,7 +286,7 @@ def test_of_what_went_with_the_offer_all_or_nothing_is_acknowledged(
     assert state_of(one) == "failed"
 
 
-def test_nothing_goes_with_the_offer_that_is_too_much_or_not_there() -> None:
+def test_only_small_and_computed_kv_goes_with_the_offer() -> None:
     assert computed().unasked(63) == []
     assert computed().unasked(0) == []
     assert sender(4).unasked(64) == []
@@ -480,13 +296,6 @@ def test_nothing_goes_with_the_offer_that_is_too_much_or_not_there() -> None:
     assert len(computed(16, segment_bytes=16).unasked(1024)) == MAX_UNASKED_SEGMENTS
     assert computed(17, segment_bytes=16).unasked(1024) == []
     assert with_offer(sender(4))[0] == KvCache(ID, 0, 0)
-
-
-def test_without_it_no_bytes_are_acknowledged_in_the_first_answer() -> None:
-    one = computed()
-    one.offer()
-    with pytest.raises(RemoteProtocolError, match="but 0 were sent"):
-        ack(one, 64, 64, ready=1)
 
 
 # Segments beside the KV socket.
@@ -514,29 +323,6 @@ def leaving(one: KVSender) -> tuple[KvCache, SegmentDescriptor]:
     return leaves
 
 
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_what_leaves_is_sealed_for_its_place_or_has_a_digest(is_sealed: bool) -> None:
-    one = beside(KEY if is_sealed else None)
-    offer = decode_map(Offer, one.offer()[1])
-    assert (offer.key, offer.token) == (KEY if is_sealed else None, TOKEN)
-    assert "x00" not in repr(offer), "neither the key nor the prompt"
-    one.advance(4, 0.5)
-    one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
-    assert one.segment_port == PORT
-    first, second = leaving(one), leaving(one)
-    assert one.kv_bytes == 64 and state_of(one) == "sent", "before they are read"
-    later, earlier = one.protect(*second, b"2" * 32), one.protect(*first, b"1" * 32)
-    assert later is not None and earlier is not None
-    descriptor, kv = earlier
-    assert descriptor.num_bytes == 32
-    if is_sealed:
-        assert descriptor == first[1] and descriptor.digest == 0
-        assert Sealing(KEY).open(first[0], descriptor, kv) == b"1" * 32
-        assert Sealing(KEY).open(first[0], descriptor, later[1]) is None
-    else:
-        assert (descriptor.digest, kv) == (segment_digest(ID, b"1" * 32), b"1" * 32)
-
-
 def test_nothing_leaves_after_the_end_and_above_all_not_unsealed() -> None:
     one = beside(KEY)
     one.advance(4, 0.5)
@@ -548,24 +334,18 @@ def test_nothing_leaves_after_the_end_and_above_all_not_unsealed() -> None:
     assert one.leave(rectangle, 2.0) is None
 
 
-def test_a_segment_leaves_once() -> None:
-    one = beside(None)
-    one.advance(4, 0.5)
-    one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
-    _, descriptor = leaving(one)
-    with pytest.raises(LocalProtocolError, match="is not claimed"):
-        one.leave(descriptor.rectangle, 2.0)
-
-
 @pytest.mark.parametrize(
     ("one", "credits", "reason"),
     [
+        (sender(), [Credit(64, 0, 0, 1)], "in_memory is 1, but no memory was offered"),
+        (with_memory(), [Credit(64, 0, 0, 1), Credit(64, 0, 0)], "in_memory changed"),
+        (with_memory(), [Credit(64, 0, 0), Credit(64, 0, 0, 1)], "in_memory changed"),
         (sender(), [Credit(64, 0, 0, 0, PORT)], "segment_port, but no token was offered"),
         (beside(KEY), [Credit(64, 0, 0, 0, PORT), Credit(64, 0, 0)], "segment_port changed"),
         (beside(KEY), [Credit(64, 0, 0), Credit(64, 0, 0, 0, PORT)], "segment_port changed"),
     ],
 )
-def test_where_segments_go_is_settled_once(
+def test_the_first_credit_settles_where_segments_go(
     one: KVSender, credits: list[Credit], reason: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):

@@ -1,7 +1,5 @@
 """One step's tokens side by side: every array against a plain loop."""
 
-import numpy as np
-
 from wire.options import Options
 from worker.engine.batch import Chunk, build
 from worker.engine.sequence import Sequence
@@ -51,11 +49,6 @@ def test_only_sequences_that_are_complete_are_sampled() -> None:
     assert (last.request_id, last.options.seed, last.token_ids) == (3, 3, [300, 301, 302])
 
 
-def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing() -> None:
-    batch = build(BatchType.PREFILL, CHUNKS[1:2], 4)
-    assert len(batch.sample_rows) == 0 and batch.samplings == ()
-
-
 def test_drafts_follow_their_sequence_and_are_sampled_with_it() -> None:
     chunks = [Chunk(sequence(1, 6, 5, [9, 2, 6]), 1, (71, 72)), CHUNKS[1], CHUNKS[2]]
     batch = build(BatchType.MIXED, chunks, 4)
@@ -66,17 +59,3 @@ def test_drafts_follow_their_sequence_and_are_sampled_with_it() -> None:
     assert batch.sample_rows.tolist() == [0, 1, 2, 12]
     first, _ = batch.samplings
     assert first.token_ids == [100 + i for i in range(6)] and first.drafts == (71, 72)
-
-
-def test_every_array_is_int32() -> None:
-    batch = build(BatchType.MIXED, CHUNKS, 4)
-    arrays = (
-        batch.token_ids,
-        batch.positions,
-        batch.slots,
-        batch.query_starts,
-        batch.context_lens,
-        batch.block_tables,
-        batch.sample_rows,
-    )
-    assert [array.dtype for array in arrays] == [np.int32] * 7

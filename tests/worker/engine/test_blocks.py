@@ -31,12 +31,6 @@ def register(pool: BlockPool, chain: list[Tokens], table: list[int]) -> None:
 A, B, C, D = (1, 2), (3, 4), (5, 6), (7, 8)
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
-def test_a_pool_has_blocks(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        BlockPool(num_blocks, block_size)
-
-
 def test_a_shared_block_is_used_once_and_freed_by_the_last() -> None:
     pool = BlockPool(4, 2)
     first = pool.allocate(2)
@@ -79,36 +73,6 @@ def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch
     assert pool.match_prefix(keys_of([C, B]))[0] == []
 
 
-def test_a_child_of_an_evicted_twin_is_not_found_under_the_new_one() -> None:
-    pool = BlockPool(3, 2)
-    twin = pool.allocate(1)
-    register(pool, [A], twin)
-    table = pool.allocate(2)  # computes A again, then B behind the registered A
-    register(pool, [A, B], table)
-    pool.free(twin)
-    pool.allocate(1)  # evicts the registered A; B stays, its block is in use
-    assert pool.match_prefix(keys_of([A, B]))[0] == []
-    register(pool, [A], table)
-    assert pool.match_prefix(keys_of([A, B]))[0] == table[:1]
-
-
-def test_a_prefix_is_told_gone_when_its_last_block_is() -> None:
-    pool = BlockPool(4, 2)
-    twin = pool.allocate(1)
-    register(pool, [A], twin)
-    table = pool.allocate(2)
-    register(pool, [A, B], table)  # B stands behind the twin
-    pool.free(twin)
-    pool.free(pool.allocate(2))  # evicts the twin: nobody finds that B any more
-    register(pool, [A, B], again := pool.allocate(2))
-    pool.journal.read()
-    pool.free(table)
-    evicting = pool.allocate(2)
-    assert pool.match_prefix(keys_of([A, B]))[0] == again
-    assert pool.journal.read() == ((), ()), "the one that is found is still there"
-    pool.free(evicting)
-
-
 def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
     pool = BlockPool(3, 2, enable_prefix_cache=False)
     table = pool.allocate(2)
@@ -129,22 +93,6 @@ def test_check_finds_a_leak_and_a_double_owner() -> None:
     pool.free(pool.allocate(0, [2]))  # one that is free has no prefix to share
     with pytest.raises(AssertionError, match="2 free"):
         pool.check([table])
-
-
-def test_an_audit_finds_a_block_in_two_places() -> None:
-    pool = BlockPool(3, 2)
-    pool.audit()
-    pool.free(pool.allocate(0, [2]))  # it was free already
-    with pytest.raises(AssertionError, match="two places"):
-        pool.audit()
-
-
-def test_a_block_is_not_freed_twice() -> None:
-    pool = BlockPool(3, 2)
-    table = pool.allocate(1)
-    pool.free(table)
-    with pytest.raises(AssertionError, match="freed twice"):
-        pool.free(table)
 
 
 def test_the_journal_leaves_out_what_cancels_out() -> None:
@@ -205,77 +153,6 @@ def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.Dat
 
     wanted = max((n for n in range(1, len(keys) + 1) if serves(n)), default=0)
     assert pool.match_prefix(keys, next_token) == (table[:wanted], prefixes[wanted])
-
-
-def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
-    windows = windows_over(6, 2, [4])
-    pool = BlockPool(6, 2, windows=windows, states=States(StateSlots(12, 2)))
-    key, tail = keys_of([A, B])
-    old, new, other, child = reached = pool.allocate(4)
-    for block in reached:
-        windows.reach(block)
-    prefix = pool.register(ROOT, key, old, num_lacking=1)
-    pool.register(prefix, tail, child, has_state=True)
-    told = pool.journal.read()
-    pool.leave([old])
-    pool.free([old])
-    assert (windows.num_used, windows.num_cached) == (3, 1)
-    assert pool.register(ROOT, key, new, has_state=True) == prefix
-    assert pool.match_prefix([key, tail]) == ([new, child], pool.match_prefix([key, tail])[1])
-    assert (pool.num_cached, pool.num_free) == (0, 3), "what it had is nobody's"
-    assert (windows.num_used, windows.num_cached, windows.num_free) == (3, 0, 3)
-    # One that has less, or the same, or less of one and more of the other, does not.
-    for number in (1, 0):
-        assert pool.register(ROOT, key, other, num_lacking=number, has_state=True) == prefix
-    assert pool.register(ROOT, key, other) == prefix
-    assert pool.match_prefix([key]) == ([new], prefix)
-    assert len(told[0]) == 2 and pool.journal.read() == ((), ())
-    pool.check([[new, other, child]])
-    pool.audit()
-    # A used one that lost its place is free when nobody uses it.
-    assert pool.register(prefix, tail, other, has_state=False) != ROOT
-    better = BlockPool(3, 2, windows=windows_over(3, 2, [4]))
-    first, second = better.allocate(2)
-    assert better.windows is not None
-    better.windows.reach(first)
-    better.windows.reach(second)
-    better.register(ROOT, key, first, num_lacking=2)
-    better.register(ROOT, key, second)
-    better.leave([first, second])
-    assert (better.windows.num_free, better.windows.num_cached) == (2, 1)
-    better.free([first])
-    assert (better.num_free, better.num_cached) == (2, 0)
-    better.free([second])
-    assert (better.num_free, better.num_cached) == (2, 1)
-    better.audit()
-
-
-def test_a_chain_whose_windows_have_gone_is_shared_again_once_it_was_computed_again() -> None:
-    windows = windows_over(7, 2, [4], num_window_blocks=4)
-    pool = BlockPool(7, 2, windows=windows)
-    keys = keys_of([A, B])
-
-    def compute() -> list[int]:
-        table, prefix = pool.allocate(2), ROOT
-        for key, block in zip(keys, table, strict=True):
-            windows.reach(block)
-            prefix = pool.register(prefix, key, block)
-        pool.leave(table)
-        return table
-
-    first = compute()
-    assert pool.match_prefix(keys)[0] == first and windows.num_cached == 2
-    others = pool.allocate(3)
-    for block in others:
-        windows.reach(block)  # takes the last two free ones, then that of the first block
-    assert pool.match_prefix(keys)[0] == [], "a window of four looks at both blocks"
-    assert pool.match_prefix(keys, next_token=5)[0] == first, "here at the second one only"
-    pool.leave(others)
-    pool.free(others)
-    second = compute()
-    assert pool.match_prefix(keys)[0] == [second[0], first[1]], "what was there stays"
-    pool.check([first, second])
-    windows.check([], [])
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -9,15 +9,6 @@ from structlog.testing import capture_logs
 from scripts.models.make_model import make_model
 from tests.oracle import oracle
 from tests.worker.engine.hashed import GREEDY, run, text
-from tests.worker.executor.structures import (
-    EOS,
-    PROMPT,
-    STRUCTURES,
-    VOCAB,
-    allowed_in,
-    begun,
-    mask_of,
-)
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.workload import MAX_MODEL_LEN, VOCAB_SIZE, full_text, hash_executor
 from wire.options import Options
@@ -25,9 +16,8 @@ from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.sequence import MAX_DRAFTS, Sequence
 from worker.executor.batch import Batch
-from worker.executor.contract import ModelInfo, SampledToken, SequenceFailed
-from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, create
-from worker.executor.token_counts import Occurrences
+from worker.executor.contract import ModelInfo
+from worker.executor.hash import LAYOUT, HashExecutor, create
 from worker.executor.torch import TorchExecutor
 
 
@@ -84,17 +74,6 @@ def test_a_long_prompt_is_read_over_many_rounds_and_nobody_waits_for_it() -> Non
     model.check()
 
 
-def test_a_sequence_that_fits_no_batch_gets_drafts_later() -> None:
-    """More sequences than a batch has tokens: no batch gets larger for that."""
-    executor = SizingExecutor()
-    model = ModelDrafter(executor, 3, num_blocks=40, block_size=3, max_ubatch_tokens=2)
-    sequences = [Sequence(number, [3], GREEDY) for number in range(3)]
-    assert [len(drafted) for drafted in model.draft(sequences, [3] * 3)] == [3, 3, 0]
-    assert executor.sizes == [2, 2, 2]
-    assert [len(drafted) for drafted in model.draft(sequences[2:], [3])] == [3]
-    model.check()
-
-
 @pytest.mark.parametrize("place", ["forward", "sample"])
 def test_a_sequence_that_fails_the_draft_model_gets_no_drafts(place: str) -> None:
     model = ModelDrafter(PoisonedExecutor(place), 3, num_blocks=40, block_size=3)
@@ -113,16 +92,6 @@ def test_a_sequence_that_fails_the_draft_model_gets_no_drafts(place: str) -> Non
     assert model.pool.num_used == 0
     (drafts,) = model.draft([Sequence(1, [8, 9], GREEDY)], [3])
     assert drafts, "another sequence of its number is nothing like it"
-
-
-def test_a_failure_of_nobody_is_a_bug() -> None:
-    class Confused(HashExecutor):
-        def forward(self, batch: Batch) -> list[int]:
-            raise SequenceFailed(7, "somebody")
-
-    model = ModelDrafter(Confused(hash_executor().info), 3, num_blocks=4)
-    with pytest.raises(SequenceFailed):
-        model.draft([Sequence(1, [3, 4], GREEDY)], [3])
 
 
 def test_without_room_there_are_no_drafts() -> None:
@@ -193,67 +162,3 @@ def test_an_equal_model_is_right_with_penalties_too(tmp_path: Path, options: Opt
     run(engine)
     counters = engine.stats().counters
     assert counters.accepted_tokens == counters.drafted_tokens > 0
-
-
-class CountingExecutor(HashExecutor):
-    """The hash executor, with penalties as far as the counts they are made of."""
-
-    def __init__(self, info: ModelInfo) -> None:
-        super().__init__(info)
-        self.prompt_lens: set[int] = set()
-
-    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
-        for it in batch.samplings:
-            assert it.occurrences is not None
-            self.prompt_lens.add(it.prompt_len)
-            it.occurrences.update(it.token_ids)
-            again = Occurrences(it.token_ids, it.prompt_len)
-            assert it.occurrences.token_ids.tolist() == again.token_ids.tolist()
-            assert it.occurrences.counts.tolist() == again.counts.tolist()
-        return super().sample(logits, batch)
-
-
-def test_a_shadow_counts_its_sequence_s_tokens_and_no_rejected_drafts() -> None:
-    info = ModelInfo("hash", "hash", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, LAYOUT)
-    executor = CountingExecutor(info)
-    model = ModelDrafter(executor, 4, num_blocks=40, block_size=3)
-    options = Options(ignore_eos=True, frequency_penalty=1.0, generated_tokens=2)
-    sequence = Sequence(1, [3, 4, 5, 3, 4], options)
-    draw = random.Random(0)
-    while sequence.num_tokens < MAX_MODEL_LEN - 5:
-        (drafts,) = model.draft([sequence], [4])
-        # All, some or none are accepted, and one token more comes from the target.
-        sequence.token_ids += [*drafts[: draw.randrange(5)], draw.randrange(VOCAB_SIZE)]
-    assert executor.prompt_lens == {3} == {sequence.prompt_len}
-
-
-class ObedientExecutor(HashExecutor):
-    """The hash executor, drawing any token that the structure allows."""
-
-    chance = random.Random(1)
-
-    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
-        drawn = []
-        for it in batch.samplings:
-            assert it.structured is not None
-            answer = it.token_ids[len(PROMPT) :]
-            row = mask_of(it.structured, answer)[0]
-            again = mask_of(it.structured.begin(len(PROMPT)), answer)[0]
-            assert (row == again).all()
-            drawn.append(SampledToken(self.chance.choice(allowed_in(row))))
-        return drawn
-
-
-def test_a_shadow_is_in_its_structure_where_its_sequence_is() -> None:
-    executor = ObedientExecutor(ModelInfo("hash", "hash", VOCAB, 99, frozenset(EOS), LAYOUT))
-    model = ModelDrafter(executor, 4, num_blocks=40, block_size=3)
-    sequence = Sequence(1, [*PROMPT], Options())
-    sequence.structured = begun(STRUCTURES[0])
-    draw = random.Random(0)
-    for num_accepted in (4, 0, 2, 1, 3, 0):
-        (drafts,) = model.draft([sequence], [4])
-        assert len(drafts) == 4
-        sequence.token_ids += drafts[:num_accepted]
-        row = mask_of(sequence.structured, sequence.token_ids[len(PROMPT) :])[0]
-        sequence.token_ids.append(draw.choice(allowed_in(row)))
-    assert not set(EOS).intersection(sequence.token_ids)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.kv import whole
 from tests.oracle import oracle
 from tests.worker.engine.hashed import (
     GREEDY,
@@ -18,15 +17,13 @@ from tests.worker.engine.hashed import (
     run,
     text,
 )
-from wire.errors import ErrorCode, LocalProtocolError
+from wire.errors import ErrorCode
 from wire.options import Options, Structure
-from wire.prefix import prefix_hashes
 from wire.process.structured_output import StructureError
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
-from worker.executor.hash import LAYOUT, create_mixed
 from worker.executor.structured_output import Structured
 
 
@@ -45,22 +42,6 @@ def test_a_prompt_is_continued_as_the_oracle_says() -> None:
     assert outputs[0] == Started(1, outputs[0].block_table, 0)  # type: ignore[union-attr]
     assert not of_kind(outputs, Computed)
     assert engine.load().used == 0 and engine.num_running == engine.num_waiting == 0
-
-
-def test_a_prompt_as_long_as_the_context_gets_its_one_token_and_its_scores() -> None:
-    engine, options = engine_of(), Options(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    engine.add(Sequence(1, [5] * MAX_MODEL_LEN, options))
-    outputs = of_kind(run(engine), Token)
-    assert [(it.index, it.finish_reason) for it in outputs] == [(0, "length")]
-    assert outputs[0].prompt_logprobs
-
-
-def test_without_a_prefix_cache_nothing_is_found() -> None:
-    engine = engine_of(prefix_cache=False)
-    for request_id in (1, 2):
-        engine.add(Sequence(request_id, [5] * 9, GREEDY, 3))
-        assert of_kind(run(engine), Started)[0].cached_tokens == 0
-    assert engine.load().cached == 0
 
 
 def test_preemption_recomputes_and_nobody_can_tell() -> None:
@@ -86,54 +67,6 @@ def test_a_handed_over_prompt_reports_its_chunks_and_keeps_its_blocks() -> None:
     engine.release(1)
     assert not engine.has_work() and engine.load().used == 0
     engine.check()
-
-
-def test_a_release_before_the_first_token_waits_for_it() -> None:
-    engine = engine_of(max_ubatch_tokens=5)
-    engine.add(Sequence(1, range(10, 22), GREEDY, 20, transfer=True))
-    outputs = engine.step()
-    engine.release(1)
-    outputs += run(engine)
-    assert text(outputs, 1) == expected(list(range(10, 22)), 1)
-    assert engine.load().used == 0 and engine.num_running == 0
-
-
-def test_the_only_token_of_a_transfer_says_why_it_is_the_last() -> None:
-    engine = engine_of()
-    engine.add(Sequence(1, [5] * 6, GREEDY, 1, transfer=True))
-    engine.add(Sequence(2, [5] * 63, GREEDY, 9, transfer=True))
-    assert [token.finish_reason for token in of_kind(run(engine), Token)] == ["length"] * 2
-    engine.cancel(1)
-    engine.cancel(2)
-    assert engine.load().used == 0
-
-
-def transfer(
-    prompt: list[int], source: Engine, target: Engine, max_new_tokens: int
-) -> list[Output]:
-    """Carry one prompt from `source` to `target` and let it generate there."""
-    source.add(Sequence(1, prompt, GREEDY, max_new_tokens + 1, transfer=True))
-    outputs = run(source)
-    started, first = of_kind(outputs, Started)[0], of_kind(outputs, Token)[0]
-    target.reserve(2, prompt)
-    reserved = of_kind(run(target), Reserved)[0]
-    num_tokens = len(prompt) - reserved.cached_tokens
-    if num_tokens:
-        rectangle = whole(LAYOUT, reserved.cached_tokens, num_tokens)
-        segment = source.cache.pack(started.block_table, rectangle)
-        target.cache.unpack(reserved.block_table, rectangle, segment)
-    source.release(1)
-    target.begin_decode(2, [*prompt, first.token_id], GREEDY, max_new_tokens)
-    return [first, reserved, *run(target)]
-
-
-def test_a_received_prefix_is_known_for_the_next_reservation() -> None:
-    prompt = list(range(10, 23))
-    source, target = engine_of(block_size=4), engine_of(block_size=3)
-    transfer(prompt, source, target, 4)
-    outputs = transfer(prompt[:12], source, target, 4)
-    assert of_kind(outputs, Reserved)[0].cached_tokens == 12, "all of it: nothing is recomputed"
-    assert text(outputs, 1) + text(outputs, 2) == expected(prompt[:12], 5)
 
 
 def test_incomplete_kv_never_enters_the_prefix_cache() -> None:
@@ -162,28 +95,6 @@ def test_the_kv_of_a_reservation_is_shared_when_a_router_has_asked_for_it() -> N
     assert engine.load().used == 0
 
 
-def test_kv_that_is_claimed_for_other_tokens_is_not_shared() -> None:
-    engine = engine_of()
-    engine.reserve(1, range(9))
-    run(engine)
-    engine.begin_decode(1, range(5, 15), GREEDY, 3)
-    (failed,) = of_kind(run(engine), Failed)
-    assert failed.code is ErrorCode.INVALID_REQUEST
-    assert engine.load().cached == 0 and engine.load().stored == ()
-    engine.check()
-
-
-@pytest.mark.parametrize("max_tokens", [1, 9], ids=["it was the last", "the transfer failed"])
-def test_a_transfer_that_is_cancelled_after_its_first_token_counts_once(max_tokens: int) -> None:
-    engine = engine_of()
-    engine.add(Sequence(1, range(9), Options(max_tokens=max_tokens), transfer=True))
-    engine.step()
-    engine.cancel(1)
-    counters = engine.counters
-    assert (counters.finished, counters.failed, counters.cancelled) == (1, 0, 0)
-    assert engine.load().used == 0
-
-
 def test_a_halted_sequence_keeps_its_blocks_until_the_cancel() -> None:
     engine = engine_of(max_ubatch_tokens=5)
     engine.add(Sequence(1, range(10, 22), GREEDY, 20, transfer=True))
@@ -197,19 +108,6 @@ def test_a_halted_sequence_keeps_its_blocks_until_the_cancel() -> None:
     assert engine.counters.cancelled == 1 and engine.load().used == 0
     engine.halt(1)
     engine.check()
-
-
-def test_a_transfer_that_is_overdue_and_then_cancelled_counts_once() -> None:
-    now = [0.0]
-    engine = engine_of(clock=lambda: now[0], max_ubatch_tokens=4)
-    engine.add(Sequence(1, range(9), Options(deadline_ms=300), transfer=True))
-    engine.step()
-    now[0] = 0.5
-    assert of_kind(run(engine), Failed)
-    engine.cancel(1)
-    counters = engine.counters
-    assert (counters.finished, counters.failed, counters.cancelled) == (0, 1, 0)
-    assert engine.load().used == 0
 
 
 def test_a_deadline_counts_from_when_it_was_asked_for() -> None:
@@ -258,12 +156,6 @@ def test_an_invalid_request_fails_alone(sequence: Sequence, code: ErrorCode) -> 
     assert text(outputs, 2) == expected([5] * 9, 3)
 
 
-def test_a_reservation_that_can_never_fit_fails() -> None:
-    engine = engine_of(num_blocks=8)
-    engine.reserve(1, [5] * 32)
-    assert [failed.code for failed in of_kind(run(engine), Failed)] == [ErrorCode.OUT_OF_BLOCKS]
-
-
 def test_decoding_an_unknown_reservation_fails() -> None:
     engine = engine_of()
     engine.begin_decode(9, [1, 2], GREEDY, 3)
@@ -291,36 +183,11 @@ def test_a_continuation_that_makes_no_sense_frees_its_reservation(
     assert engine.load().used == 0 and engine.num_running == 0
 
 
-def test_decoding_twice_is_a_bug_of_ours() -> None:
-    engine = engine_of()
-    engine.reserve(1, [5] * 6)
-    with pytest.raises(LocalProtocolError, match="while reserving"):
-        engine.begin_decode(1, [5] * 7, GREEDY, 3)
-
-
 def test_a_known_id_is_not_taken_twice() -> None:
     engine = engine_of()
     engine.add(Sequence(1, [5] * 6, GREEDY, 3))
     engine.add(Sequence(1, [6] * 6, GREEDY, 3))
     assert text(run(engine), 1) == expected([5] * 6, 3)
-
-
-def test_cancelling_the_unknown_changes_nothing() -> None:
-    engine = engine_of()
-    engine.cancel(5)
-    engine.release(5)
-    assert not engine.has_work() and engine.step() == []
-
-
-def test_a_failing_executor_leaves_the_step() -> None:
-    class Lost(RecordingExecutor):
-        def forward(self, batch: Batch) -> list[int]:
-            raise RuntimeError("device lost")
-
-    engine = engine_of(executor=Lost())
-    engine.add(Sequence(1, [5] * 6, GREEDY, 3))
-    with pytest.raises(RuntimeError, match="device lost"):
-        engine.step()
 
 
 def test_admissions_are_announced_before_the_batch_is_computed() -> None:
@@ -338,20 +205,6 @@ def test_admissions_are_announced_before_the_batch_is_computed() -> None:
     assert all(isinstance(output, Token) for output in outputs)
 
 
-def test_load_tells_the_prefixes_that_came_and_went() -> None:
-    engine = engine_of(num_blocks=3)
-    engine.add(Sequence(1, range(8), GREEDY, 1))
-    run(engine)
-    load = engine.load()
-    assert load.stored == tuple(prefix_hashes(range(8), 4)) and load.evicted == ()
-    assert (load.total, load.used, load.cached, load.free) == (3, 0, 2, 1)
-    engine.add(Sequence(2, range(100, 112), GREEDY, 1))
-    run(engine)
-    assert engine.load().evicted == tuple(reversed(prefix_hashes(range(8), 4)))
-    engine.pool.republish()
-    assert set(engine.load().stored) == set(prefix_hashes(range(100, 112), 4))
-
-
 def timed(num_blocks: int = 64, **settings: int) -> tuple[Engine, list[float]]:
     now = [0.0]
     executor = RecordingExecutor()
@@ -362,22 +215,6 @@ def timed(num_blocks: int = 64, **settings: int) -> tuple[Engine, list[float]]:
         clock=lambda: now[0],
         **settings,
     ), now
-
-
-def test_an_overdue_sequence_fails_and_frees_everything() -> None:
-    engine, now = timed(num_blocks=5)
-    urgent = Options(ignore_eos=True, deadline_ms=100)
-    engine.add(Sequence(1, [5] * 9, urgent, 40))
-    engine.add(Sequence(2, [6] * 12, urgent, 40))
-    engine.step()
-    now[0] = 0.2
-    outputs = run(engine)
-    assert [(o.request_id, o.code) for o in of_kind(outputs, Failed)] == [
-        (1, ErrorCode.DEADLINE_EXCEEDED),
-        (2, ErrorCode.DEADLINE_EXCEEDED),
-    ]
-    assert engine.load().used == engine.num_running == engine.num_waiting == 0
-    assert engine.stats().counters.overdue == engine.stats().counters.failed == 2
 
 
 def test_a_prompt_goes_on_though_the_share_is_of_a_tenant_that_cannot_begin() -> None:
@@ -451,23 +288,6 @@ def test_a_grammar_that_fails_at_any_moment_ends_its_sequence_and_no_other() -> 
     assert len(text(outputs, 2)) == 4
 
 
-def test_a_continuation_is_held_to_its_structure_too() -> None:
-    engine = engine_of(executor=Compiling())
-    engine.reserve(1, [5] * 6)
-    run(engine)
-    held = Options(structure=Structure(kind="regex", text="a"))
-    engine.begin_decode(1, [5] * 7, held, 3)
-    [failed] = of_kind(run(engine), Failed)
-    assert "no such grammar" in failed.message
-
-
-def test_a_cancelled_sequence_ignores_its_compiled_grammar() -> None:
-    engine = engine_of(executor=Compiling())
-    engine.add(Sequence(1, [5, 6, 7], Options(structure=Structure(kind="regex", text="a"))))
-    engine.cancel(1)
-    assert run(engine) == [] and engine.load().used == 0
-
-
 class SlowMasks(RecordingExecutor):
     """Every mask after the first token is made outside of steps, when the test says so."""
 
@@ -513,15 +333,3 @@ def test_the_end_of_a_sequence_cancels_the_mask_that_is_made_for_it() -> None:
     engine.cancel(1)
     assert executor.masks[0].cancelled()
     assert run(engine) == [] and engine.load().used == 0
-
-
-def test_there_is_room_for_as_many_windows_and_states_as_memory_says() -> None:
-    executor = create_mixed()
-    settings: dict[str, Any] = {"num_blocks": 1000, "block_size": 4}
-    memory = executor.capabilities.memory
-    cache = Engine(executor, max_ubatch_tokens=16, **settings).cache
-    wanted = memory.num_window_blocks(1000, 4, 16), memory.num_states(1000, 4)
-    assert (cache.window_blocks.num_blocks, cache.state_slots.num_slots) == wanted
-    assert 0 < wanted[0] < 1000
-    cache = Engine(executor, num_window_blocks=170, num_states=9, **settings).cache
-    assert (cache.window_blocks.num_blocks, cache.state_slots.num_slots) == (170, 9)

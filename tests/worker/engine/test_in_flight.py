@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
@@ -23,14 +22,12 @@ from tests.worker.workload import (
     Request,
     Workload,
     full_text,
-    sent_kv,
 )
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Output, Reserved, Token
+from worker.engine.outputs import Failed, Token
 from worker.engine.sequence import Sequence
-from worker.engine.windows import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
 
@@ -129,29 +126,6 @@ def test_a_step_is_read_after_the_next_has_begun() -> None:
     assert executor.num_behind == 2, "the last token is known to be the last"
 
 
-def test_tokens_in_flight_of_an_ended_sequence_are_dropped() -> None:
-    engine, executor = late_engine(prefix_cache=False)
-    text = full_text((3, 4, 5), 9, GREEDY)
-    stop = next(token for token in text[2:] if token not in text[:2])
-    index = text.index(stop)
-    engine.add(Sequence(1, [3, 4, 5], structs.replace(GREEDY, stop_token_ids=(stop,)), 9))
-    outputs = run(engine)
-    assert [it.token_id for it in of_kind(outputs, Token)] == [*text[: index + 1]]
-    assert executor.num_behind == index and engine.counters.decode_tokens == index + 1
-
-
-def test_a_cancelled_sequence_gives_back_its_blocks_and_another_may_have_its_id() -> None:
-    engine, _ = late_engine()
-    engine.add(Sequence(1, [3, 4, 5], GREEDY, 9))
-    for _ in range(3):
-        engine.step()
-    engine.cancel(1)
-    assert engine.has_work() and engine.load().used == 0
-    engine.check()
-    engine.add(Sequence(1, [5, 4], GREEDY, 9))
-    assert text_of(run(engine), 1) == [*full_text((5, 4), 9, GREEDY)]
-
-
 def test_a_token_that_was_drawn_before_the_deadline_is_told() -> None:
     now = [0.0]
     engine, _ = late_engine(clock=lambda: now[0])
@@ -161,21 +135,6 @@ def test_a_token_that_was_drawn_before_the_deadline_is_told() -> None:
     outputs += run(engine)
     assert not of_kind(outputs, Failed)
     assert [it.finish_reason for it in of_kind(outputs, Token)] == [None, "length"]
-
-
-def test_a_step_in_flight_is_read_before_the_host_draws() -> None:
-    engine, executor = late_engine()
-    engine.add(Sequence(1, [3, 4, 5], GREEDY, 20))
-    outputs = [*engine.step(), *engine.step(), *engine.step()]
-    engine.add(Sequence(2, [4, 4], structs.replace(GREEDY, logprobs=0), 4))
-    behind = executor.num_behind
-    for _ in range(4):
-        outputs += engine.step()
-    assert executor.num_behind == behind
-    outputs += run(engine)
-    assert executor.num_behind > behind, "after it, steps are in flight again"
-    for request_id, prompt, limit in ((1, (3, 4, 5), 20), (2, (4, 4), 4)):
-        assert text_of(outputs, request_id) == [*full_text(prompt, limit, GREEDY)]
 
 
 def test_a_step_that_fails_behind_another_fails_one_sequence() -> None:
@@ -188,47 +147,3 @@ def test_a_step_that_fails_behind_another_fails_one_sequence() -> None:
     assert [it.request_id for it in of_kind(outputs, Failed)] == [2]
     assert text_of(outputs, 1) == [*full_text((3, 4, 1), 9, GREEDY)]
     assert len(text_of(outputs, 2)) == 2, "the step before is committed"
-
-
-def with_one_that_stops(index: int) -> tuple[Engine, LateExecutor, list[Output]]:
-    """Two sequences, of which the one behind is about to end in flight, as nobody knows."""
-    engine, executor = late_engine()
-    prompt = next(
-        prompt
-        for prompt in product((3, 4), repeat=5)
-        if (text := full_text(prompt, 9, GREEDY))[index] not in text[:index]
-    )
-    stop = full_text(prompt, 9, GREEDY)[index]
-    engine.add(Sequence(2, [4, 5], GREEDY, 20))  # it has block 0, which pads block tables
-    engine.add(Sequence(1, prompt, structs.replace(GREEDY, stop_token_ids=(stop,)), 9))
-    outputs = [it for _ in range(index + 1) for it in engine.step()]
-    assert len(text_of(outputs, 1)) == index and engine.num_running == 2
-    return engine, executor, outputs
-
-
-def test_a_step_that_fails_for_who_has_ended_fails_nobody() -> None:
-    engine, executor, outputs = with_one_that_stops(2)
-    executor.fails_at = 1
-    outputs += run(engine)
-    assert not of_kind(outputs, Failed) and executor.num_failed == 1
-    assert [it.finish_reason for it in of_kind(outputs, Token) if it.request_id == 1][-1] == "stop"
-    assert text_of(outputs, 2) == [*full_text((4, 5), 20, GREEDY)]
-
-
-def test_a_step_in_flight_is_read_before_one_of_its_sequences_gives_way() -> None:
-    engine, executor = late_engine(num_blocks=14, block_size=1)
-    prompt, text = (3, 4, 5, 4), full_text((3, 4, 5, 4), 8, GREEDY)
-    engine.reserve(1, prompt)
-    engine.add(Sequence(2, [5, 4, 3], GREEDY, 9))
-    outputs = engine.step()
-    for rectangle, kv in sent_kv(LAYOUT, prompt, 0):
-        unpack(engine.cache, of_kind(outputs, Reserved)[0].block_table, rectangle, kv, 4)
-    for _ in range(3):
-        outputs += engine.step()
-    # One block more is there for each of the two, but not as many as the first one wants.
-    assert executor.num_behind and engine.pool.num_free == 3
-    engine.begin_decode(1, [*prompt, *text[:6]], GREEDY, 2)
-    outputs += run(engine)
-    assert engine.counters.preemptions
-    assert text_of(outputs, 1) == [*text[6:]]
-    assert text_of(outputs, 2) == [*full_text((5, 4, 3), 9, GREEDY)]

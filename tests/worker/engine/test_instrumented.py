@@ -2,21 +2,16 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
-from structlog.testing import capture_logs
 
 from scripts.examples import own_model
 from scripts.models.make_model import make_model
-from tests.kv import part
 from tests.oracle import oracle
 from tests.worker.executor.forward_pair import pair
-from tests.worker.late import LateDrawn, LateExecutor
+from tests.worker.late import LateExecutor
 from tests.worker.poisoned import POISON, PoisonedExecutor
-from wire.layout import KVLayout
 from wire.options import Options
-from wire.process.log_limit import AGAIN_S
 from worker.compute.contract import KVCache
 from worker.engine.engine import Engine
 from worker.engine.instrumented import (
@@ -31,18 +26,11 @@ from worker.engine.instrumented import (
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch
-from worker.executor.contract import Drawer, Executor, SampledToken, Scorer, SequenceFailed
-from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
+from worker.executor.contract import Drawer, Executor, SampledToken, SequenceFailed
+from worker.executor.hash import HashExecutor, create
 from worker.executor.torch import TorchExecutor
 
 GREEDY = Options(ignore_eos=True)
-
-
-WINDOWED = KVLayout(groups=MIXED.groups[:2])
-
-
-def create_windowed() -> HashExecutor:
-    return HashExecutor(replace(create_mixed().info, layout=WINDOWED))
 
 
 class Clock:
@@ -100,36 +88,6 @@ def test_it_is_the_same_executor() -> None:
     assert tokens == oracle([5, 6, 7], 9, GREEDY)
 
 
-class Compiling(HashExecutor):
-    """Prepares once, before any step, and wants prompts of nine tokens for it."""
-
-    def __init__(self) -> None:
-        super().__init__(create().info)
-        self.calls: list[str | int] = []
-
-    def prepare(self) -> int:
-        self.calls.append("prepare")
-        return 9
-
-    def forward(self, batch: Batch) -> list[int]:
-        self.calls.append(len(batch.token_ids))
-        return super().forward(batch)
-
-
-@pytest.mark.parametrize(("num_blocks", "steps"), [(16, [9, 1]), (2, [8])])
-def test_the_warmup_prepares_what_has_to_be_compiled(num_blocks: int, steps: list[int]) -> None:
-    executor = Compiling()
-    around = measured(executor)
-    around.allocate(num_blocks, 4)
-    around.warmup()
-    assert executor.calls == ["prepare", *steps]
-
-
-def test_it_scores_prompts_exactly_if_the_executor_does() -> None:
-    assert isinstance(measured(create()), Scorer)
-    assert not isinstance(measured(own_model.create()), Scorer)
-
-
 def late(clock: Clock) -> MeasuredExecutor:
     """A device on which a step takes two seconds, and the host one to ask for it."""
 
@@ -166,23 +124,6 @@ def test_steps_of_which_one_is_begun_behind_the_other_are_measured_one_after_the
     assert metrics.tokens_per_second == pytest.approx(5 / (clock.now - began))
 
 
-def test_a_token_outside_the_vocabulary_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = create()
-    size = executor.info.vocab_size
-    drawn = iter([size - 1, size, size + 7])
-    monkeypatch.setattr(executor, "sample", lambda logits, batch: [SampledToken(next(drawn))])
-    around = measured(executor)
-    direct = Direct(around, around.allocate(8, 4))
-    with capture_logs() as logs:
-        sequence = direct.prefill([1, 2, 3])
-        assert logs == []
-        direct.decode(sequence)
-        direct.decode(sequence)
-    assert [(line["log_level"], line["token"], line["vocab_size"]) for line in logs] == [
-        ("error", size, size)
-    ]
-
-
 def test_the_states_of_a_life() -> None:
     executor, around = slow()
     assert around.status().state is State.INITIALIZING
@@ -204,24 +145,6 @@ def test_a_step_that_raises_is_an_error_state() -> None:
     assert around.status().state is State.ERROR
 
 
-@pytest.mark.parametrize(("owner", "method"), [(LateExecutor, "draw"), (LateDrawn, "tokens")])
-def test_a_step_in_flight_that_raises_is_an_error_state(
-    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    around = late(Clock())
-    engine = Engine(around, num_blocks=16, block_size=4)
-    engine.add(Sequence(1, [5, 6, 7], GREEDY, 5))
-    engine.step()
-    monkeypatch.setattr(owner, method, fail)
-    with pytest.raises(RuntimeError, match="out of memory") as raised:
-        engine.step(), engine.step()
-    assert raised.value.__notes__ == ["in draw of a decode step, batch size 1"]
-    assert around.status().state is State.ERROR
-
-
 def test_a_sequence_that_fails_leaves_it_ready_and_is_not_counted() -> None:
     executor = PoisonedExecutor()
     around = measured(executor)
@@ -234,21 +157,6 @@ def test_a_sequence_that_fails_leaves_it_ready_and_is_not_counted() -> None:
     assert around.metrics().num_steps == 0
     direct.prefill([5])
     assert around.metrics().num_steps == 1
-
-
-def test_sequences_that_fail_alike_are_one_line_and_their_number() -> None:
-    now = [0.0]
-    around = MeasuredExecutor(PoisonedExecutor(), clock=lambda: now[0])
-    direct = Direct(around, around.allocate(8, 4))
-    with capture_logs() as logs:
-        for _ in range(3):
-            with pytest.raises(SequenceFailed):
-                direct.prefill([POISON])
-        now[0] += AGAIN_S
-        direct.prefill([5])
-    said = [line for line in logs if line["event"] == "a sequence cannot be computed"]
-    found = [("exc_info" in line, line.get("repeated")) for line in said]
-    assert found == [(True, None), (False, 2)]
 
 
 def test_metrics_count_steps_time_and_tokens() -> None:
@@ -280,16 +188,6 @@ def test_percentiles_forget_old_steps_and_the_mean_does_not() -> None:
     assert latency.mean_s == pytest.approx((WINDOW + 5.05) / (WINDOW + 100))
 
 
-def test_a_chunk_without_a_sample_is_a_step_too() -> None:
-    _, around = slow()
-    engine = Engine(around, num_blocks=16, block_size=4, max_ubatch_tokens=4)
-    engine.add(Sequence(1, range(1, 9), GREEDY, 1))
-    while engine.has_work():
-        engine.step()
-    assert around.metrics().prefill.num_steps == 2
-    assert around.status().state is State.READY
-
-
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (2, 1), (1, 2), (1, 3), (9, 16)])
 def test_the_warmup_fits_any_cache_and_is_not_counted(num_blocks: int, block_size: int) -> None:
     executor, around = slow()
@@ -299,18 +197,6 @@ def test_the_warmup_fits_any_cache_and_is_not_counted(num_blocks: int, block_siz
     assert executor.clock.now > 100.0
     assert executor.temperatures and all(it > 0 for it in executor.temperatures)
     assert around.metrics().num_steps == 0 and around.status().state is State.READY
-
-
-def test_memory_is_what_was_allocated() -> None:
-    around = measured(create())
-    assert around.status().memory.kv_cache_bytes == 0
-    around.allocate(8, 4)
-    memory = around.status().memory
-    assert (memory.parameter_bytes, memory.kv_cache_bytes) == (0, 8 * 4 * 64)
-    assert memory.peak_bytes > 1 << 20
-    around = measured(create_windowed())
-    around.allocate(8, 4, num_window_blocks=3)
-    assert around.status().memory.kv_cache_bytes == (8 + 3) * 4 * 32
 
 
 Make = Callable[[], Executor]
@@ -364,30 +250,3 @@ def test_a_batch_says_what_each_says_alone(make: Make) -> None:
     assert [token.token_id for token in tokens] == [each[-1] for each in alone]
     generated = [s.token_ids[s.prompt_len :] for s in sequences]
     assert generated == alone
-
-
-@pytest.mark.parametrize("block_size", [4, 7])
-def test_transferred_kv_continues_the_same_text(make: Make, block_size: int) -> None:
-    sender, cache = start(make)
-    token_ids = prompt(make, 10)
-    expected = text(sender, token_ids, 6)
-    sent = sender.prefill(token_ids, OPTIONS)
-    receiver, other_cache = start(make, block_size)
-    receiver.prefill(prompt(make, 5, 8), OPTIONS)  # its blocks are not the sender's
-    received: Sequence = receiver.prefill(prompt(make, 10, 9), OPTIONS)
-    for layer in range(cache.layout.kv_groups[0].num_layers):
-        rectangle = part(cache.layout, layer, 1, 0, 10)
-        segment = cache.pack(sent.block_table, rectangle)
-        other_cache.unpack(received.block_table, rectangle, segment)
-    received.token_ids[:] = sent.token_ids
-    for _ in range(5):
-        receiver.decode(received)
-    assert received.token_ids[10:] == expected
-
-
-def test_blocks_of_layers_with_a_window_may_be_fewer() -> None:
-    executor = create_windowed()
-    direct = Direct(executor, executor.allocate(24, 4, num_window_blocks=6))
-    assert text(direct, [*range(24)], 30) == oracle(range(24), 30, OPTIONS, layout=WINDOWED)
-    with pytest.raises(ValueError, match="7 more blocks are too many, 6 left"):
-        direct.prefill(range(25), OPTIONS)

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.compute.state_slots import StateSlots
 from worker.engine.blocks import BlockPool
 from worker.engine.reservations import PART_OF_ALL, PEER_PART, Reservations, Unclaimed
 from worker.engine.sequence import Sequence, Status
-from worker.engine.states import States
 
 PROMPT = list(range(10))
 
@@ -55,38 +53,10 @@ def test_a_reservation_waits_for_an_arriving_prefix(token_ids: list[int]) -> Non
     assert reservations.pool.match_prefix(second.keys(2, 4))[0] == first.block_table.tolist()[:2]
 
 
-def test_a_claimed_reservation_waits_for_its_prefix_too() -> None:
-    reservations, first, second = pair(PROMPT)
-    reservations.claim(second)
-    assert reservations.head() is None
-    begin(reservations, first)
-    assert reservations.head() is second
-
-
 @pytest.mark.parametrize("token_ids", [PROMPT[:9], [*PROMPT[:9], 3], PROMPT[:4]])
 def test_a_reservation_does_not_wait_for_a_longer_prompt(token_ids: list[int]) -> None:
     reservations, _, second = pair(token_ids)
     assert reservations.head() is second
-
-
-def test_without_a_prefix_cache_there_is_nothing_to_wait_for() -> None:
-    reservations, _, second = pair(PROMPT, enable_prefix_cache=False)
-    assert reservations.head() is second
-
-
-def test_when_the_first_ends_early_the_next_takes_its_place() -> None:
-    reservations, first, second = pair(PROMPT)
-    reservations.remove(first)
-    assert reservations.head() is second
-    reservations.remove(second)
-    assert reservations.head() is None and len(reservations) == 0
-
-
-def test_a_reservation_does_not_wait_for_the_prefix_of_another_peer() -> None:
-    """One that sends half a transfer would else hold up whoever has a text that begins alike."""
-    reservations, _, _ = pair(PROMPT)
-    reservations.add(other := reservation(3, [*PROMPT, 3], "prefill-1-1"))
-    assert reservations.head() is other
 
 
 def held(reservations: Reservations, pool: BlockPool, peer: str, count: int) -> list[Sequence]:
@@ -122,44 +92,6 @@ def test_a_displaced_peer_waits_until_its_claim() -> None:
     assert reservations.head() is more, "this is within the part"
     reservations.claim(again)
     assert reservations.head() is again
-
-
-def test_blocks_that_are_shared_are_held_by_a_peer_too() -> None:
-    """Nobody else gets them either, when those end who had them before."""
-    pool = BlockPool(36, 4)
-    reservations = Reservations(pool)
-    for number in range(3):
-        sequence = reservation(number, [number, *PROMPT])
-        sequence.num_cached_tokens = 8  # 2 blocks of 3
-        arriving(reservations, sequence, pool)
-    reservations.add(reservation(10, [7, 8, 9]))
-    assert reservations.head() is None
-
-
-def test_a_peer_holds_a_quarter_of_the_states_unclaimed() -> None:
-    """A sequence holds two of them, however short it is."""
-    pool = BlockPool(36, 4, states=States(StateSlots(16, 4)))
-    reservations = Reservations(pool)
-    first = arriving(reservations, reservation(1, [1]), pool)
-    reservations.add(second := reservation(2, [2]))
-    assert reservations.head() is second, "2 states of 16"
-    second.block_table.extend(pool.allocate(1))
-    reservations.grant(second)
-    reservations.add(third := reservation(3, [3]))
-    assert reservations.head() is None, "4 states of 16"
-    reservations.claim(first)
-    assert reservations.head() is third
-
-
-def test_all_peers_hold_half_of_the_pool_unclaimed() -> None:
-    pool = BlockPool(36, 4)
-    reservations = Reservations(pool)
-    held(reservations, pool, "prefill-0-1", 3)
-    (last, *_) = held(reservations, pool, "prefill-01-1", 3)
-    reservations.add(third := reservation(30, [7, 8, 9], "prefill-2-1"))
-    assert reservations.head() is None
-    reservations.remove(last)
-    assert reservations.head() is third
 
 
 def test_claimed_reservations_go_first_and_without_limit() -> None:
@@ -206,14 +138,6 @@ def test_the_counts_of_unclaimed_blocks_are_those_of_what_arrives(
 
 
 TOTAL = 40
-
-
-def test_an_amount_must_stay_within_both_parts() -> None:
-    unclaimed = Unclaimed(TOTAL)
-    unclaimed.hold(1, "a", 5)
-    assert unclaimed.may_hold("a", 4) and not unclaimed.may_hold("a", 5)
-    unclaimed.hold(2, "b", 9)
-    assert unclaimed.may_hold("c", 5) and not unclaimed.may_hold("c", 6)
 
 
 def test_the_only_one_may_be_of_any_size() -> None:

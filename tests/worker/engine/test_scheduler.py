@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.worker.engine.windowed import windows_over
 from wire.options import Options
 from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool
-from worker.engine.scheduler import Plan, Scheduler, SlotNumbers
+from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
-from worker.engine.swap import Swap, SwapSpace
+from worker.engine.swap import SwapSpace
 from worker.engine.windows import Windows
 from worker.executor.batch import BatchType
 from worker.executor.hash import HashKVCache
@@ -193,27 +192,6 @@ def test_higher_priority_first_then_first_come() -> None:
     assert started == [2, 3, 1, 4]
 
 
-def test_a_small_prompt_does_not_pass_the_first_one() -> None:
-    queue = Queue(num_blocks=4)
-    queue.add(1, 12)
-    queue.step()
-    queue.add(2, 8)
-    queue.add(3, 4)
-    assert sizes(queue.step()) == ([1], [])
-    assert [s.request_id for s in queue.scheduler.waiting] == [2, 3]
-
-
-def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
-    queue = Queue()
-    first = queue.add(1, 8)
-    queue.step()
-    queue.scheduler.finish(first)
-    again = Sequence(2, first.token_ids[:8])
-    queue.enqueue(again)
-    assert sizes(queue.step()) == ([], [(2, 4)])
-    assert again.num_cached_tokens == 4
-
-
 def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
     queue = Queue(num_blocks=4)
     queue.add(1, 8)
@@ -228,14 +206,6 @@ def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
     plan = queue.step()
     assert sizes(plan)[1][0] == (2, 5), "its first block is still in the prefix cache"
     assert [s.request_id for s in plan.started] == [3]
-
-
-def test_low_priority_is_preempted_before_the_young() -> None:
-    queue = Queue(num_blocks=4)
-    queue.add(1, 8, priority=-1)
-    queue.add(2, 8)
-    queue.step()
-    assert [s.request_id for s in queue.step().preempted] == [1]
 
 
 def test_a_transfer_is_never_preempted() -> None:
@@ -279,19 +249,6 @@ def test_a_reservation_goes_ahead_of_new_work_whatever_its_priority() -> None:
     assert [s.request_id for s in plan.started] == [2]
 
 
-def test_a_reservation_waits_behind_older_work_that_was_preempted() -> None:
-    queue = Queue(num_blocks=4)
-    queue.add(1, 8)
-    queue.add(2, 8)
-    queue.step()
-    reservation = queue.reserve(3, 1)
-    assert [s.request_id for s in queue.step().preempted] == [2]
-    assert queue.step().reserved == [] and reservation.status is Status.RESERVING
-    queue.scheduler.finish(queue.sequences[1])
-    plan = queue.step()
-    assert sizes(plan)[1] == [(2, 5)] and plan.reserved == [reservation]
-
-
 def test_unclaimed_kv_gives_way_to_what_was_asked_for() -> None:
     queue = Queue(num_blocks=8)
     large = queue.reserve(1, 20, is_claimed=False)
@@ -301,90 +258,6 @@ def test_unclaimed_kv_gives_way_to_what_was_asked_for() -> None:
     assert queue.step().displaced == [], "it is said once"
     queue.scheduler.finish(large)
     assert queue.step().reserved == [asked]
-
-
-def test_unclaimed_kv_gives_way_to_nothing_that_nobody_asked_for() -> None:
-    queue = Queue(num_blocks=16)
-    large = queue.reserve(1, 20, is_claimed=False)  # 6 blocks, and its peer's part is 4
-    running = queue.add(2, 31)
-    assert queue.step().reserved == [large]
-    other = queue.reserve(3, 15, is_claimed=False, peer="prefill-1-1")
-    plan = queue.step()
-    assert not plan.reserved and not plan.displaced, "the other waits"
-    queue.scheduler.finish(running)
-    assert queue.step().reserved == [other]
-
-
-def test_unclaimed_kv_that_waits_lets_what_was_preempted_pass() -> None:
-    queue = Queue(num_blocks=8)
-    first = queue.add(1, 7)
-    queue.step()
-    queue.reserve(2, 30, is_claimed=False)
-    second = queue.reserve(3, 15)
-    assert queue.step().reserved == [second]
-    queue.begin(second)
-    while second.status is Status.RUNNING:
-        queue.step()
-    queue.scheduler.finish(first)
-    assert second in [chunk.sequence for chunk in queue.step().prefill]
-
-
-def test_a_preempted_sequence_takes_the_place_of_unclaimed_kv() -> None:
-    queue = Queue(num_blocks=8)
-    running, large = queue.add(1, 11), queue.reserve(2, 15, is_claimed=False)
-    assert queue.step().reserved == [large]
-    while not (plan := queue.step()).preempted:
-        assert not plan.displaced
-    assert plan.preempted == [running] and plan.displaced == [2]
-
-
-def test_recomputed_sequences_lack_no_window_kv() -> None:
-    queue = Queue(num_blocks=6, windows=windows_over(6, 4, [3]))
-    first, _ = queue.reserve(1, 11), queue.reserve(2, 11)
-    queue.step()
-    assert first.whole_from == 9
-    queue.begin(first)
-    queue.step()
-    assert queue.step().preempted == [first] and first.whole_from == 0
-
-
-def test_reserved_blocks_are_never_taken_and_nothing_deadlocks() -> None:
-    """Two reservations fill the pool; the first to run out waits for the other, then both end."""
-    queue = Queue(num_blocks=6)
-    first, second = queue.reserve(1, 11), queue.reserve(2, 11)
-    assert len(queue.step().reserved) == 2
-    queue.begin(first)
-    plans = [queue.step() for _ in range(2)]
-    assert sizes(plans[0]) == ([1], []) and plans[1].preempted == [first]
-    assert not queue.step().is_progress
-    queue.begin(second)
-    for _ in range(8):
-        queue.step()
-    assert second.num_tokens >= 18 and first.status is Status.WAITING
-    queue.scheduler.finish(second)
-    assert sizes(queue.step())[1][0][0] == 1
-    assert sizes(queue.step()) == ([1], [])
-
-
-def test_a_reservation_that_continues_far_gets_blocks_for_it() -> None:
-    queue = Queue(num_blocks=8, max_ubatch_tokens=4)
-    sequence = queue.reserve(1, 4)
-    queue.step()
-    sequence.resume([*sequence.token_ids, *range(11)], Options(), None)
-    queue.scheduler.run(sequence)
-    plan = queue.step()
-    assert sizes(plan) == ([], [(1, 4)]) and len(sequence.block_table) == 4
-
-
-def test_more_reservations_may_run_than_fit_a_step_and_all_advance_in_order() -> None:
-    queue = Queue(max_sbatch_sequences=2)
-    sequences = [queue.reserve(request_id, 4) for request_id in range(3)]
-    queue.step()
-    for sequence in sequences:
-        queue.begin(sequence)
-    assert sizes(queue.step()) == ([0, 1], [])
-    queue.scheduler.finish(sequences[0])
-    assert sizes(queue.step()) == ([1, 2], [])
 
 
 def test_pure_batches_alternate_while_there_are_prompts() -> None:
@@ -403,14 +276,6 @@ def test_pure_batches_alternate_while_there_are_prompts() -> None:
     assert sizes(queue.step()) == ([1, 2], [])
 
 
-def test_a_prompt_that_cannot_start_does_not_cost_generation_its_turn() -> None:
-    queue = Queue(num_blocks=3, prefer_pure_decode=True)
-    queue.add(1, 8)
-    queue.step()
-    queue.add(2, 8)
-    assert [sizes(queue.step()) for _ in range(3)] == [([1], [])] * 3
-
-
 def test_static_batches_start_when_the_last_has_ended() -> None:
     queue = Queue(dynamic_batching=False)
     queue.add(1, 2)
@@ -421,14 +286,6 @@ def test_static_batches_start_when_the_last_has_ended() -> None:
     assert not queue.step().started
     queue.scheduler.finish(queue.sequences[2])
     assert len(queue.step().started) == 1
-
-
-@pytest.mark.parametrize("status", [Status.WAITING, Status.RESERVING])
-def test_a_queued_sequence_can_be_ended(status: Status) -> None:
-    queue = Queue()
-    sequence = queue.add(1, 2) if status is Status.WAITING else queue.reserve(1, 2)
-    queue.scheduler.finish(sequence)
-    assert not queue.step().is_progress
 
 
 # Ageing.
@@ -481,25 +338,6 @@ def test_the_prompt_of_another_tenant_is_read_in_the_next_step() -> None:
     assert sizes(queue.step()) == ([], [(1, 4), (2, 1), (9, 3)])
 
 
-def test_tokens_that_a_tenant_does_not_use_are_read_for_others() -> None:
-    queue = Queue(max_ubatch_tokens=13)
-    queue.add(1, 8, tenant=2)
-    queue.step()  # now the prompt of request 4 is in the prefix cache, but for its last token
-    queue.add(2, 5, tenant=1)
-    queue.add(3, 12, tenant=3)
-    queue.add(4, 9, like=1, tenant=2)
-    assert sizes(queue.step()) == ([1], [(2, 5), (3, 6), (4, 1)])
-
-
-def test_another_tenant_begins_in_a_step_that_has_enough_of_the_first() -> None:
-    queue = Queue(max_ubatch_tokens=16, enough_tokens=4)
-    for request_id in (1, 2, 3):
-        queue.add(request_id, 4, tenant=1)
-    queue.add(4, 2, tenant=2)
-    queue.add(5, 2, tenant=2)
-    assert sizes(queue.step()) == ([], [(1, 4), (4, 2)])
-
-
 # Deadlines.
 
 
@@ -516,27 +354,6 @@ def test_an_overdue_sequence_leaves_in_any_state() -> None:
     assert plan.overdue == [running] and not plan.chunks
     assert running.status is waiting.status is Status.FINISHED
     assert queue.pool.num_used == 0 and queue.scheduler.deadlines.next_s is None
-
-
-def test_an_overdue_transfer_keeps_its_blocks() -> None:
-    queue = Queue(max_ubatch_tokens=4)
-    sequence = queue.add(1, 12, transfer=True, deadline_ms=1000)
-    queue.step()
-    queue.now = 1.0
-    plan = queue.step()
-    assert plan.overdue == [sequence] and not plan.chunks
-    assert sequence.status is Status.HANDING_OVER and queue.pool.num_used == 3
-    queue.scheduler.finish(sequence)
-    assert queue.pool.num_used == 0
-
-
-def test_a_held_sequence_has_no_deadline() -> None:
-    queue = Queue()
-    sequence = queue.add(1, 8, transfer=True, deadline_ms=1000)
-    queue.step()
-    queue.scheduler.hold(sequence)
-    queue.now = 5.0
-    assert queue.step().overdue == []
 
 
 # Swap.
@@ -562,40 +379,6 @@ def test_a_preempted_sequence_is_swapped_and_goes_on_where_it_was() -> None:
     assert len(queue.swap) == 0 and second.num_computed_tokens == 9
 
 
-def test_swapped_in_sequences_lack_kv_before_their_window() -> None:
-    queue = swapping(num_blocks=5, max_ubatch_tokens=2, windows=windows_over(5, 4, [2]))
-    queue.pool.enable_prefix_cache = False
-    first, second = queue.add(1, 8), queue.add(2, 8)
-    while not second.num_preemptions:
-        queue.step()
-    num_tokens = queue.swap.num_tokens(2)
-    queue.scheduler.finish(first)
-    assert queue.step().swapped_in and second.whole_from == num_tokens - 1 > 0
-
-
-def test_the_end_of_a_swapped_sequence_frees_its_copy() -> None:
-    queue = swapping()
-    queue.add(1, 8)
-    second = queue.add(2, 8)
-    queue.step()
-    queue.step()
-    assert len(queue.swap) == 1
-    queue.scheduler.finish(second)
-    assert (len(queue.swap), queue.swap.num_bytes) == (0, 0)
-
-
-def test_slots_stay_and_come_back() -> None:
-    queue = Queue(num_blocks=4)
-    first, second = queue.add(1, 8), queue.add(2, 8)
-    queue.step()
-    assert (first.slot, second.slot) == (0, 1)
-    queue.step()
-    assert (first.slot, second.slot) == (0, None)
-    queue.scheduler.finish(first)
-    queue.step()
-    assert second.slot == 0
-
-
 def test_prompts_with_one_prefix_compute_it_once() -> None:
     queue = Queue(max_ubatch_tokens=64)
     for request_id, num_tokens in ((1, 9), (2, 9), (3, 14)):
@@ -603,24 +386,6 @@ def test_prompts_with_one_prefix_compute_it_once() -> None:
     assert sizes(queue.step()) == ([], [(1, 9)])
     assert sizes(queue.step()) == ([1], [(2, 1), (3, 6)])
     assert [queue.sequences[i].num_cached_tokens for i in (1, 2, 3)] == [0, 8, 8]
-
-
-def test_a_prompt_that_waits_for_a_prefix_keeps_slot_and_blocks() -> None:
-    queue = Queue(num_blocks=8, max_ubatch_tokens=64, max_sbatch_sequences=3)
-    for request_id, like in ((1, 0), (2, 0), (3, 3), (4, 4)):
-        queue.add(request_id, 5, like=like)
-    assert sizes(queue.step()) == ([], [(1, 5), (3, 5)]), "slots: 1, 3 and the one for 2"
-    assert sizes(queue.step()) == ([1, 3], [(2, 1)])
-    queue = Queue(num_blocks=5, max_ubatch_tokens=64)
-    for request_id, like in ((1, 0), (2, 0), (3, 3)):
-        queue.add(request_id, 6, like=like)
-    assert sizes(queue.step()) == ([], [(1, 6)]), "3 would fit, but then 2 would not"
-    windows = windows_over(64, 4, [9], num_window_blocks=8)  # four for a long sequence
-    queue = Queue(windows=windows, max_ubatch_tokens=64)
-    for request_id, like in ((1, 0), (2, 0), (3, 3)):
-        queue.add(request_id, 9, like=like)
-    assert sizes(queue.step()) == ([], [(1, 9)]), "3 would fit, but then what 2 sees would not"
-    assert sizes(queue.step()) == ([1], [(2, 1)])
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4])
@@ -631,28 +396,7 @@ def test_prompts_do_not_wait_for_a_block_that_is_not_full_or_not_shared(num_toke
     assert sizes(queue.step()) == ([], [(1, num_tokens), (2, num_tokens)])
 
 
-def test_static_batches_do_not_wait_for_a_shared_prefix() -> None:
-    queue = Queue(max_ubatch_tokens=64, dynamic_batching=False)
-    queue.add(1, 9, like=0)
-    queue.add(2, 9, like=0)
-    assert sizes(queue.step()) == ([], [(1, 9), (2, 9)])
-
-
-def test_drafts_take_no_block_that_windows_have_no_room_for() -> None:
-    queue = Queue(windows=windows_over(64, 4, [9], num_window_blocks=5), max_ubatch_tokens=64)
-    short, _ = queue.add(1, 3), queue.add(2, 16)  # a block, and four that a window may need
-    queue.step()
-    short.drafts = (5, 6, 7)
-    assert [chunk.drafts for chunk in queue.step().decode] == [(), ()]
-    assert len(short.block_table) == 1
-
-
 SEQUENCE = Sequence(1, range(9))
-
-
-def test_drafts_count_as_tokens() -> None:
-    plan = Plan(decode=[Chunk(SEQUENCE, 1, (5, 6))], prefill=[Chunk(SEQUENCE, 4)])
-    assert plan.num_tokens == 7 and plan.chunks == plan.decode + plan.prefill
 
 
 @pytest.mark.parametrize(
@@ -675,31 +419,6 @@ def test_only_large_steps_are_mostly_prefill(
     assert plan.is_mostly_prefill(max_ubatch_tokens) is is_mostly
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(decode=[Chunk(SEQUENCE, 1)]),
-        Plan(prefill=[Chunk(SEQUENCE, 1)]),
-        Plan(preempted=[SEQUENCE]),
-        Plan(swapped_in=[Swap(SEQUENCE, (), 0, 4)]),
-        Plan(started=[SEQUENCE]),
-        Plan(reserved=[SEQUENCE]),
-        Plan(failed=[SEQUENCE]),
-        Plan(overdue=[SEQUENCE]),
-    ],
-)
-def test_anything_is_progress(plan: Plan) -> None:
-    assert plan.is_progress and not Plan().is_progress
-
-
-def test_the_lowest_free_slot_number_is_taken() -> None:
-    numbers = SlotNumbers()
-    assert [numbers.take() for _ in range(4)] == [0, 1, 2, 3]
-    numbers.give_back(2)
-    numbers.give_back(0)
-    assert [numbers.take() for _ in range(3)] == [0, 2, 4]
-
-
 def test_there_is_a_block_for_each_that_runs() -> None:
     queue = Queue(num_blocks=5, block_size=4)
     assert queue.scheduler.has_block_for_each()
@@ -714,13 +433,3 @@ def test_there_is_a_block_for_each_that_runs() -> None:
     assert queue.scheduler.has_block_for_each()
     queue.sequences[3].token_ids += [7] * 9
     assert not queue.scheduler.has_block_for_each(), "two are left, and it lacks three"
-
-
-def test_there_is_a_block_of_layers_with_a_window_for_each_that_runs() -> None:
-    queue = Queue(block_size=4, windows=windows_over(64, 4, [9], num_window_blocks=7))
-    queue.add(1, 12)
-    queue.step()
-    assert queue.scheduler.has_block_for_each()
-    queue.add(2, 12)
-    queue.step()
-    assert queue.sequences[2].block_table and not queue.scheduler.has_block_for_each()

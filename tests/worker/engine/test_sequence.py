@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from tests.worker.engine.windowed import windows_over
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
-from wire.prefix import prefix_hashes
 from worker.engine.blocks import BlockPool
-from worker.engine.sequence import MAX_DRAFTS, TRANSITIONS, UNLIMITED, Sequence, Status
+from worker.engine.sequence import MAX_DRAFTS, TRANSITIONS, Sequence, Status
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import LAYOUT, create
 
@@ -28,41 +27,6 @@ def test_a_sequence_moves_along_the_table_only(before: Status, after: Status) ->
     else:
         with pytest.raises(LocalProtocolError, match=f"no way from {before} to {after}"):
             sequence.move_to(after)
-
-
-def test_every_state_leads_to_the_end() -> None:
-    assert all(Status.FINISHED in TRANSITIONS[s] for s in Status if s is not Status.FINISHED)
-    assert not TRANSITIONS[Status.FINISHED]
-
-
-def test_the_last_token_of_a_prompt_is_no_decode_step() -> None:
-    sequence = Sequence(1, [1, 2, 3])
-    sequence.num_computed_tokens = 2
-    assert not sequence.is_decoding
-
-
-def test_a_limit_of_its_own_wins_over_the_option() -> None:
-    assert Sequence(1, [1], Options(max_tokens=5), 3).max_new_tokens == 3
-    assert Sequence(1, [1]).max_new_tokens == UNLIMITED
-
-
-def test_a_resumed_reservation_counts_its_first_token_as_output() -> None:
-    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
-    sequence.resume([1, 2, 3, 4], Options(), 10)
-    assert (sequence.num_output_tokens, sequence.num_new_tokens) == (1, 0)
-    assert (sequence.num_computed_tokens, sequence.is_decoding) == (3, True)
-
-
-@pytest.mark.parametrize("token_ids", [[], [1, 2], [1, 2, 3], [1, 2, 4, 5]])
-def test_a_reservation_goes_on_with_its_own_tokens_only(token_ids: list[int]) -> None:
-    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
-    problem = sequence.resume(token_ids, Options(), 10)
-    assert problem is not None and "not those reserved" in problem[1]
-    assert sequence.token_ids == [1, 2, 3]
-
-
-def test_a_prompt_just_under_the_context_is_fine() -> None:
-    assert Sequence(1, [99] * 7, max_new_tokens=50).problem(SMALL, POOL) is None
 
 
 def test_a_prompt_as_long_as_the_context_has_room_for_one_token_which_is_not_read() -> None:
@@ -92,27 +56,6 @@ def test_a_limit_ends_it_and_a_stop_token_at_the_limit_is_a_stop() -> None:
     assert finish(Options(), [5, 5, 5], 3) == "length"
     assert finish(Options(), [5, 5, 2], 3) == "stop"
     assert finish(Options(), [5] * 8) == "length"
-
-
-def test_block_keys_are_what_prefix_hashes_hash() -> None:
-    import xxhash
-
-    sequence = Sequence(1, range(11))
-    keys = sequence.keys(2, 4)
-    sequence.token_ids += [11]
-    assert sequence.keys(3, 4)[:2] == keys
-    chain, block_hash = [], 0
-    for key in sequence.keys(3, 4):
-        block_hash = xxhash.xxh3_64_intdigest(key, block_hash)
-        chain.append(block_hash)
-    assert chain == prefix_hashes(range(12), 4)
-
-
-def test_drafts_are_of_use_only_before_the_last_token() -> None:
-    sequence = Sequence(1, [1, 2, 3], max_new_tokens=5)
-    assert sequence.max_drafts() == 4
-    sequence.token_ids += [4, 5, 6, 7]
-    assert sequence.max_drafts() == 0
 
 
 def test_as_many_drafts_as_were_right_before() -> None:
@@ -163,22 +106,6 @@ def test_the_first_reason_is_named(num_tokens: int, extra: int, code: ErrorCode 
     assert (problem and problem[0]) == code
 
 
-def test_stops_are_the_model_s_and_the_request_s() -> None:
-    sequence = Sequence(1, [5], Options(stop_token_ids=(7,)))
-    sequence.bind(INFO)
-    assert sequence.stop_ids == {2, 7}
-    sequence = Sequence(1, [5], Options(stop_token_ids=(7,), ignore_eos=True))
-    sequence.bind(INFO)
-    assert sequence.stop_ids == {7}
-
-
-def test_the_context_ends_what_its_own_limit_does_not() -> None:
-    short, long = Sequence(1, [5] * 4, max_new_tokens=3), Sequence(2, [5] * 4, max_new_tokens=300)
-    for sequence in (short, long):
-        sequence.bind(INFO)
-    assert (short.max_len, long.max_len) == (7, INFO.max_model_len)
-
-
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
@@ -204,16 +131,6 @@ def test_a_waiting_prompt_finds_the_blocks_that_a_step_filled(
     assert (waiting.missing(pool) != before) == (bool(before) and before == coming)
 
 
-def test_the_block_after_the_registered_ones_is_filled_next() -> None:
-    pool = BlockPool(16, 2)
-    reading = admitted([1, 2, 3, 4, 5], pool)
-    reading.num_computed_tokens = 3
-    reading.register(pool)
-    assert reading.num_registered_blocks == 1 and reading.filled(1, pool)
-    assert reading.filled(1, pool) == Sequence(2, [1, 2, 3, 4, 9]).missing(pool)
-    assert Sequence(2, [1, 2, 9]).missing(pool) == [], "the last token is computed anyway"
-
-
 def test_blocks_that_lack_less_are_shared_instead_and_others_stay() -> None:
     pool = BlockPool(9, 2, windows=windows_over(9, 2, [2]))
     one, two, three = (admitted([1, 2, 3, 4, 5, 6], pool) for _ in range(3))
@@ -229,8 +146,3 @@ def test_blocks_that_lack_less_are_shared_instead_and_others_stay() -> None:
         keys = sequence.keys(3, 2)
         want = [it.block_table[index] for index, it in enumerate(shared)]
         assert pool.match_prefix(keys, next_token=9)[0] == want
-
-
-def test_without_a_prefix_cache_nothing_is_shared() -> None:
-    pool = BlockPool(16, 2, enable_prefix_cache=False)
-    assert admitted([1, 2, 3], pool).filled(3, pool) == []

@@ -1,10 +1,7 @@
 """Drafts change how fast a text comes, never the text, never its distribution."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
-import torch
 
 from tests.worker.engine.hashed import GREEDY, engine_of, of_kind, run, text
 from tests.worker.workload import Fortune, full_text, hash_executor
@@ -13,9 +10,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Token
 from worker.engine.sequence import MAX_DRAFTS, Sequence
 from worker.engine.speculation import NgramDrafter, accepted, create
-from worker.executor.batch import Sampling
 from worker.executor.contract import SampledToken
-from worker.executor.sampler import sample
 
 
 def test_a_repeated_ending_is_continued_as_it_was() -> None:
@@ -54,16 +49,6 @@ def test_a_draft_follows_the_longest_ending_while_the_text_grows(vocab_size: int
     drafter.forget(1)
     other = Sequence(1, [7, 8, 9, 7, 8])
     assert drafter.draft([other], [4]) == [[9, 7, 8]], "what it says of another text is its own"
-
-
-def test_a_text_that_repeats_itself_is_followed_where_it_went_on() -> None:
-    drafter = NgramDrafter(2)
-    sequence = Sequence(1, [1, 2, 3, 4, 5, 6, 7, 1, 2])
-    assert drafter.draft([sequence], [8]) == [[3, 4]]
-    sequence.token_ids += [3, 4, 5]
-    assert drafter.draft([sequence], [8]) == [[6, 7]]
-    sequence.token_ids += [9, 2, 3, 4, 5]
-    assert drafter.draft([sequence], [8]) == [[9, 2]], "after what was new, the latest occurrence"
 
 
 def tokens(*token_ids: int) -> list[SampledToken]:
@@ -119,70 +104,9 @@ def test_accepted_drafts_save_steps_and_are_counted() -> None:
     assert counters.accepted_tokens + counters.steps == 25, "a step is a token and its drafts"
 
 
-def test_drafts_wait_for_everyone_else() -> None:
-    """Prompts have the budget before them; what is left is for drafts."""
-    engine = fortunate(max_ubatch_tokens=6)
-    engine.add(Sequence(1, [3, 4], GREEDY, 25))
-    engine.step()
-    engine.add(Sequence(2, [4] * 9, GREEDY, 25))
-    engine.step()
-    assert engine.stats().counters.prefill_tokens == 2 + 5
-    assert engine.stats().counters.drafted_tokens == 0
-    engine.step()
-    assert engine.stats().counters.drafted_tokens == 1
-
-
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary has 6 tokens, the model's 500"):
         engine_of(speculate=Fortune(2))
 
 
 # The distribution: the rule of the paper, on the torch sampler.
-
-FILTERED = Options(temperature=0.8, top_k=6, top_p=0.9)
-
-
-def target(logits: torch.Tensor, options: Options) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The probabilities the sampler's docstring promises, written out plainly."""
-    weights = torch.exp((logits.double() - logits.max()) / options.temperature)
-    weights[weights < weights.topk(options.top_k).values[-1]] = 0
-    ranked = weights.sort(descending=True).values
-    last = int((ranked.cumsum(0) < options.top_p * weights.sum()).sum())
-    weights[weights < ranked[last]] = 0
-    return (weights / weights.sum()).numpy()
-
-
-@pytest.mark.parametrize("draft", [1, 9])
-def test_speculation_keeps_the_distribution_of_the_target(draft: int) -> None:
-    """Whatever is drafted: its own share when right, the rest of q in proportion when wrong."""
-    logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(5))
-    logits[1] = logits[1].flip(0)
-    order = logits[0].argsort(descending=True)
-    x = int(order[draft])
-    q_0, q_1 = (target(row, FILTERED) for row in logits)
-    number = 6000
-    first, second = Counter[int](), Counter[int]()
-    for start in range(0, number, 500):
-        samplings = []
-        for seed in range(start, start + 500):
-            options = Options(temperature=0.8, top_k=6, top_p=0.9, seed=seed)
-            samplings.append(Sampling(seed, options, 5, 5, [1] * 5, drafts=(x,)))
-        y = sample(logits.repeat(500, 1), samplings, frozenset())
-        for row in range(0, 1000, 2):
-            emitted = accepted([x], y[row : row + 2])
-            first[emitted[0].token_id] += 1
-            if len(emitted) == 2:
-                second[emitted[1].token_id] += 1
-    assert fits(first, q_0, number)
-    assert sum(second.values()) == first[x], "accepted with probability q(x)"
-    if first[x]:
-        assert fits(second, q_1, first[x])
-
-
-def fits(counts: Counter[int], q: np.ndarray[tuple[int], np.dtype[np.float64]], n: int) -> bool:
-    """Pearson's test at the 0.1 % level; the seeds are fixed, so it cannot flake."""
-    wanted = {token_id for token_id in range(len(q)) if q[token_id] > 0}
-    chi_square = sum((counts[i] - n * q[i]) ** 2 / (n * q[i]) for i in wanted)
-    freedom = len(wanted) - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
-    return set(counts) <= wanted and chi_square < limit

@@ -10,7 +10,7 @@ from tests.worker.engine.hashed import of_kind, run, text
 from wire.options import Options
 from worker.compute.state_slots import StateSlots
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Reserved
+from worker.engine.outputs import Failed
 from worker.engine.sequence import Sequence
 from worker.engine.states import States
 from worker.executor.batch import Batch
@@ -80,22 +80,6 @@ def test_states_for_less_than_one_sequence_are_refused() -> None:
         engine_of(num_states=1)
 
 
-@pytest.mark.parametrize("num_states", [2, 3, 4, 40])
-def test_as_many_run_as_have_two_slots(num_states: int) -> None:
-    engine = engine_of(num_states=num_states)
-    prompts = {number: [number + 3] * 7 for number in range(6)}
-    for number, prompt in prompts.items():
-        engine.add(Sequence(number, prompt, ENDLESS, 9))
-    most, outputs = 0, []
-    while engine.has_work():
-        outputs += engine.step()
-        engine.check()
-        most = max(most, engine.num_running)
-    assert most == min(6, num_states // 2)
-    for number, prompt in prompts.items():
-        assert text(outputs, number) == expected(prompt, 9)
-
-
 def test_a_shared_prefix_continues_from_the_last_state_at_a_block_end() -> None:
     engine, prompt = engine_of(), list(range(10, 32))
     assert answer(engine, 1, prompt) == 0
@@ -105,39 +89,6 @@ def test_a_shared_prefix_continues_from_the_last_state_at_a_block_end() -> None:
     assert answer(engine, 5, [*prompt[:20], 5, 6]) == 20
     told = [*prompt, *expected(prompt, 9)]
     assert answer(engine, 6, [*told, 8, 9]) == 28, "the next turn of a conversation"
-
-
-def test_only_the_last_state_of_the_output_is_kept() -> None:
-    engine, prompt = engine_of(), list(range(10, 20))
-    assert answer(engine, 1, prompt, 30) == 0
-    told = [*prompt, *expected(prompt, 30)]
-    assert answer(engine, 2, told[:33]) == 8
-    assert answer(engine, 3, told) == 36
-
-
-def test_the_state_of_a_reservation_is_kept() -> None:
-    engine, prompt = engine_of(num_states=4), list(range(10, 18))
-    answer(engine, 1, prompt, 2)
-    engine.reserve(2, prompt)
-    (reserved,) = of_kind(run(engine), Reserved)
-    assert reserved.cached_tokens == 8, "all of it, and the state behind it"
-    for request_id in range(3, 9):
-        answer(engine, request_id, [request_id] * 9, 9)
-    told = expected(prompt, 9)
-    engine.begin_decode(2, [*prompt, told[0]], ENDLESS, 8)
-    assert text(run(engine), 2) == told[1:]
-
-
-def test_a_state_that_is_to_arrive_has_its_slot() -> None:
-    engine, prompt = engine_of(num_states=4), list(range(10, 19))
-    engine.reserve(1, prompt)
-    (reserved,) = of_kind(run(engine), Reserved)
-    slots = engine.cache.state_slots
-    assert slots.has(reserved.block_table[2], 9) and slots.num_free == 3
-    engine.cancel(1)
-    engine.reserve(2, prompt)
-    run(engine)
-    assert slots.num_free == 3, "that of the first is free"
 
 
 class Unlucky(HashExecutor):

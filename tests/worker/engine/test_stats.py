@@ -28,19 +28,6 @@ def test_counters_say_what_happened() -> None:
     assert counters.forward_s > 0 and counters.overhead_s > 0
 
 
-def test_a_snapshot_does_not_move() -> None:
-    engine = engine_of(num_blocks=32)
-    before = engine.stats()
-    engine.add(Sequence(1, range(12), Options(), 3))
-    assert engine.stats().num_waiting == 1
-    engine.step()
-    after = engine.stats()
-    assert (before.num_running, before.counters.steps) == (0, 0)
-    assert (after.num_running, after.num_waiting, after.counters.steps) == (1, 0, 1)
-    assert after.blocks_used + after.blocks_free + after.blocks_cached == after.blocks_total == 32
-    assert after.blocks_used == 3
-
-
 def running(slot: int, num_computed: int, num_new: int) -> Sequence:
     sequence = Sequence(10 + slot, [1] * 6, Options())
     sequence.token_ids += [2] * num_new
@@ -57,16 +44,3 @@ def test_the_view_says_what_each_slot_does() -> None:
     )
     assert (slots.utilization, slots.tokens_per_second) == (0.5, 2.0)
     assert Slots.of([running(2, 9, 4)], 4, now=1.0).tokens_per_second == 0.0
-
-
-def test_a_sequence_that_stops_meanwhile_is_not_in_the_snapshot() -> None:
-    stopped = running(1, 9, 4)
-    stopped.slot = None
-    slots = Slots.of([running(0, 9, 4), stopped], 4, now=3.0)
-    assert [slot.number for slot in slots.active] == [0]
-
-
-def test_more_than_all_is_all() -> None:
-    """Reservations that begin to decode may exceed the limit of a step."""
-    slots = Slots.of([running(slot, 9, 4) for slot in range(3)], 2, now=3.0)
-    assert slots.utilization == 1.0

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from tests.oracle import oracle
-from tests.worker.late import LateDrawn, LateExecutor
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.errors import ErrorCode
 from wire.options import Options
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
-from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
+from worker.engine.outputs import Failed, Output, Reserved, Started, Token
 from worker.engine.scheduler import Plan
 from worker.engine.sequence import Sequence, Status
 from worker.engine.stats import Counters
 from worker.engine.step import commit, compute, report
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import SampledToken, SequenceFailed
-from worker.executor.hash import create
 
 GREEDY = Options(ignore_eos=True, prompt_logprobs=1)
 
@@ -31,19 +26,6 @@ def batch_of(*prompts: list[int]) -> tuple[Batch, list[Sequence]]:
         sequence.block_table.append(index)
     chunks = [Chunk(sequence, sequence.num_tokens) for sequence in sequences]
     return build(BatchType.PREFILL, chunks, 4), sequences
-
-
-def test_tokens_and_scores() -> None:
-    executor = PoisonedExecutor()
-    executor.allocate(4, 4)
-    batch, sequences = batch_of([5, 6], [7, 8, 9])
-    tokens = compute(executor, batch)
-    assert isinstance(tokens, list)
-    assert [it.token_id for it in tokens] == [
-        *oracle([5, 6], 1, GREEDY),
-        *oracle([7, 8, 9], 1, GREEDY),
-    ]
-    assert [it.scores.num_scored for it in sequences if it.scores is not None] == [1, 2]
 
 
 @pytest.mark.parametrize("place", ["forward", "sample", "score"])
@@ -67,11 +49,6 @@ def test_a_sequence_that_there_is_not_is_a_bug(index: int, monkeypatch: pytest.M
     monkeypatch.setattr(executor, "forward", broken)
     with pytest.raises(SequenceFailed, match="not me"):
         compute(executor, batch_of([5], [6])[0])
-
-
-def test_a_long_reason_is_cut() -> None:
-    failure = SequenceFailed(0, "x" * 10_000)
-    assert len(failure.message) == len(str(failure)) == SequenceFailed.MAX_MESSAGE
 
 
 def test_a_plan_is_told() -> None:
@@ -113,13 +90,6 @@ class Step:
         return [it.token_id for it in self.outputs if isinstance(it, Token)]
 
 
-def test_a_transfer_says_how_far_it_is_and_ends_with_its_token() -> None:
-    step = Step()
-    sequence = step.sequence(6, 4, transfer=True)
-    assert step.commit(Chunk(sequence, 2), 7) == [7]
-    assert step.outputs[0] == Computed(1, 6) and step.ended == [sequence]
-
-
 def test_accepted_drafts_have_kv_and_the_rest_gives_back_its_blocks() -> None:
     step = Step()
     sequence = step.sequence(7, 6)
@@ -140,15 +110,3 @@ def test_nothing_follows_the_last_token_though_drafts_were_right() -> None:
     assert isinstance(last, Token) and last.finish_reason == "length"
     assert step.ended == [sequence] and sequence.num_computed_tokens == 8
     assert sequence.num_registered_blocks == 2, "the next request finds the drafts' KV as well"
-
-
-def test_compute_does_not_wait_for_the_device() -> None:
-    executor = LateExecutor(create().info, random.Random(0))
-    executor.allocate(4, 4)
-    sequence = Sequence(0, [5, 6], Options(ignore_eos=True))
-    sequence.block_table.append(0)
-    batch = build(BatchType.DECODE, [Chunk(sequence, 2)], 4)
-    drawn = compute(executor, batch, executor)
-    assert executor.device.num_run == 0
-    assert isinstance(drawn, LateDrawn)
-    assert [it.token_id for it in drawn.tokens()] == oracle([5, 6], 1, Options(ignore_eos=True))

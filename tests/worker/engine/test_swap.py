@@ -1,27 +1,16 @@
 """KV leaves and comes back byte for byte, within its bound, when that is cheaper."""
 
-from collections.abc import Sequence as Many
-from itertools import product
-
 import numpy as np
 import pytest
 
 from tests.kv import whole
-from wire.layout import KVGroup, KVLayout
 from wire.options import Options
-from wire.parts import Buffer
-from wire.transfer import Rectangle
-from worker.compute.contract import KVCache
-from worker.compute.state_slots import StateSlots
-from worker.compute.window_blocks import WindowBlocks
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
 from worker.engine.swap import Costs, Swap, SwapSpace
 from worker.executor.batch import Batch
 from worker.executor.hash import (
     LAYOUT,
-    MIXED,
-    WINDOW,
     HashExecutor,
     HashKVCache,
     create,
@@ -54,99 +43,6 @@ def test_it_comes_back_as_it_left(cached: int) -> None:
     assert (swap.num_bytes, swap.num_tokens(1), len(swap)) == (0, 0, 0)
 
 
-class Uneven(KVCache):
-    """A cache of keys and values of different sizes, as another executor may have one.
-
-    Each of the two bytes of an element says where it belongs.
-    """
-
-    layout = KVLayout(
-        groups=(KVGroup(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=1, dtype="float16"),)
-    )
-    num_blocks, block_size = 8, 4
-    state_slots, window_blocks = StateSlots(0, 4), WindowBlocks(8, 4)
-
-    def __init__(self) -> None:
-        self.unpacked: list[tuple[Rectangle, bytes]] = []
-
-    def pack(self, block_table: Many[int], rectangle: Rectangle) -> memoryview:
-        _, layers, heads, tokens = rectangle
-        places = product(layers, ((0, 3), (1, 1)), heads, tokens)
-        return memoryview(
-            b"".join(
-                bytes([layer << 6 | side << 5 | head << 4 | token, dim]) * dim
-                for layer, (side, dim), head, token in places
-            )
-        )
-
-    def unpack(self, block_table: Many[int], rectangle: Rectangle, segment: Buffer) -> None:
-        self.unpacked.append((rectangle, bytes(segment)))
-
-
-def test_keys_and_values_may_differ_in_size() -> None:
-    cache, sequence = Uneven(), Sequence(1, range(11))
-    swap = SwapSpace(cache, 1 << 10, lambda: 0.0)
-    swap.hold(1, 10)
-    swap.carry_out([Swap(sequence, (3, 5, 1), 0, 10)])
-    swap.carry_in([Swap(sequence, (3, 2, 4), 4, 6)])
-    rectangle = whole(cache.layout, 4, 6)
-    assert cache.unpacked == [(rectangle, bytes(cache.pack((), rectangle)))]
-
-
-def test_swapped_window_kv_comes_back_with_zeros_before_it() -> None:
-    cache, sequence = HashKVCache(16, 4, MIXED, num_states=2), Sequence(1, range(20))
-    cache.state_slots.take((3, 9, 5, 7, 2), 19)
-    swap = SwapSpace(cache, MIXED.transfer_bytes(19), lambda: 0.0)
-    swap.costs = Costs(copy_bytes_per_s=1e12)
-    assert swap.accepts(19) and not swap.accepts(20)
-    cache.kv[:] = cache.window_kv[:] = 7
-    swap.hold(1, 19)
-    swap.carry_out([swap.out(sequence, (3, 9, 5, 7, 2), 19)])
-    cache.kv[:] = cache.window_kv[:] = 255
-    swap.carry_in([Swap(sequence, (1, 4, 6, 8, 10), 0, 19)])
-    first = 19 - WINDOW + 1
-    assert divmod(first, 4) == (1, 3)
-    windowed = cache.window_kv[:, 0]
-    assert (windowed[1] == 255).all() and (windowed[4, :, :, :3] == 0).all()
-    assert (windowed[4, :, :, 3] == 7).all() and (windowed[[6, 8]] == 7).all()
-    assert (cache.kv[[1, 4, 6, 8], 0] == 7).all()
-
-
-def test_window_kv_is_swapped_out_of_its_former_blocks() -> None:
-    """When the copy is made, they may lie beside those of another sequence."""
-    cache, sequence = HashKVCache(4, 4, MIXED, num_states=2, num_window_blocks=2), Sequence(1, [5])
-    cache.state_slots.take((3, 1), 6)
-    swap, blocks = SwapSpace(cache, 1 << 10, lambda: 0.0), cache.window_blocks
-    blocks.take(3)
-    blocks.take(1)
-    cache.window_kv[:] = 7
-    swap.hold(1, 6)
-    out = swap.out(sequence, (3, 1), 6)
-    for before, after in ((3, 0), (1, 2)):
-        blocks.forget(before)
-        blocks.take(after)
-    swap.carry_out([out])
-    cache.window_kv[:] = 255
-    swap.carry_in([Swap(sequence, (2, 0), 0, 6)])
-    assert sorted((cache.window_kv == 7).all(axis=(1, 2, 3, 5)).sum(1)) == [2, 4]
-
-
-def test_out_goes_before_in() -> None:
-    """Both in one plan: what comes in takes the blocks that the other leaves."""
-    swap, cache = space()
-    first, second = Sequence(1, range(5)), Sequence(2, range(5))
-    kv_1 = bytes(cache.pack((0,), whole(LAYOUT, 0, 4)))
-    kv_2 = bytes(cache.pack((7,), whole(LAYOUT, 0, 4)))
-    swap.hold(2, 4)
-    swap.carry_out([Swap(second, (7,), 0, 4)])
-    swap.hold(1, 4)
-    swap.carry_out([Swap(first, (0,), 0, 4)])
-    swap.carry_in([Swap(second, (0,), 0, 4)])
-    swap.carry_in([Swap(first, (7,), 0, 4)])
-    assert bytes(cache.pack((7,), whole(LAYOUT, 0, 4))) == kv_1
-    assert bytes(cache.pack((0,), whole(LAYOUT, 0, 4))) == kv_2
-
-
 def test_it_is_bounded() -> None:
     swap, _ = space(max_tokens=10)
     assert swap.accepts(10) and not swap.accepts(11) and not swap.accepts(0)
@@ -156,14 +52,6 @@ def test_it_is_bounded() -> None:
     swap.drop(1)
     assert swap.accepts(10)
     assert not space(max_tokens=0)[0].accepts(1)
-
-
-def test_dropped_kv_is_not_copied() -> None:
-    swap, _ = space()
-    swap.hold(1, 4)
-    swap.drop(1)
-    swap.carry_out([Swap(Sequence(1, range(5)), (0,), 0, 4)])
-    assert len(swap) == 0
 
 
 def test_the_cheaper_is_chosen() -> None:
@@ -200,19 +88,6 @@ def timed_engine() -> tuple[Engine, TimedExecutor]:
     return Engine(executor, num_blocks=100, block_size=16, clock=lambda: executor.now), executor
 
 
-def test_prompts_that_the_prefix_cache_holds_say_nothing_of_reading() -> None:
-    engine, _ = timed_engine()
-    for request_id in range(21):
-        engine.add(Sequence(request_id, range(3, 404), Options(ignore_eos=True), 2))
-        while engine.has_work():
-            engine.step()
-        if request_id == 0:
-            first = engine.swap.costs.prefill_tokens_per_s
-            assert first == pytest.approx((5000 + 401) / (0.5 + 0.0501))
-    assert engine.stats().counters.cached_tokens == 20 * 400
-    assert engine.swap.costs.prefill_tokens_per_s == first
-
-
 def test_decode_steps_do_not_count_for_the_prefill_rate() -> None:
     engine, _ = timed_engine()
     for request_id in range(40):
@@ -226,16 +101,6 @@ def test_decode_steps_do_not_count_for_the_prefill_rate() -> None:
     step_s = 0.010 + 0.0001 * (300 + 41)
     expected = (5000 + 300) / (0.5 + step_s)
     assert engine.swap.costs.prefill_tokens_per_s == pytest.approx(expected)
-
-
-def test_shared_blocks_are_not_measured_as_copied() -> None:
-    now = iter((0.0, 0.0, 0.0, 0.5))
-    swap = SwapSpace(HashKVCache(16, 4), 100 * TOKEN_BYTES, lambda: next(now))
-    swap.costs = Costs(copy_bytes_per_s=0.0)
-    swap.hold(1, 10)
-    swap.carry_out([Swap(Sequence(1, range(11)), (3, 9, 5), 0, 10)])
-    swap.carry_in([Swap(Sequence(1, range(11)), (1, 2, 4), 8, 2)])
-    assert swap.costs.copy_bytes_per_s == 2 * TOKEN_BYTES
 
 
 def test_check_finds_kv_of_no_sequence() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.oracle import oracle
 from wire.options import Options
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token
@@ -93,22 +92,6 @@ def test_a_deadline_wakes_an_engine_that_waits_for_blocks(owner: Owner) -> None:
     assert [type(output) for output in outputs] == [Reserved, Failed]
 
 
-def test_many_posters_get_every_answer(owner: Owner) -> None:
-    owner.thread.start()
-
-    def post(first: int) -> None:
-        for request_id in range(first, first + 5):
-            owner.add(request_id, [request_id] * 5, 6)
-
-    posters = [threading.Thread(target=post, args=(first,)) for first in range(10, 60, 10)]
-    for poster in posters:
-        poster.start()
-    texts = owner.text(25)
-    for poster in posters:
-        poster.join()
-    assert texts == {i: oracle([i] * 5, 6, GREEDY) for i in texts} and len(texts) == 25
-
-
 def test_an_idle_engine_is_checked_once_and_then_left_alone(owner: Owner) -> None:
     owner.thread.start()
     assert owner.idle.wait(TIMEOUT_S)
@@ -119,20 +102,6 @@ def test_an_idle_engine_is_checked_once_and_then_left_alone(owner: Owner) -> Non
     steps, checks = owner.engine.steps, owner.num_checks
     assert owner.ask(lambda engine: engine.steps) == steps == 8
     assert owner.num_checks <= checks + 1
-
-
-def test_a_stalled_reservation_does_not_spin(owner: Owner) -> None:
-    owner.thread.start()
-    owner.thread.post(lambda engine: engine.reserve(1, [5] * 200))
-    owner.thread.post(lambda engine: engine.reserve(2, [5] * 200))
-    owner.outputs.get(timeout=TIMEOUT_S)
-    owner.idle.clear()
-    assert owner.ask(lambda engine: engine.num_waiting) == 1
-    assert owner.idle.wait(TIMEOUT_S)
-    assert owner.ask(lambda engine: engine.has_work()) is False
-    owner.thread.post(lambda engine: engine.cancel(1))
-    output = owner.outputs.get(timeout=TIMEOUT_S)
-    assert output.request_id == 2
 
 
 class GatedExecutor(HashExecutor):

@@ -192,34 +192,6 @@ def test_window_kv_is_transferred_between_workers(layout: KVLayout, seed: int) -
         assert windows_in(engine).num_used == 0
 
 
-def test_sequences_wait_until_there_is_room_for_their_windows() -> None:
-    engine = engine_of(2 * MOST + OF_STEP)
-    for number in range(5):
-        engine.add(Sequence(number, range(100 * number, 100 * number + 10), ENDLESS, 20))
-    most = 0
-    while engine.has_work():
-        engine.step()
-        most = max(most, engine.num_running)
-        engine.check()
-    assert most == 3, "three fit while they are short, and one yields when they are not"
-    assert engine.stats().counters.preemptions > 0
-
-
-def test_a_reservation_counts_for_the_part_of_windows_that_it_holds() -> None:
-    engine = engine_of(2 * MOST + OF_STEP)
-    engine.reserve(1, range(12), "somebody")
-    run(engine)
-    held = engine.scheduler.reserving.unclaimed.held_by["somebody"]
-    assert held == -(-4 * 200 // (2 * MOST + OF_STEP)), "not the four blocks of two hundred"
-    engine.begin_decode(1, range(13), ENDLESS, 1)
-    run(engine)
-    engine.reserve(2, range(14), "somebody")
-    (reserved,) = of_kind(run(engine), Reserved)
-    assert reserved.cached_tokens == 12
-    held = engine.scheduler.reserving.unclaimed.held_by["somebody"]
-    assert held == -(-4 * 200 // (2 * MOST + OF_STEP)), "those that are shared too"
-
-
 def test_too_few_for_one_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a window of 13 and steps of 16 tokens need 9"):
         engine_of(MOST + OF_STEP - 1)
@@ -299,33 +271,3 @@ def test_slots_before_the_window_are_zeroed(segment_bytes: int) -> None:
     assert (windowed[7, 0, :, :, :1] == 0).all() and (windowed[7, 0, :, :, 1:] == 7).all()
     for kv in (cache.kv, windowed):
         assert (kv[0, :, :, :, 5:] == 255).all() and (kv[[1, 3, 4, 6]] == 255).all()
-
-
-def test_unpack_leaves_cached_blocks_alone() -> None:
-    cache, cached, num_tokens = stale(8), 24, 29
-    for rectangle in plan(MIXED, cached, num_tokens, 1 << 20):
-        unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), num_tokens)
-    assert (cache.kv[[5, 2, 7]] == 255).all() and (cache.kv[0, :, :, :, :5] == 7).all()
-
-
-def test_half_of_the_heads_clears_its_half() -> None:
-    cache, num_tokens = stale(8), 29
-    (upper,) = [it for it in plan(MIXED, 0, num_tokens, 1 << 20, 2) if it[0] == 1 and it[2][0]]
-    unpack(cache, TABLE, upper, b"\7" * upper.num_bytes(MIXED), num_tokens)
-    windowed = cache.window_kv
-    assert (windowed[7, 0, :, 1, :1] == 0).all() and (windowed[7, 0, :, 0] == 255).all()
-
-
-def test_window_kv_is_unpacked_into_window_blocks() -> None:
-    cache, num_tokens = HashKVCache(8, 8, MIXED, 4, num_window_blocks=2), 29
-    cache.window_blocks.take(TABLE[2])
-    cache.window_blocks.take(TABLE[3])
-    cache.window_kv[:] = 255
-    for rectangle in plan(MIXED, 0, num_tokens, 1 << 20):
-        unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), num_tokens)
-    of_first, of_second = cache.window_kv[:, 0]
-    assert (of_first[:, :, :1] == 0).all() and (of_first[:, :, 1:] == 7).all()
-    assert (of_second[:, :, :5] == 7).all() and (of_second[:, :, 5:] == 255).all()
-    rectangle = plan(MIXED, 0, 12, 1 << 20)[1]
-    with pytest.raises(ValueError, match="no KV in layers with a window"):
-        unpack(cache, TABLE, rectangle, bytes(rectangle.num_bytes(MIXED)), 12)

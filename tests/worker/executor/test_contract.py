@@ -71,40 +71,6 @@ def test_a_whole_block_is_seen_where_it_lies() -> None:
     assert not any(seen)
 
 
-def test_packed_bytes_are_layer_then_k_or_v_then_head_then_token() -> None:
-    cache = cache_of(4, 4)
-    layout = cache.layout
-    (group,) = LAYOUT.kv_groups
-    everything = whole(layout, 0, 7)
-    segment = random_bytes(7 * layout.token_bytes, 3)
-    cache.unpack([2, 0], everything, segment)
-    array = np.frombuffer(segment, np.uint8).reshape(
-        group.num_layers, 2, group.num_kv_heads, 7, group.key_dim
-    )
-    for layer in range(group.num_layers):
-        for token in range(7):
-            packed = cache.pack([2, 0], part(LAYOUT, layer, 1, token, 1))
-            assert bytes(packed) == array[layer, :, :, token].tobytes()
-
-
-def test_unpack_writes_its_rectangle_and_nothing_else() -> None:
-    cache = cache_of(4, 4)
-    everything = whole(LAYOUT, 0, 16)
-    before = random_bytes(16 * cache.layout.token_bytes, 1)
-    cache.unpack([0, 1, 2, 3], everything, before)
-    cache.unpack([1, 3], part(LAYOUT, 1, 1, 2, 4), bytes(4 * cache.layout.token_bytes // 2))
-    changed = np.frombuffer(before, np.uint8) != np.frombuffer(
-        cache.pack([0, 1, 2, 3], everything), np.uint8
-    )
-    layers, tokens = changed.reshape(2, 4, 16, 8).any(axis=(1, 3)).nonzero()
-    assert set(zip(layers.tolist(), tokens.tolist(), strict=True)) == {
-        (1, 6),
-        (1, 7),
-        (1, 12),
-        (1, 13),
-    }
-
-
 MIXED_NAME = "worker.executor.hash:create_mixed"
 # What is sent of 18 tokens: of layers that see all, of those with a window, and a state; in halves.
 SENT = plan(MIXED, 2, 18, 1 << 20, num_shards=2)
@@ -176,10 +142,6 @@ def test_the_numbers_of_heads_decide_the_kind_of_attention() -> None:
     kinds = [Attention.of(8, 8), Attention.of(8, 2), Attention.of(8, 1), Attention.of(1, 1)]
     grouped = [Attention.MULTI_HEAD, Attention.GROUPED_QUERY, Attention.MULTI_QUERY]
     assert kinds == [*grouped, Attention.MULTI_HEAD]
-
-
-def test_memory_is_the_sum_of_weights_activations_and_cache() -> None:
-    assert MemoryRequirements(1000, 10, 3).total(20, 5, 8) == 1000 + 200 + 120
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**4), st.integers(1, 10**6), st.integers(1, 64))

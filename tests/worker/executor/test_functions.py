@@ -1,15 +1,10 @@
 """Two functions of bytes are served; what they may not do is named."""
 
-import asyncio
 import struct
-from typing import Any
 
 import pytest
 
-from scripts.examples import own_model
 from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
-from worker.app import EXIT_CRASHED, Worker
-from worker.config import Config
 from worker.engine.instrumented import Direct
 from worker.executor.contract import SequenceFailed
 from worker.executor.functions import DecodeStepFn, PrefillFn, serve_functions
@@ -53,18 +48,3 @@ def test_a_step_may_not_change_what_other_sequences_share() -> None:
 
     with pytest.raises(SequenceFailed, match="changed the KV of earlier tokens"):
         first_tokens(executor_of(decode_step=changing), [1, 2, 3])
-
-
-def test_the_example_goes_on_as_the_text_did() -> None:
-    prompt = [7, 8, 9, 10, 11, 12, 7, 8]
-    executor = own_model.create()
-    assert isinstance(executor, StepwiseExecutor)
-    assert first_tokens(executor, prompt) == [9, 10]
-
-
-async def test_a_worker_finds_out_in_its_warmup() -> None:
-    broken = executor_of(prefill=lambda token_ids, seq_len: (b"", b"too much" * seq_len))
-    settings: dict[str, Any] = {"router": ("tcp://127.0.0.1:9",), "num_blocks": 8}
-    worker = Worker(Config(role="prefill", **settings), broken)
-    async with asyncio.timeout(20):
-        assert await worker.run(asyncio.Event()) == EXIT_CRASHED

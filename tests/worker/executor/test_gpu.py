@@ -14,7 +14,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from kernels.cuda import backend as cuda
 from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import why_not
 from tests.worker.engine.hashed import of_kind, run
@@ -108,18 +107,6 @@ def test_a_step_reads_what_the_one_before_has_drawn(path: Path) -> None:
     assert [it.token_id for it in drawn.tokens()] == tokens
 
 
-@pytest.mark.usefixtures("shim")
-def test_a_prompt_of_which_every_row_is_wanted_is_no_step_for_a_graph(path: Path) -> None:
-    batch = batch_of([(Text([5, 6, 7], [0]), 3)], BLOCK_SIZE)
-    scoring = Scoring(PromptScores(3, 0), [6, 7], 0)
-    batch = replace(batch, score_rows=np.array([0, 1], np.int32), scorings=(scoring,))
-    graphed, plain = executor_of(path), executor_of(path)
-    for executor in (graphed, plain):
-        executor.allocate(64, BLOCK_SIZE)
-    vars(plain)["_graphs"] = None
-    torch.testing.assert_close(graphed.forward(batch), plain.forward(batch), rtol=0, atol=0)
-
-
 def test_rows_that_the_device_can_draw(path: Path) -> None:
     executor = executor_of(path)
     plain = Text([5, 6], [0], options=Options())
@@ -145,25 +132,6 @@ def test_rows_that_the_device_can_draw(path: Path) -> None:
         assert not executor.can_draw(replace(batch, samplings=samplings)), sampling
     scoring = Scoring(PromptScores(2, 0), [6], 0)
     assert not executor.can_draw(replace(batch, scorings=(scoring,)))
-
-
-@pytest.mark.usefixtures("shim")
-@pytest.mark.parametrize("method", ["record", "synchronize"])
-def test_an_error_of_a_step_in_flight_names_what_was_given_last(
-    path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    executor = executor_of(path)
-    executor.allocate(64, BLOCK_SIZE)
-    batch = batch_of([(Text([5, 6], [0]), 2)], BLOCK_SIZE)
-    logits = executor.forward(batch)
-    monkeypatch.setattr(torch.cuda.Event, method, fail)
-    monkeypatch.setattr(cuda, "_started", {0: "draw<float>"})
-    with pytest.raises(torch.AcceleratorError) as raised:
-        executor.draw(logits, batch).tokens()
-    assert raised.value.__notes__ == ["draw<float> was started last"]
 
 
 @pytest.mark.usefixtures("shim")

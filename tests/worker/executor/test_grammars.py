@@ -74,14 +74,6 @@ def test_eos_is_out_where_the_answer_may_go_on_but_not_end() -> None:
     assert [set(EOS) <= set(allowed_in(row)) for row in rows] == [False, False, True]
 
 
-def test_masks_of_a_step_that_failed_are_not_those_of_the_next() -> None:
-    one, other = (begun(structure) for structure in STRUCTURES[:2])
-    grammars().start([asked(one, [])])
-    masks = masks_of([asked(None, []), asked(other, [])])
-    assert (masks.bits[0] == -1).all()
-    assert allowed_in(masks.bits[1]) == allowed_by_force(STRUCTURES[1], [])
-
-
 @pytest.mark.parametrize("why", ["no file", "no tokenizer", "no EOS"])
 def test_a_model_that_cannot_says_so(tmp_path: Path, why: str) -> None:
     path = tmp_path / "tokenizer.json"
@@ -92,27 +84,6 @@ def test_a_model_that_cannot_says_so(tmp_path: Path, why: str) -> None:
     structured.wait(20)
     assert structured.problem is not None and str(tmp_path) not in structured.problem
     model.shutdown()
-
-
-def test_a_tokenizer_larger_than_the_model_is_taken() -> None:
-    model = Grammars(DEMO / "tokenizer.json", 1000, EOS)
-    structured = model.structured(STRUCTURES[0], 3)
-    structured.wait(20)
-    assert structured.problem is None
-    model.shutdown()
-
-
-def test_grammars_are_compiled_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled_by: list[str] = []
-
-    def compiled(*args: Any, **options: Any) -> LLMatcher:
-        compiled_by.append(threading.current_thread().name)
-        return LLMatcher(*args, **options)
-
-    monkeypatch.setattr("worker.executor.grammars.LLMatcher", compiled)
-    structured = begun(Structure("regex", "[a-z]"))
-    assert structured.problem is None
-    assert [name.rpartition("_")[0] for name in compiled_by] == ["background"]
 
 
 class Compiling:
@@ -183,30 +154,14 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HOSTILE: dict[str, tuple[str, object]] = {
     "deep": ("json_schema", deep(60)),
     "wide": ("json_schema", {"properties": {f"p{n}": {"maxLength": n} for n in range(1000)}}),
-    "allOf bomb": ("json_schema", bomb("allOf")),
     "anyOf bomb": ("json_schema", bomb("anyOf")),
-    "product": (
-        "json_schema",
-        {
-            "allOf": [
-                {"anyOf": [{"properties": {f"a{i}_{j}": {"const": j}}} for j in range(4)]}
-                for i in range(12)
-            ]
-        },
-    ),
     "itself": ("json_schema", {"$ref": "#"}),
-    "endless": ("json_schema", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     "many items": ("json_schema", {"type": "array", "minItems": 10**6, "maxItems": 10**6}),
-    "long string": ("json_schema", {"type": "string", "minLength": 10**6, "maxLength": 10**6}),
     "large enum": ("json_schema", {"enum": [f"v{n}" for n in range(6000)]}),
-    "any of all": ("json_schema", deep(9) | {"additionalProperties": {"anyOf": [deep(9)] * 9}}),
-    "repetitions": ("regex", "a{1000000}"),
     "nested repetitions": ("regex", "((a{1,100}){1,100}){1,100}"),
     "exponential": ("regex", "(.*a.{30}){5}"),
-    "backtracking": ("regex", "(x+x+)+y"),
     "alternatives": ("regex", "|".join(f".*{n}x{n}" for n in range(3000))),
     "classes": ("regex", ".*".join(f"[^{c}]{{3,9}}" for c in LETTERS)),
-    "nested groups": ("regex", "(" * 1000 + "a" + ")*" * 1000),
     "ambiguous": ("lark", 'start: start start start | start start | "a" | '),
     "repeated rules": ("lark", 'start: a{1000}\na: b{1000}\nb: "x"{1000}'),
     "many rules": (
@@ -218,13 +173,6 @@ HOSTILE: dict[str, tuple[str, object]] = {
     "intersection": (
         "lark",
         "start: T\nT: " + " & ".join(f"/(.|\\n)*{c}(.|\\n)*/" for c in LETTERS),
-    ),
-    "many terminals": (
-        "lark",
-        "start: "
-        + " | ".join(f"T{n}" for n in range(1500))
-        + "\n"
-        + "\n".join(f"T{n}: /[a-z]*{n}[a-z]*/" for n in range(1500)),
     ),
 }
 

@@ -90,32 +90,6 @@ def test_greedy_ignores_the_seed_and_sampling_does_not() -> None:
     assert draw(temperature=1.0, seed=1) == draw(temperature=0.5, seed=1)
 
 
-def test_eos_comes_about_once_in_64_and_ends_the_text() -> None:
-    lengths = [len(oracle([seed, seed + 1], 40)) for seed in range(100)]
-    ended = sum(length < 40 for length in lengths)
-    assert 25 < ended < 70  # 1 - (63/64)^40 = 47 %
-    assert all(not EOS_TOKEN_IDS & set(oracle([seed], 40)) for seed in range(20))
-
-
-def test_nothing_ends_before_min_tokens() -> None:
-    options = Options(min_tokens=25, stop_token_ids=tuple(range(3, 200)))
-    texts = [oracle([seed], 60, options, vocab_size=300) for seed in range(40)]
-    assert min(map(len, texts)) >= 25
-    assert all(not set(text[:25]) & set(range(2, 200)) for text in texts)
-    assert min(map(len, texts)) < 40
-
-
-def test_logprobs_come_when_asked_for() -> None:
-    executor, _ = start()
-    sequence = Sequence(1, PROMPT, Options(logprobs=3))
-    sequence.block_table.extend((5, 1, 3))
-    batch = build(BatchType.PREFILL, [Chunk(sequence, len(PROMPT))], 4)
-    (token,) = executor.sample(executor.forward(batch), batch)
-    assert token.logprobs is not None and token.logprobs.logprob < 0
-    assert token.logprobs.top[0] == (token.token_id, token.logprobs.logprob)
-    assert len({token_id for token_id, _ in token.logprobs.top}) == 3
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("cuts", [(40,), (1, 2, 15, 40), (13, 26, 40), tuple(range(1, 41))])
 def test_chunks_of_a_prompt_do_not_change_the_token_of_mixed_layers(
@@ -163,12 +137,3 @@ def test_a_broken_model_directory_is_refused(tmp_path: Path, config: object) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"whole numbers|not a JSON object"):
         create(model_path=tmp_path)
-
-
-def test_a_step_can_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("worker.executor.hash.time.sleep", slept.append)
-    executor = create(step_delay_s=0.25)
-    executor.allocate(8, 4)
-    step(executor, 4, (5, 1, 3), PROMPT, 0)
-    assert slept == [0.25]

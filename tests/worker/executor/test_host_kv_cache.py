@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.kv import part, whole
+from tests.kv import whole
 from wire.layout import KVLayout
 from worker.executor.host_kv_cache import HostKVCache
 
@@ -41,16 +41,6 @@ def test_a_row_is_layer_then_k_or_v_then_head(layout: KVLayout) -> None:
     wire = np.frombuffer(packed, np.uint8)
     wire = wire.reshape(layout.kv_groups[0].num_layers, 2, layout.kv_groups[0].num_kv_heads, 11, -1)
     assert np.array_equal(np.moveaxis(wire, 3, 0).reshape(11, -1), rows)
-
-
-def test_unpacked_kv_is_read_as_rows() -> None:
-    layout = LAYOUTS[1]
-    sender, rows = filled(layout, [1, 2], 7)
-    receiver = HostKVCache(layout, 9, 3)
-    for layer in range(layout.kv_groups[0].num_layers):
-        rectangle = part(layout, layer, 1, 0, 7)
-        receiver.unpack([8, 4, 6], rectangle, sender.pack([1, 2], rectangle))
-    assert np.array_equal(receiver.rows([8, 4, 6], 7), rows)
 
 
 def test_writing_touches_its_slots_only() -> None:

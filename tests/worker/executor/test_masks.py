@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.executor import structures
-from wire.options import Options, Structure
+from wire.options import Options
 from worker.executor.batch import Sampling
 from worker.executor.grammars import Masks
 from worker.executor.masks import mask
@@ -116,13 +115,3 @@ def test_a_row_whose_options_and_structure_exclude_each_other_is_named(
         with pytest.raises(NoTokenLeft) as caught:
             sample(torch.randn(2, VOCAB), [it], EOS, masks_of([4], allowed))
         assert caught.value.row == 1
-
-
-def test_a_structure_that_only_a_stop_id_may_follow_leaves_no_token_before_min_tokens() -> None:
-    held, logits = structures.begun(Structure("regex", "x{9}")), torch.randn(1, structures.VOCAB)
-    going = structures.allowed_in(structures.mask_of(held, [])[0])
-    it = structures.asked(held, [], min_tokens=1, stop_token_ids=tuple(going))
-    with pytest.raises(NoTokenLeft):
-        sample(logits, [it], EOS, structures.masks_of([it]))
-    late = structures.asked(held, [], stop_token_ids=tuple(going))
-    assert sample(logits, [late], EOS, structures.masks_of([late]))[0].token_id in going

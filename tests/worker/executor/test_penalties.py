@@ -8,16 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wire.options import Options
-from worker.executor import penalties
 from worker.executor.batch import Sampling
 from worker.executor.penalties import adjust
-from worker.executor.sampler import sample
 from worker.executor.token_counts import Occurrences
 
 VOCAB = 24
@@ -104,17 +101,6 @@ def test_rows_after_drafts_are_those_of_the_texts_with_them(
     assert torch.equal(adjust(fewer, [it for it, _ in batch]), expected)
 
 
-def test_the_text_is_not_counted_again_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = [*range(9), 3, 3]
-    it = Sampling(
-        1, Options(frequency_penalty=1.0), 11, 9, text, Occurrences(text, 9), drafts=(3, 5, 20)
-    )
-    logits = logits_of(4, 0)
-    expected = adjust(logits, [msgspec.structs.replace(it, occurrences=None)])
-    monkeypatch.setattr(penalties, "Occurrences", None)
-    assert torch.equal(adjust(logits, [it]), expected)
-
-
 def asked(token_ids: list[int], prompt_len: int, **options: Any) -> Sampling:
     return Sampling(1, Options(**options), len(token_ids), prompt_len, token_ids)
 
@@ -122,26 +108,3 @@ def asked(token_ids: list[int], prompt_len: int, **options: Any) -> Sampling:
 def test_logits_without_penalties_are_not_copied() -> None:
     logits = logits_of(2, 0)
     assert adjust(logits, [asked([1, 2, 3], 2), asked([], 0, temperature=1.0)]) is logits
-
-
-def test_the_logits_of_others_stay_bit_by_bit() -> None:
-    logits = logits_of(2, 1)
-    adjusted = adjust(logits, [asked([3, 4], 1, presence_penalty=1.0), asked([3, 4], 1)])
-    assert torch.equal(adjusted[1], logits[1])
-    changed = (adjusted[0] != logits[0]).nonzero()[:, 0].tolist()
-    assert changed == [4], "presence is about the answer"
-    adjusted = adjust(logits, [asked([3, 4], 1, repetition_penalty=2.0), asked([3], 1)])
-    assert (adjusted[0] != logits[0]).nonzero()[:, 0].tolist() == [3, 4]
-
-
-def test_min_tokens_is_stronger_than_a_bias() -> None:
-    forced = asked([5], 1, min_tokens=1, logit_bias=((7, 100.0),))
-    assert sample(logits_of(1, 3), [forced], frozenset({7}))[0].token_id != 7
-
-
-def test_logprobs_are_those_of_the_models_logits() -> None:
-    logits = logits_of(1, 4)
-    it = asked([1, 1], 0, logprobs=0, presence_penalty=2.0, logit_bias=((6, 100.0),))
-    [token] = sample(logits, [it], frozenset())
-    assert token.token_id == 6 and token.logprobs is not None
-    assert token.logprobs.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 6]))

@@ -90,11 +90,6 @@ def test_the_generator_is_the_documented_one(words: list[tuple[int, int, int]]) 
     assert ((got >= 0) & (got < 1)).all()
 
 
-def test_greedy_takes_the_largest() -> None:
-    logits = logits_of(5)
-    assert ids(logits, [asked()] * 5) == logits.argmax(-1).tolist()
-
-
 options_strategy = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.05, 0.7, 1.0, 2.0]),
@@ -173,22 +168,6 @@ def test_a_draw_of_zero_takes_the_first_token_that_passes(monkeypatch: pytest.Mo
     monkeypatch.setattr(sampler, "uniforms", lambda *words: np.zeros(len(words[0])))
     logits = torch.tensor([[0.0, 5.0, 4.0]])
     assert ids(logits, [asked(temperature=1.0, top_k=2)]) == [1]
-
-
-def test_ties_at_a_border_all_pass() -> None:
-    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 0.0]])
-    for options in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}):
-        drawn = {
-            ids(logits, [asked(temperature=1.0, seed=seed, **options)])[0] for seed in range(60)
-        }
-        assert drawn == {1, 2, 3}
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 1e-6, 0.01])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    logits = logits_of(4, scale=30.0)
-    samplings = [asked(temperature=temperature, seed=i) for i in range(4)]
-    assert ids(logits, samplings) == logits.argmax(-1).tolist()
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

@@ -11,7 +11,6 @@ import pytest
 from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
 from tests.worker.executor.forward_pair import ForwardModel, pair
 from wire.errors import ErrorCode
-from wire.layout import KVLayout
 from wire.options import Options
 from worker.compute.shared_memory import Bytes
 from worker.engine.engine import Engine
@@ -68,21 +67,6 @@ def test_neither_chunks_nor_batch_mates_change_the_text(
 @pytest.mark.parametrize("make", [functions, pair])
 def test_a_preempted_sequence_goes_on_the_same(make: Callable[[], StepwiseExecutor]) -> None:
     assert texts(make(), PROMPTS, num_blocks=11) == ALONE[make]
-
-
-@pytest.mark.parametrize("make", [functions, pair])
-def test_a_cached_prefix_is_not_read_again(make: Callable[[], StepwiseExecutor]) -> None:
-    engine = Engine(make(), num_blocks=64, block_size=4)
-    generated: dict[int, list[int]] = {0: [], 1: []}
-    for request_id in generated:
-        sequence = Sequence(request_id, PROMPTS[0], Options(), 9)
-        engine.add(sequence)
-        while engine.has_work():
-            for output in engine.step():
-                if isinstance(output, Token):
-                    generated[output.request_id].append(output.token_id)
-    assert sequence.num_cached_tokens == 8
-    assert generated[0] == generated[1] == ALONE[make][0]
 
 
 def raising(*_: object) -> Any:
@@ -161,13 +145,6 @@ def test_ids_and_logits_may_come_in_one_step() -> None:
     assert [sequence.token_ids[-1] for sequence in sequences] == [9, 21, 9, 31]
 
 
-def test_settings_name_the_model() -> None:
-    settings = {"model_name": "mine", "fingerprint": "f", "max_model_len": 9, "device": "cpu"}
-    info = describe(settings, layout=LAYOUT, vocab_size=5, eos_token_ids=[1], max_model_len=10)
-    assert (info.name, info.fingerprint, info.max_model_len) == ("mine", "f", 9)
-    assert info.eos_token_ids == {1}
-
-
 def test_longer_sequences_than_the_model_has_are_refused() -> None:
     with pytest.raises(ValueError, match="max_model_len is 11, the model allows 1 to 10"):
         describe(
@@ -177,9 +154,3 @@ def test_longer_sequences_than_the_model_has_are_refused() -> None:
             eos_token_ids=[],
             max_model_len=10,
         )
-
-
-def test_a_layout_that_peers_would_refuse_is_refused_here() -> None:
-    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=5000, dtype="uint8")
-    with pytest.raises(ValueError, match="key_dim"):
-        describe({}, layout=layout, vocab_size=5, eos_token_ids=[], max_model_len=10)

@@ -90,15 +90,6 @@ def test_rows_after_a_forbidden_draft_are_not_written(wrong: int) -> None:
 
 
 @EVERY
-def test_rows_after_the_end_are_not_written(structure: Structure) -> None:
-    answer = walk(structure, 7)
-    structured = begun(structure)
-    rows = mask_of(structured, answer, [*EOS, 9])
-    assert (rows[2:] == -1).all()
-    assert (mask_of(structured, answer)[0] == rows[0]).all()
-
-
-@EVERY
 def test_a_draft_models_text_is_cut_anywhere(structure: Structure) -> None:
     answer = [*walk(structure, 5), EOS[1], EOS[0], 9]  # it goes on after EOS
     structured = begun(structure)

@@ -254,16 +254,6 @@ def test_16_bit_models_stay_near_the_float32_one(path: Path) -> None:
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def test_the_shared_arrays_of_a_batch_are_not_changed(path: Path) -> None:
-    executor, _ = allocated(path)
-    batch = batch_of([(text_of(20), 20), (text_of(9, seed=3), 9)], 16)
-    names = ("token_ids", "positions", "slots", "query_starts", "context_lens", "block_tables")
-    before = {name: getattr(batch, name).copy() for name in names}
-    executor.forward(batch)
-    for name in names:
-        assert (getattr(batch, name) == before[name]).all(), name
-
-
 def test_a_copy_waits_for_the_step_that_was_asked_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,13 +294,6 @@ def test_an_error_names_what_the_device_was_given_last(
     with pytest.raises(torch.AcceleratorError) as raised:
         executor.forward(batch) if method == "forward" else executor.sample(logits, batch)
     assert raised.value.__notes__ == ["a graph of 4 sequences was started last"]
-
-
-def test_shutdown_lets_go_of_the_weights(path: Path) -> None:
-    executor, _ = allocated(path)
-    executor.shutdown()
-    with pytest.raises(AssertionError):
-        executor.forward(batch_of([(text_of(5), 5)], 16))
 
 
 @pytest.mark.gpu

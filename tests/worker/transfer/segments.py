@@ -19,7 +19,7 @@ Arrived = tuple[int, list[bytes], Buffer]
 
 
 class Taking:
-    """A `Taker` that stores nothing and tells what has come."""
+    """A `SegmentHandler` that stores nothing and tells what has come."""
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[tuple[int, bytes, Exception | None]] = asyncio.Queue()

@@ -36,9 +36,9 @@ async def test_what_a_peer_lends_is_mapped_once_until_it_is_lost() -> None:
     one, ours = lent(cache), SameHostPeers(HashKVCache(20, 16), fetch_descriptor, is_on=True)
     gc.collect()
     descriptors, mappings = os.listdir("/proc/self/fd"), num_mappings()
-    assert not ours.is_settled(PEER, one.name) and ours.memory_of(PEER) is None
-    await asyncio.gather(*(ours.settle(PEER, one.name) for _ in range(3)))
-    assert ours.is_settled(PEER, one.name) and num_mappings() == mappings + 1
+    assert ours.needs_map(PEER, one.name) and ours.memory_of(PEER) is None
+    await asyncio.gather(*(ours.try_map(PEER, one.name) for _ in range(3)))
+    assert not ours.needs_map(PEER, one.name) and num_mappings() == mappings + 1
     memory = ours.memory_of(PEER)
     assert isinstance(memory, HostMemory) and not memory.bytes.flags.writeable
     cache.memory.bytes[5] = 9
@@ -69,14 +69,14 @@ async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     with structlog.testing.capture_logs() as logs:
         for peer, offered in offers.items():
-            await ours.settle(peer, offered)
-            assert ours.is_settled(peer, offered) and ours.memory_of(peer) is None
+            await ours.try_map(peer, offered)
+            assert not ours.needs_map(peer, offered) and ours.memory_of(peer) is None
         monkeypatch.setattr(same_host_peers, "MAX_MAPPED", 0)
-        await ours.settle(PEER, one.name)
+        await ours.try_map(PEER, one.name)
         assert ours.memory_of(PEER) is None
         ours.forget(PEER)
         monkeypatch.setattr(same_host_peers, "MAX_MAPPED", 1)
-        await ours.settle(PEER, one.name)
+        await ours.try_map(PEER, one.name)
         assert ours.memory_of(PEER) is not None, "those that cannot be mapped do not count"
     reasons = [entry for entry in logs if entry["event"] == "KV comes as bytes"]
     assert [entry["peer"] for entry in reasons] == ["prefill-1-1", "prefill-3-1", "prefill-0-1"]
@@ -96,8 +96,8 @@ async def test_memory_of_a_gpu_is_lent_with_its_size_and_read_on_gpus_only() -> 
     ours = SameHostPeers(HashKVCache(20, 16), fetch_descriptor, is_on=True)
     descriptors = os.listdir("/proc/self/fd")
     with structlog.testing.capture_logs() as logs:
-        await ours.settle(PEER, one.name)
-    assert ours.is_settled(PEER, one.name) and ours.memory_of(PEER) is None
+        await ours.try_map(PEER, one.name)
+    assert not ours.needs_map(PEER, one.name) and ours.memory_of(PEER) is None
     assert os.listdir("/proc/self/fd") == descriptors, "a refused descriptor is closed, too"
     assert [entry["reason"] for entry in logs] == [
         "the KV lies on a GPU, and this worker computes on none"
@@ -117,10 +117,10 @@ async def test_who_answers_late_is_asked_again_at_its_next_offer() -> None:
 
     ours = SameHostPeers(HashKVCache(20, 16), fetch, is_on=True)
     for is_mapped in (False, True):
-        assert not ours.is_settled(PEER, one.name)
-        await ours.settle(PEER, one.name)
+        assert ours.needs_map(PEER, one.name)
+        await ours.try_map(PEER, one.name)
         assert (ours.memory_of(PEER) is not None) is is_mapped
-    assert ours.is_settled(PEER, one.name)
+    assert not ours.needs_map(PEER, one.name)
     ours.close()
     one.close()
 
@@ -131,8 +131,8 @@ async def test_who_shall_not_map_asks_nobody() -> None:
 
     offered = "baton-any"
     off = SameHostPeers(HashKVCache(20, 16), fetch, is_on=False)
-    assert off.is_settled(PEER, offered) and off.memory_of(PEER) is None
-    assert SameHostPeers(HashKVCache(20, 16), fetch, is_on=True).is_settled(PEER, None)
+    assert not off.needs_map(PEER, offered) and off.memory_of(PEER) is None
+    assert not SameHostPeers(HashKVCache(20, 16), fetch, is_on=True).needs_map(PEER, None)
 
 
 async def test_a_peer_that_is_lost_while_it_is_asked_is_not_mapped() -> None:
@@ -144,7 +144,7 @@ async def test_a_peer_that_is_lost_while_it_is_asked_is_not_mapped() -> None:
         raise AssertionError("cancelled before")
 
     ours = SameHostPeers(HashKVCache(20, 16), fetch, is_on=True)
-    mapping = asyncio.create_task(ours.settle(PEER, "baton-slow"))
+    mapping = asyncio.create_task(ours.try_map(PEER, "baton-slow"))
     await is_asked.wait()
     ours.forget(PEER)
     await asyncio.wait_for(mapping, 30)

@@ -196,7 +196,7 @@ async def test_reset_ends_a_connection_attempt() -> None:
 async def test_a_silent_listener_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.transfer.segment_link.PATIENCE_S", 0.05)
+    monkeypatch.setattr("worker.transfer.segment_link.CONNECT_TIMEOUT_S", 0.05)
     ends = Ends()
     with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as logs:
         ends.link.open(silent.getsockname()[1], first := ends.link.token)

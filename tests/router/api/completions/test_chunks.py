@@ -10,134 +10,69 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.api.chat import ChatAnswer
-from router.api.completions.completion import Completion, CompletionRequest
-from router.api.completions.events import DONE
-from router.api.completions.response import Head
+from router.api.completions.response import DONE
 from router.api.errors import HttpError
 from router.api.text import TextAnswer
-from router.core.request import Request
 from router.text.output_parts import PlainReader
 from router.text.stops import StopAutomaton
-from router.text.tokenizer import Tokenizer
-from tests.router.api.scripted import Core, Writer
-from tests.router.site import LETTERS, events, ids
-from wire.options import Options
-from wire.payloads import Logprobs, Usage
-
-HEAD = Head("1", 7, "m")
+from tests.router.api.scripted import Scene
+from tests.router.site import events, ids
 
 
-class Stream:
-    """A writer over an exchange whose core is a list."""
+class Stream(Scene):
+    """The chunks of a chat or of a text."""
 
-    def __init__(self, count: int = 1, *, prefix: str = "", is_chat: bool = True, **asked: Any):
-        self.core = Core()
-        requests = [(Request((8, 9), Options(), 5), prefix)] * count
-        request = CompletionRequest(
-            tokenizer=Tokenizer(LETTERS),
-            requests=requests,
-            num_choices=count,
-            answer=ChatAnswer if is_chat else TextAnswer,
-            **asked,
-        )
-        self.completion = Completion(self.core, request, Writer())
-        self.completion.submit()
-        self.writer = request.answer(self.completion, HEAD)
+    def __init__(self, *, is_chat: bool = True, **asked: Any) -> None:
+        super().__init__(ChatAnswer if is_chat else TextAnswer, **asked)
 
-    def say(self, text: str, choice: int = 0) -> list[Any]:
-        for token_id in ids(text):
-            self.core.sinks[choice].on_token(token_id, Logprobs(logprob=-1.0))
-        return self.take()
-
-    def done(self, choice: int = 0) -> list[Any]:
-        self.core.sinks[choice].on_done(Usage(finish_reason="stop"))
-        return self.take()
-
-    def take(self) -> list[Any]:
-        return events((self.writer.take() + DONE).decode())
-
-
-def test_a_chat_stream() -> None:
-    stream = Stream()
-    chunks = stream.say("ab") + stream.done()
-    head = {"id": "chatcmpl-1", "created": 7, "model": "m"}
-    assert all(chunk | head == chunk for chunk in chunks)
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert [choice["delta"] for choice in choices] == [
-        {"role": "assistant", "content": "a"},
-        {"content": "b"},
-        {},
-    ]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
-    assert "usage" not in chunks[0]
-    assert stream.writer.end() == DONE
+    def chunks(self, text: str = "", *, is_over: bool = False) -> list[Any]:
+        self.say(text)
+        if is_over:
+            self.end()
+        return events((self.answer.take() + DONE).decode())
 
 
 def test_a_text_stream_with_echo() -> None:
     stream = Stream(prefix="P:", is_chat=False)
-    chunks = stream.say("ab") + stream.done()
+    chunks = stream.chunks("ab") + stream.chunks(is_over=True)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["P:a", "b", ""]
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
 
 
 def test_an_answer_without_text_is_one_chunk() -> None:
-    [chunk] = Stream().done()
+    [chunk] = Stream().chunks(is_over=True)
     assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunk["choices"][0]["finish_reason"] == "stop"
 
 
-def test_usage_is_null_until_the_last_chunk() -> None:
-    stream = Stream(has_usage=True)
-    chunks = stream.say("ab") + stream.done()
-    assert [chunk["usage"] for chunk in chunks] == [None, None, None]
-    [last] = events(stream.writer.end().decode())
-    assert last["choices"] == []
-    assert last["usage"]["total_tokens"] == 5, "two of the prompt, two, and EOS"
-
-
 def test_running_usage_needs_usage() -> None:
     stream = Stream(has_usage=True, has_running_usage=True)
-    chunks = stream.say("ab") + stream.say("c") + stream.done()
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4]
-    assert "usage" not in Stream(has_running_usage=True).say("a")[0]
+    chunks = stream.chunks("ab") + stream.chunks("c", is_over=True)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 4]
+    assert "usage" not in Stream(has_running_usage=True).chunks("a")[0]
 
 
 def test_token_ids_and_the_prompt_with_the_first() -> None:
-    first, second = Stream(has_ids=True).say("ab")
+    first, second = Stream(has_ids=True).chunks("ab")
     assert first["choices"][0]["token_ids"] == ids("a")
     assert first["prompt_token_ids"] == [8, 9]
     assert second["choices"][0]["token_ids"] == ids("b")
     assert "prompt_token_ids" not in second
-    first, second = Stream(has_ids=True, is_chat=False).say("ab")
+    first, second = Stream(has_ids=True, is_chat=False).chunks("ab")
     assert first["choices"][0]["prompt_token_ids"] == [8, 9]
     assert "prompt_token_ids" not in second["choices"][0]
-
-
-def test_logprobs_on_every_chunk() -> None:
-    for chunk in Stream(has_logprobs=True).say("ab"):
-        assert len(chunk["choices"][0]["logprobs"]["content"]) == 1
-    text = Stream(has_logprobs=True, is_chat=False).say("ab")
-    assert text[1]["choices"][0]["logprobs"]["text_offset"] == [1]
-
-
-def test_choices_keep_their_index() -> None:
-    stream = Stream(3)
-    chunks = stream.say("ab", 2) + stream.say("c", 0)
-    assert [chunk["choices"][0]["index"] for chunk in chunks] == [2, 2, 0]
-    assert all("role" in chunks[i]["choices"][0]["delta"] for i in (0, 2))
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=8))
 def test_any_text_survives(text: str) -> None:
     stream = Stream()
-    chunks = stream.say("x" + text) + stream.done()
+    chunks = stream.chunks("x" + text, is_over=True)
     contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "".join(contents) == "x" + text
 
 
 def test_a_stream_that_breaks_says_so_and_ends() -> None:
-    broken = Stream().writer.failure(HttpError(503, "gone", code="worker_lost")).decode()
+    broken = Stream().answer.failure(HttpError(503, "gone", code="worker_lost")).decode()
     [document] = events(broken)
     assert document["error"]["code"] == "worker_lost"
     assert json.loads(HttpError(503, "gone").body)["error"]["type"] == "server_error"
@@ -158,9 +93,9 @@ def test_what_stands_around_a_text_is_known_where_nothing_else_is_said(
     asked: dict[str, Any], *, is_usual: bool
 ) -> None:
     stream = Stream(**asked)
-    first, second = stream.say("a"), stream.say("bc")
+    first, second = stream.chunks("a"), stream.chunks("bc")
     assert len(first) + len(second) == 3
-    assert (stream.writer.usual is not None) is is_usual
-    if stream.writer.usual is not None:
-        [chunk] = events((b'"b"'.join(stream.writer.usual) + DONE).decode())
+    assert (stream.answer.usual is not None) is is_usual
+    if stream.answer.usual is not None:
+        [chunk] = events((b'"b"'.join(stream.answer.usual) + DONE).decode())
         assert chunk == second[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,21 +30,28 @@ from wire.logprobs import join_prompt_logprobs, pack_logprobs
 from wire.payloads import Logprobs, PrefillResult, Usage
 
 TOKENIZER = Tokenizer(LETTERS)
+[BANG], [HALF, OTHER_HALF] = ids("!"), ids("é")
+GONE = WireError(ErrorCode.WORKER_LOST, "gone")
+# With the path of tokens that show nothing but text, and with the other one.
+BOTH_PATHS = pytest.mark.parametrize("stops", [(), ("zzz",)])
 
 
-def choice(*stops: str, tokenizer: Tokenizer = TOKENIZER, **output: Any) -> Choice:
+def choice(
+    *stops: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    prefix: str = "",
+    max_tokens: int = 99,
+    wake: Callable[[Choice], None] = lambda choice: None,
+    **output: Any,
+) -> Choice:
     automaton = StopAutomaton(stops) if stops else None
-    return Choice(
-        0,
-        (1, 2, 3),
-        CompletionRequest(answer=ChatAnswer, tokenizer=tokenizer, stops=automaton, **output),
-        lambda choice: None,
-    )
+    request = CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, stops=automaton, **output)
+    return Choice(0, prompt, request, wake, prefix, max_tokens)
 
 
 def say(target: Choice, text: str) -> None:
     for token_id in ids(text):
-        target.on_token(token_id, None)
+        target.on_token(token_id, Logprobs(logprob=-1.0))
 
 
 def done(target: Choice, reason: str = "stop") -> None:
@@ -54,134 +62,115 @@ def texts(pieces: list[Delta]) -> list[tuple[str, str | None]]:
     return [(piece.text, piece.finish_reason) for piece in pieces]
 
 
-def test_one_piece_a_token() -> None:
-    subject = choice()
-    say(subject, "abc")
-    assert texts(subject.take()) == [("a", None), ("b", None), ("c", None)]
-    assert subject.num_tokens == 3
-    assert subject.take() == []
-
-
-@pytest.mark.parametrize("stops", [(), ("zzz",)])
-def test_the_end_goes_out_with_the_last_token_if_it_is_there(stops: tuple[str, ...]) -> None:
+@BOTH_PATHS
+def test_the_end_goes_out_with_the_last_token_or_alone(stops: tuple[str, ...]) -> None:
     subject = choice(*stops)
     say(subject, "ab")
     done(subject, "length")
     assert texts(subject.take()) == [("a", None), ("b", "length")]
     assert subject.is_over
+    taken = choice(*stops)
+    say(taken, "a")
+    assert texts(taken.take()) == [("a", None)]
+    done(taken)
+    assert texts(taken.take()) == [("", "stop")]
+    assert (taken.take(), taken.num_divertible) == ([], 0)
 
 
-@pytest.mark.parametrize("stops", [(), ("zzz",)])
-def test_else_the_end_stands_alone(stops: tuple[str, ...]) -> None:
-    subject = choice(*stops)
-    say(subject, "a")
-    subject.take()
-    done(subject)
-    assert texts(subject.take()) == [("", "stop")]
-    assert subject.take() == []
+@BOTH_PATHS
+def test_the_last_token_waits_for_the_end_or_for_an_error(stops: tuple[str, ...]) -> None:
+    for end, reason in ((partial(done, reason="length"), "length"), (fail, None)):
+        subject = choice(*stops, max_tokens=2)
+        say(subject, "ab")
+        assert subject.num_divertible == 0
+        assert texts(subject.take()) == [("a", None)] and subject.lag == 0
+        end(subject)
+        assert texts(subject.take()) == [("b", reason)]
+        assert subject.num_tokens == 2 and subject.is_over
 
 
-@pytest.mark.parametrize("stops", [(), ("zzz",)])
+def fail(target: Choice) -> None:
+    target.on_error(GONE)
+
+
+@BOTH_PATHS
 def test_half_a_character_waits_for_the_other_half(stops: tuple[str, ...]) -> None:
     subject = choice(*stops, has_ids=True)
-    first, second = ids("é")
-    subject.on_token(first, None)
-    assert subject.take() == [Delta("", [first], [])]
-    subject.on_token(second, None)
-    assert subject.take() == [Delta("é", [second], [])]
+    subject.on_token(HALF, None)
+    assert subject.take() == [Delta("", [HALF], [])]
+    subject.on_token(OTHER_HALF, None)
+    assert subject.take() == [Delta("é", [OTHER_HALF], [])]
 
 
-def test_tokens_that_show_nothing_but_text_can_be_lent() -> None:
-    subject, lent, woken = choice(), list[int](), list[Choice]()
-    subject.max_tokens = 5
+def test_tokens_that_show_nothing_but_text_can_be_diverted() -> None:
+    diverted, woken = list[int](), list[Choice]()
+    subject = choice(max_tokens=5)
     say(subject, "a")
-    assert subject.num_lendable == 0, "one is to be taken first"
+    assert subject.num_divertible == 0, "one is to be taken first"
     subject.take()
-    assert subject.num_lendable == 3, "the last one goes with the end"
-    json_of = subject.lend(lambda token_id, logprobs: lent.append(token_id), woken.append)
+    assert subject.num_divertible == 3, "the last one goes with the end"
+    json_of = subject.divert(lambda token_id, logprobs: diverted.append(token_id), woken.append)
     say(subject, "bé")
-    assert b"".join(json_of(token_id) for token_id in lent) == '"b""""é"'.encode()
+    assert b"".join(json_of(token_id) for token_id in diverted) == '"b""""é"'.encode()
     assert (subject.lag, woken) == (0, [])
     done(subject)
     assert woken == [subject], "an end is no token"
-    subject.take_back(3)
+    subject.end_diversion(3)
     assert (texts(subject.take()), subject.num_tokens) == ([("", "stop")], 5)
 
 
-def test_half_a_character_may_be_lent_without_the_other_half() -> None:
-    first, second = ids("é")
+def test_half_a_character_may_be_diverted_without_the_other_half() -> None:
     subject = choice()
-    subject.on_token(first, None)
+    subject.on_token(HALF, None)
     assert texts(subject.take()) == [("", None)]
-    json_of = subject.lend(lambda token_id, logprobs: None, lambda choice: None)
-    assert [json_of(second), json_of(first)] == ['"é"'.encode(), b'""']
-    subject.take_back(2)
-    subject.on_token(second, None)
+    assert choice(has_ids=True).num_divertible == choice(has_logprobs=True).num_divertible == 0
+    json_of = subject.divert(lambda token_id, logprobs: None, lambda choice: None)
+    assert [json_of(OTHER_HALF), json_of(HALF)] == ['"é"'.encode(), b'""']
+    subject.end_diversion(2)
+    subject.on_token(OTHER_HALF, None)
     assert texts(subject.take()) == [("é", None)]
 
 
-def test_tokens_that_were_taken_back_are_not_lent() -> None:
-    subject, lent = choice(), list[int]()
-    subject.lend(lambda token_id, logprobs: lent.append(token_id), lambda choice: None)
-    subject.take_back(0)
-    say(subject, "c")
-    assert (texts(subject.take()), lent) == ([("c", None)], [])
-
-
-@pytest.mark.parametrize("output", [{"has_ids": True}, {"has_logprobs": True}])
-def test_tokens_that_show_more_are_not_lent(output: dict[str, Any]) -> None:
-    assert choice(**output).num_lendable == 0
-
-
-def test_after_the_end_there_is_nothing_to_lend() -> None:
-    subject = choice()
-    done(subject)
-    assert subject.num_lendable == 0
-
-
-def test_half_a_character_at_the_end_is_shown_broken() -> None:
-    subject = choice()
-    subject.on_token(ids("é")[0], None)
-    done(subject)
-    assert texts(subject.take()) == [("\ufffd", "stop")]
-
-
-def test_a_stop_string_across_tokens_ends_it() -> None:
-    subject = choice("lo w")
-    say(subject, "hello world")
-    *pieces, last = texts(subject.take())
-    assert [text for text, _ in pieces] == ["h", "e", "", "l", "", ""]
-    assert last == ("", "stop")
-    assert subject.num_tokens == 7
+@pytest.mark.parametrize(
+    ("stops", "output", "token_ids", "stop_token", "said"),
+    [
+        # A stop string: across tokens, one of several, shown, and where there must be more tokens.
+        (["lo w"], {}, ids("hello world"), None, ("hel", 7, "lo w")),
+        (["lo", "zz"], {}, ids("hello"), None, ("hel", 5, "lo")),
+        (["lo"], {"has_stop_text": True}, ids("hello"), None, ("hello", 5, "lo")),
+        (["a"], {"min_tokens": 2}, ids("aaba"), None, ("aab", 4, "a")),
+        # A stop token, of the request or the model's own.
+        ([], {}, ids("ab"), BANG, ("ab", 3, None)),
+        ([], {"has_stop_text": True}, ids("ab"), BANG, ("ab!", 3, None)),
+        ([], {"stop_token_ids": {BANG}}, ids("ab"), BANG, ("ab", 3, BANG)),
+        ([], {"has_stop_text": True}, [], HALF, ("\ufffd", 1, None)),
+        # EOS, after half a character.
+        ([], {}, [HALF], None, ("\ufffd", 2, None)),
+    ],
+)
+def test_what_stops_a_choice(
+    stops: list[str],
+    output: dict[str, Any],
+    token_ids: list[int],
+    stop_token: int | None,
+    said: tuple[Any, ...],
+) -> None:
+    subject = choice(*stops, has_ids=True, **output)
+    for token_id in token_ids:
+        subject.on_token(token_id, None)
+    if not stops:
+        subject.on_done(Usage(finish_reason="stop", stop_token_id=stop_token))
+    pieces = subject.take()
+    text = "".join(piece.text for piece in pieces)
+    assert (text, subject.num_tokens, subject.stop_reason) == said
+    assert pieces[-1].finish_reason == subject.finish_reason == "stop"
+    named = [token_id for piece in pieces for token_id in piece.token_ids]
+    assert named == [*token_ids[: said[1]], *([] if stop_token is None else [stop_token])]
     say(subject, "more")
-    done(subject)
     assert subject.take() == []
-    assert subject.usage is not None
 
 
-def test_a_stop_string_alone_ends_with_an_empty_piece() -> None:
-    subject = choice("ab")
-    say(subject, "a")
-    assert texts(subject.take()) == [("", None)]
-    say(subject, "b")
-    assert texts(subject.take()) == [("", "stop")]
-
-
-def test_what_was_held_for_a_stop_string_comes_at_the_end() -> None:
-    subject = choice("</s>")
-    say(subject, "x</")
-    done(subject, "length")
-    assert texts(subject.take()) == [("x", None), ("", None), ("</", "length")]
-
-
-def test_stop_strings_wait_for_min_tokens() -> None:
-    subject = choice("a", min_tokens=2)
-    say(subject, "aaba")
-    assert "".join(piece.text for piece in subject.take()) == "aab"
-    assert subject.finish_reason == "stop"
-
-
-def test_the_end_sign_as_first_token_is_no_text() -> None:
+def test_eos_as_the_first_token_has_no_text() -> None:
     subject = choice()
     subject.on_prefill(PrefillResult(token_id=1, cached_tokens=2, finish_reason="stop"), 0)
     done(subject)
@@ -189,163 +178,20 @@ def test_the_end_sign_as_first_token_is_no_text() -> None:
     assert (subject.num_tokens, subject.cached_tokens) == (1, 2)
 
 
-def test_the_first_token_comes_from_prefill() -> None:
-    subject = choice()
-    subject.on_prefill(PrefillResult(token_id=ids("h")[0], finish_reason="length"), 0)
-    done(subject, "length")
-    assert texts(subject.take()) == [("h", "length")]
-
-
-def test_what_came_before_an_error_is_shown() -> None:
-    subject = choice()
-    say(subject, "ab")
-    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
-    assert texts(subject.take()) == [("a", None), ("b", None)]
-    assert subject.is_over
-
-
-@pytest.mark.parametrize("is_shown", [False, True])
-def test_a_stop_string_says_which_and_may_be_shown(is_shown: bool) -> None:
-    subject = choice("lo", "zz", has_stop_text=is_shown)
-    say(subject, "hello")
-    assert "".join(piece.text for piece in subject.take()) == ("hello" if is_shown else "hel")
-    assert (subject.finish_reason, subject.stop_reason, subject.num_tokens) == ("stop", "lo", 5)
-
-
-@pytest.mark.parametrize("is_shown", [False, True])
-@pytest.mark.parametrize("is_own", [False, True])
-def test_a_stop_token_counts_and_says_which(is_own: bool, is_shown: bool) -> None:
-    [stop] = ids("!")
-    asked: dict[str, Any] = {
-        "stop_token_ids": frozenset({stop} if is_own else {}),
-        "has_stop_text": is_shown,
-    }
-    subject = choice(has_ids=True, **asked)
-    say(subject, "ab")
-    subject.on_done(Usage(finish_reason="stop", stop_token_id=stop))
-    pieces = subject.take()
-    assert "".join(piece.text for piece in pieces) == ("ab!" if is_shown else "ab")
-    assert [i for piece in pieces for i in piece.token_ids] == [*ids("ab"), stop]
-    assert (subject.num_tokens, subject.stop_reason) == (3, stop if is_own else None)
-
-
-def test_a_stop_token_that_is_half_a_character_is_shown_broken() -> None:
-    subject = choice(has_stop_text=True)
-    subject.on_done(Usage(finish_reason="stop", stop_token_id=ids("é")[0]))
-    assert texts(subject.take()) == [("\ufffd", "stop")]
-
-
-def test_a_stop_token_has_its_scores() -> None:
-    subject = choice(has_ids=True, has_logprobs=True)
-    [first, stop] = ids("a!")
-    subject.on_token(first, Logprobs(logprob=-1.0))
-    scores = Logprobs(logprob=-2.0)
-    subject.on_done(Usage(finish_reason="stop", stop_token_id=stop, stop_logprobs=scores))
-    [piece] = subject.take()
-    assert [each.token_id for each in piece.scores] == list(piece.token_ids) == [first, stop]
-    assert (piece.scores[1].logprobs, piece.scores[1].text_offset) == (scores, 1)
-
-
-@pytest.mark.parametrize("stops", [(), ("zzz",)])
-def test_the_last_token_waits_for_the_end(stops: tuple[str, ...]) -> None:
-    subject = choice(*stops)
-    subject.max_tokens = 2
-    say(subject, "ab")
-    assert texts(subject.take()) == [("a", None)] and subject.lag == 0
-    done(subject, "length")
-    assert texts(subject.take()) == [("b", "length")]
-    assert subject.num_tokens == 2
-
-
-def test_the_last_token_keeps_its_scores_while_it_waits() -> None:
-    subject = choice(has_logprobs=True)
-    subject.max_tokens = 2
-    for token_id, logprob in zip(ids("ab"), (-1.0, -2.0), strict=True):
-        subject.on_token(token_id, Logprobs(logprob=logprob))
-    pieces = subject.take()
-    done(subject, "length")
-    pieces += subject.take()
-    scores = [score.logprobs for piece in pieces for score in piece.scores]
-    assert scores == [Logprobs(logprob=-1.0), Logprobs(logprob=-2.0)]
-
-
-def test_the_last_token_is_not_lost_when_an_error_comes_for_the_end() -> None:
-    subject = choice()
-    subject.max_tokens = 2
-    say(subject, "ab")
-    assert subject.num_lendable == 0, "the last one waits for the end"
-    assert texts(subject.take()) == [("a", None)]
-    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
-    assert texts(subject.take()) == [("b", None)]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_but_not_for_one_that_does_not_come(is_first: bool) -> None:
-    subject = choice("a")
-    subject.max_tokens = 1 if is_first else 2
-    if not is_first:
-        say(subject, "b")
-    subject.on_prefill(PrefillResult(token_id=ids("a")[0]), 0)
-    if is_first:
-        assert texts(subject.take()) == [("", "stop")]
-        return
-    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
-    assert texts(subject.take()) == [("b", None), ("", "stop")]
-
-
-def test_the_prompts_scores_may_stand_alone() -> None:
-    subject = choice(has_prompt_logprobs=True)
-    subject.on_prefill(PrefillResult(token_id=ids("d")[0], prompt_logprobs=scored(-1, -2)), 0)
-    [piece] = subject.take()
-    assert [score.token_id for score in piece.prompt_scores] == [1, 2, 3]
-    assert list(piece.scores) == []
-
-
 def test_special_tokens_may_be_shown() -> None:
-    subject = choice(shown=TOKENIZER.special_ids)
-    subject.on_token(0, None)
-    assert texts(subject.take()) == [("<s>", None)]
-    subject = choice()
-    subject.on_token(0, None)
-    assert texts(subject.take()) == [("", None)]
+    for shown, text in ((TOKENIZER.special_ids, "<s>"), (frozenset[int](), "")):
+        subject = choice(shown=shown)
+        subject.on_token(0, None)
+        assert texts(subject.take()) == [(text, None)]
 
 
-def test_without_a_tokenizer_every_token_is_an_empty_piece() -> None:
-    subject = choice(tokenizer=Tokenizer(None), has_ids=True)
-    for token_id in (7, 8):
-        subject.on_token(token_id, None)
-    assert subject.take() == [Delta("", [7], []), Delta("", [8], [])]
-
-
-def test_scores_travel_with_their_token() -> None:
-    subject = choice(has_logprobs=True)
-    for token_id in ids("xé"):
-        subject.on_token(token_id, Logprobs(logprob=-1.0))
-    pieces = subject.take()
-    assert [len(piece.scores) for piece in pieces] == [1, 1, 1]
-    assert [score.text_offset for piece in pieces for score in piece.scores] == [0, 1, 1]
-
-
-def test_offsets_count_the_echoed_prompt() -> None:
-    output = CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, has_logprobs=True)
-    subject = Choice(0, (1,), output, lambda choice: None, prefix="abc")
-    subject.on_token(ids("x")[0], None)
-    assert subject.take()[0].scores[0].text_offset == 3
-
-
-def test_nobody_is_woken_for_what_nobody_reads() -> None:
+def test_a_choice_that_is_not_streamed_wakes_its_writer_at_the_end_alone() -> None:
     woken: list[Choice] = []
-    subject = Choice(
-        0,
-        (1,),
-        CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, is_streamed=False),
-        woken.append,
-    )
+    subject = choice(wake=woken.append, is_streamed=False)
     say(subject, "abc")
     assert woken == []
     done(subject)
     assert woken == [subject]
-    assert "".join(piece.text for piece in subject.take()) == "abc"
 
 
 @given(st.text(alphabet="ab日", max_size=12), st.lists(st.integers(0, 12), max_size=4))
@@ -366,36 +212,48 @@ def test_when_it_is_taken_never_changes_the_text(text: str, cuts: list[int]) -> 
     assert results == {(text.split("ba")[0], "stop" if "ba" in text else "length")}
 
 
-def test_the_model_directory_of_these_tests_is_complete(tmp_path: Path) -> None:
-    LETTERS.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).decode(ids("é!")) == "é!"
+# Log-probabilities.
 
 
-# What belongs to the prompt, and ends that are known at the first token.
+def test_scores_travel_with_their_token() -> None:
+    subject = choice(has_logprobs=True)
+    say(subject, "xé")
+    pieces = subject.take()
+    assert [len(piece.scores) for piece in pieces] == [1, 1, 1]
+    scores = Logprobs(logprob=-2.0)
+    subject.on_done(Usage(finish_reason="stop", stop_token_id=BANG, stop_logprobs=scores))
+    pieces += subject.take()
+    all_scores = [score for piece in pieces for score in piece.scores]
+    assert [score.text_offset for score in all_scores] == [0, 1, 1, 2]
+    assert (all_scores[-1].token_id, all_scores[-1].logprobs) == (BANG, scores)
 
 
-def scored(*logprobs: float) -> bytes:
+def prompt_read(*logprobs: float, **fields: Any) -> PrefillResult:
     rows = [Logprobs(logprob=value, top=((7, value),)) for value in logprobs]
-    return join_prompt_logprobs(1, map(pack_logprobs, rows))
+    packed = join_prompt_logprobs(1, map(pack_logprobs, rows))
+    return PrefillResult(token_id=ids("d")[0], prompt_logprobs=packed, **fields)
 
 
-def echoing(*, is_echo_only: bool = False) -> Choice:
-    output = CompletionRequest(
-        answer=ChatAnswer,
-        tokenizer=TOKENIZER,
-        has_logprobs=True,
-        has_echo_logprobs=True,
-        is_echo_only=is_echo_only,
-    )
-    return Choice(0, ids("abc"), output, lambda choice: None, prefix="abc")
+def test_the_prompts_scores_may_stand_alone() -> None:
+    subject = choice(has_prompt_logprobs=True)
+    subject.on_prefill(prompt_read(-1, -2), 0)
+    [piece] = subject.take()
+    assert [score.token_id for score in piece.prompt_scores] == [1, 2, 3]
+    assert list(piece.scores) == []
+
+
+def echoing(prefix: str, prompt: Sequence[int], *, is_echo_only: bool = False) -> Choice:
+    scored: dict[str, Any] = {
+        "has_logprobs": True,
+        "has_echo_logprobs": True,
+        "is_echo_only": is_echo_only,
+    }
+    return choice(prompt=prompt, prefix=prefix, **scored)
 
 
 def test_the_prompts_scores_come_with_the_first_piece() -> None:
-    subject = echoing()
-    first = PrefillResult(
-        token_id=ids("d")[0], logprobs=Logprobs(logprob=-4.0), prompt_logprobs=scored(-2, -3)
-    )
-    subject.on_prefill(first, 0)
+    subject = echoing("abc", ids("abc"))
+    subject.on_prefill(prompt_read(-2, -3, logprobs=Logprobs(logprob=-4.0)), 0)
     [piece] = subject.take()
     logprobs = [score.logprobs and score.logprobs.logprob for score in piece.scores]
     assert logprobs == [None, -2, -3, -4]
@@ -413,40 +271,20 @@ def test_the_prompts_scores_come_with_the_first_piece() -> None:
 def test_special_tokens_have_room_only_where_they_are_echoed(
     prefix: str, offsets: list[int]
 ) -> None:
-    asked = CompletionRequest(
-        answer=ChatAnswer, tokenizer=TOKENIZER, has_logprobs=True, has_echo_logprobs=True
-    )
-    subject = Choice(0, [0, *ids("ab")], asked, lambda choice: None, prefix)
-    subject.on_prefill(PrefillResult(token_id=ids("d")[0], prompt_logprobs=scored(-2, -3)), 0)
+    subject = echoing(prefix, [0, *ids("ab")])
+    subject.on_prefill(prompt_read(-2, -3), 0)
     [piece] = subject.take()
     assert [score.text_offset for score in piece.scores] == [*offsets, len(prefix)]
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_an_echo_alone_has_no_token_of_its_own(reason: str) -> None:
-    subject = echoing(is_echo_only=True)
-    result = PrefillResult(
-        token_id=ids("d")[0], finish_reason="length", prompt_logprobs=scored(-2, -3)
-    )
-    subject.on_prefill(result, 0)
+    subject = echoing("abc", ids("abc"), is_echo_only=True)
+    subject.on_prefill(prompt_read(-2, -3, finish_reason="length"), 0)
     done(subject, reason)  # that of the token which is not shown
     [piece] = subject.take()
     assert (piece.text, piece.finish_reason, len(piece.scores)) == ("", "length", 3)
     assert subject.num_tokens == 0
-
-
-@pytest.mark.parametrize("stop", [True, False])
-def test_the_first_token_may_be_a_stop_string(stop: bool) -> None:
-    subject = choice("d" if stop else "de")
-    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert subject.is_stopped_at_once is stop
-    assert texts(subject.take()) == [("", "stop" if stop else None)]
-
-
-def test_unless_there_must_be_more() -> None:
-    subject = choice("d", min_tokens=1)
-    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert not subject.is_stopped_at_once
 
 
 @pytest.mark.parametrize(
@@ -472,18 +310,6 @@ def test_one_wake_for_what_comes_together() -> None:
     assert len(pieces) == subject.num_new_tokens == 3
     core.sinks[0].on_token(ids("d")[0], None)
     assert writer.wakes == 2
-
-
-def test_over_when_every_choice_is() -> None:
-    core = Core()
-    subject, _ = started(core)
-    for sink in core.sinks:
-        assert not subject.is_over
-        sink.on_done(Usage(finish_reason="stop"))
-        subject.take()
-    assert subject.is_over
-    subject.cancel()
-    assert core.cancelled == []
 
 
 def test_a_stop_string_ends_its_own_request_only_and_well() -> None:
@@ -523,7 +349,7 @@ def test_completions_that_ended_leave_nothing_to_the_garbage_collector() -> None
         for _ in range(2):
             subject, _ = started(Core())
             subject.cancel()
-            subject.let_go()
+            subject.drop_callbacks()
             del subject
     assert not found
 
@@ -552,36 +378,16 @@ def test_usage_counts_a_prompt_once() -> None:
     assert [choice.num_tokens for choice in subject.choices] == [2] * 4, "EOS counts"
 
 
-def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
-    core = Core()
-    subject, _ = started(core, 2, stop="d")
-    core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert core.stopped == [1], "the decode worker is not even asked"
+def test_a_stop_in_the_first_token_ends_it_before_a_decode_worker_is_asked() -> None:
+    core, taken = Core(), list[Any]()
+    subject, writer = started(core, 2, stop="d")
+    vars(writer)["write"] = lambda: taken.extend(subject.take())
     core.sinks[1].on_prefill(PrefillResult(token_id=ids("e")[0]), 0)
-    [(stopped, pieces), _] = subject.take()
-    assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
+    assert core.stopped == []
+    core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
     assert (core.stopped, core.cancelled) == ([1], [])
-
-
-def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
-    """A client that reads again after a pause has thousands of tokens waiting, for each choice."""
-    subject, writer = started(core := Core())
-    tokens = ids("ab") * MAX_AT_ONCE
-    for sink in core.sinks:
-        for token_id in tokens:
-            sink.on_token(token_id, None)
-        sink.on_done(Usage(finish_reason="length"))
-    texts, parts = ["", ""], 0
-    while not subject.is_over:
-        wakes = writer.wakes
-        for choice, pieces in subject.take():
-            texts[choice.index] += "".join(piece.text for piece in pieces)
-        assert subject.num_new_tokens <= MAX_AT_ONCE
-        assert subject.is_over or writer.wakes > wakes
-        parts += 1
-    assert texts == ["ab" * MAX_AT_ONCE] * 2 and parts == 4
-    assert [choice.finish_reason for choice in subject.choices] == ["length"] * 2
-    assert subject.take() == []
+    [_, (stopped, pieces)] = taken
+    assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
 
 
 def test_what_came_before_an_error_is_shown_though_it_is_very_much() -> None:
@@ -653,15 +459,6 @@ def test_no_token_is_left_though_only_the_first_wakes(
     assert subject.is_over and shown == said
 
 
-def test_a_stop_string_ends_a_choice_though_more_waits() -> None:
-    subject, _ = started(core := Core(), 1, stop="b")
-    for token_id in ids("ab") * MAX_AT_ONCE:
-        core.sinks[0].on_token(token_id, None)
-    [(_, pieces)] = subject.take()
-    assert pieces[-1].finish_reason == "stop" and subject.is_over
-    assert core.stopped == [1] and subject.take() == []
-
-
 def test_what_a_completion_came_to() -> None:
     core = Core()
     subject, _ = started(core, 1)
@@ -689,11 +486,3 @@ def test_what_a_completion_came_to() -> None:
         "kv_bytes": 64,
         "kv_skipped_tokens": 0,
     }
-
-
-def test_an_error_in_the_middle_is_the_outcome() -> None:
-    core = Core()
-    subject, _ = started(core, 1)
-    core.sinks[0].on_error(WireError(ErrorCode.TRANSFER_FAILED, "x"))
-    subject.take()
-    assert subject.outcome == "transfer_failed"

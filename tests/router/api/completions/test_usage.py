@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from router.api.chat import ChatAnswer
 from router.api.completions.completion import Choice, CompletionRequest
-from router.api.completions.usage import KvTransfer, usage_body
+from router.api.completions.usage import KvTransfer, running_usage, usage_body
 from router.text.tokenizer import Tokenizer
 from tests.router.site import LETTERS
 from wire.payloads import Usage
@@ -21,6 +19,8 @@ def transfer(subject: Choice) -> KvTransfer | None:
 def test_kv_transfer_is_null_until_something_was_handed_over() -> None:
     asked = CompletionRequest(tokenizer=Tokenizer(LETTERS), answer=ChatAnswer)
     subject = Choice(0, (5, 6), asked, lambda choice: None)
+    running = running_usage(subject, 5)
+    assert (running.prompt_tokens, running.completion_tokens, running.total_tokens) == (2, 5, 7)
     assert transfer(subject) is None
     subject.usage = Usage(finish_reason="stop")
     assert transfer(subject) is None
@@ -28,12 +28,3 @@ def test_kv_transfer_is_null_until_something_was_handed_over() -> None:
     said = transfer(subject)
     assert said is not None
     assert (said.bytes, said.skipped_tokens, said.transfer_seconds) == (0, 3, 0.25)
-
-
-def test_what_only_baton_knows_is_for_who_asks() -> None:
-    asked = CompletionRequest(tokenizer=Tokenizer(LETTERS), answer=ChatAnswer)
-    subject = Choice(0, (5, 6), asked, lambda choice: None)
-    assert b"baton" not in msgspec.json.encode(usage_body([subject], 1))
-    assert b'"baton":{"kv_transfer":null}' in msgspec.json.encode(
-        usage_body([subject], 1, has_baton=True)
-    )

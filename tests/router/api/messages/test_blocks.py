@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from router.api.errors import HttpError
-from router.api.messages.blocks import Chat, Message, text_of
+from router.api.messages.blocks import Chat, Message
 
 Role = Literal["user", "assistant", "system"]
 
@@ -131,10 +131,3 @@ def test_a_picture_in_a_result_is_refused() -> None:
     )
     said = "messages[1].content[0].content[0].type: 'image' is not supported here, only text"
     assert refusal(*turns) == said
-
-
-def test_a_text_of_blocks() -> None:
-    assert text_of("a", "system") == "a"
-    assert text_of([text("a"), text("b")], "system") == "a\nb"
-    with pytest.raises(HttpError, match=r"system\[0\]"):
-        text_of([{"type": "image"}], "system")

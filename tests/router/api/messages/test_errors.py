@@ -7,25 +7,13 @@ import json
 import pytest
 
 from router.api.errors import HTTP_STATUS, HttpError, http_error
-from router.api.messages.errors import check_version, message_error
+from router.api.messages.errors import TYPES, check_version, message_error
 from wire.errors import ErrorCode, WireError
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (405, "invalid_request_error"),
-        (408, "timeout_error"),
-        (413, "request_too_large"),
-        (415, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"),
-    ],
+    [*TYPES.items(), (400, "invalid_request_error"), (405, "invalid_request_error")],
 )
 def test_the_type_of_each_status(status: int, kind: str) -> None:
     body = json.loads(message_error(HttpError(status, "why"), "req-1"))

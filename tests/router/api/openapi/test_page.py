@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -17,29 +16,12 @@ DOCUMENT = document()
 PAGE = page(DOCUMENT)
 
 
-class Reader(HTMLParser):
-    """Takes note of tags, links and names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.links: set[str] = set()
-        self.names: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        for name, value in attrs:
-            if name in ("href", "src"):
-                self.links.add(value or "")
-            elif name == "id":
-                self.names.add(value or "")
-
-
 def test_it_leads_nowhere_else() -> None:
-    reader = Reader()
-    reader.feed(PAGE)
-    assert not reader.tags & {"script", "link", "img", "iframe", "form"}
-    assert reader.links - {f"#{name}" for name in reader.names} == {"openapi.json"}
+    assert not re.search("<(script|link|img|iframe|form)", PAGE)
+    names = re.findall('id="(.*?)"', PAGE)
+    assert set(re.findall('(?:href|src)="(.*?)"', PAGE)) - {f"#{name}" for name in names} == {
+        "openapi.json"
+    }
 
 
 def test_the_policy_allows_its_style_only() -> None:

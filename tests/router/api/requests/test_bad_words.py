@@ -1,4 +1,4 @@
-"""Bad words as tokens, with the demo model's vocabulary, whose words have their space in front."""
+"""Bad words as tokens of the demo model, whose words begin with their space."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from router.api.requests.bad_words import bad_sequences
 from router.text.tokenizer import Tokenizer
 from wire.process.model import DEMO
 
-TOKENIZER = Tokenizer.load(DEMO)
+WORDS = Tokenizer.load(DEMO)
 
 
 def texts(*words: str) -> list[str]:
-    return [TOKENIZER.decode(sequence) for sequence in bad_sequences(TOKENIZER, words)]
+    return [WORDS.decode(sequence) for sequence in bad_sequences(WORDS, words)]
 
 
 def test_a_word_is_bad_at_the_beginning_and_after_a_space() -> None:
@@ -27,13 +27,13 @@ def test_where_the_space_is_a_token_of_its_own_one_sequence_is_both() -> None:
 
 
 def test_a_word_may_be_several_tokens() -> None:
-    assert min(map(len, bad_sequences(TOKENIZER, ["xylophonist"]))) > 1
+    assert min(map(len, bad_sequences(WORDS, ["xylophonist"]))) > 1
 
 
 @pytest.mark.parametrize("word", ["   ", "ab" * 500])
 def test_a_word_has_tokens_but_not_too_many(word: str) -> None:
     with pytest.raises(HttpError) as caught:
-        bad_sequences(TOKENIZER, ["fine", word])
+        bad_sequences(WORDS, ["fine", word])
     assert caught.value.param == "bad_words[1]"
 
 

@@ -24,7 +24,7 @@ def write(path: Path, **values: Any) -> Path:
 def test_a_model_recommends(tmp_path: Path) -> None:
     write(tmp_path, temperature=0.6, top_k=20, max_new_tokens=9, do_sample=True, top_p=None)
     assert read_defaults("auto", tmp_path) == Defaults(temperature=0.6, top_k=20, max_tokens=9)
-    assert read_defaults("auto", tmp_path).said == {
+    assert read_defaults("auto", tmp_path).non_neutral == {
         "temperature": 0.6,
         "top_k": 20,
         "max_tokens": 9,
@@ -35,7 +35,7 @@ def test_a_model_recommends(tmp_path: Path) -> None:
 
 def test_or_not(tmp_path: Path) -> None:
     assert read_defaults("auto", tmp_path) == NEUTRAL
-    assert read_defaults("auto", DEMO).said == {}
+    assert read_defaults("auto", DEMO).non_neutral == {}
     with pytest.raises(ConfigError, match=r"--generation-config .*nowhere has no"):
         read_defaults(str(tmp_path / "nowhere"), tmp_path)
 

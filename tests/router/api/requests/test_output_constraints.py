@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.api.errors import HttpError
 from router.api.requests.conversation import Conversation, Tool, ToolChoice
-from router.api.requests.output_constraints import held
+from router.api.requests.output_constraints import constraint
 from router.api.requests.structures import Wanted
 from router.text.output_parser import AnswerSyntax
 from router.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def asked(*tools: Tool, **fields: Any) -> Conversation:
 def allows(wanted: Wanted | None, text: str) -> bool:
     """Whether `text` is a whole answer."""
     assert wanted is not None
-    matcher = LLMatcher(WORDS, grammar_of(wanted.settle()))
+    matcher = LLMatcher(WORDS, grammar_of(wanted.to_structure()))
     assert not matcher.is_error(), matcher.get_error()
     tokens = WORDS.tokenize_str(text, parse_special=True)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -47,7 +47,7 @@ def allows(wanted: Wanted | None, text: str) -> bool:
 
 def of(conversation: Conversation, wanted: Wanted | None = None, **about: Any) -> Wanted | None:
     about = {"is_reasoning": False} | about
-    return held(about.pop("by", syntax()), conversation, wanted, **about)
+    return constraint(about.pop("by", syntax()), conversation, wanted, **about)
 
 
 def test_nothing_is_held_that_nobody_asked_to() -> None:
@@ -177,6 +177,6 @@ def test_a_tool_whose_schema_is_none_is_named(conversation: Conversation, templa
     wanted = of(conversation, by=syntax(template))
     assert wanted is not None
     with pytest.raises(HttpError) as caught:
-        wanted.settle()
+        wanted.to_structure()
     said = "tools: the parameters of 'sums': schema must be an object or boolean"
     assert (caught.value.param, caught.value.message) == ("tools", said)

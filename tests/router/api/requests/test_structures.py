@@ -59,7 +59,7 @@ def wanted(**fields: Any) -> Wanted:
 )
 def test_every_way_to_say_it(fields: dict[str, Any], kind: str, text: str) -> None:
     assert wanted(**fields)[1:3] == (kind, text)
-    wanted(**fields).settle()
+    wanted(**fields).to_structure()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_is_refused_is_named(fields: dict[str, Any], param: str) -> None:
 )
 def test_what_no_answer_can_be_held_to_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(HttpError) as caught:
-        wanted(**fields).settle()
+        wanted(**fields).to_structure()
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
@@ -155,7 +155,7 @@ BYTES = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
 def test_choices_are_taken_literally(choices: list[str]) -> None:
-    structure = wanted(guided_choice=choices).settle()
+    structure = wanted(guided_choice=choices).to_structure()
     assert all(takes(structure, choice) for choice in choices)
     assert not takes(structure, max(choices, key=len) + "x")
 
@@ -168,6 +168,6 @@ def test_a_schema_that_is_no_utf8_is_named() -> None:
 
 
 def test_a_grammar_in_ebnf_means_the_same() -> None:
-    structure = wanted(guided_grammar=EBNF).settle()
+    structure = wanted(guided_grammar=EBNF).to_structure()
     assert takes(structure, "a") and takes(structure, "12\n345\n")
     assert not takes(structure, "1\n")

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from msgspec import structs
+from msgspec import Struct, inspect, structs
 
 from router.api import tokenize
 from router.api.chat import ChatAnswer, ChatBody
@@ -34,7 +34,7 @@ from router.api.responses.store import KeptResponses
 from router.api.text import CompletionBody
 from router.api.tokenize import TokenizeBody
 from tests.cluster import ROOT
-from tests.router.api.asking import ASKER, complete, converse, raw
+from tests.router.api.asking import CONTEXT, complete, converse, raw
 from tests.router.site import write_model
 from wire.errors import WireError
 
@@ -94,45 +94,25 @@ TEMPLATE = (
 )
 
 # Values that change what is asked of the workers or shown of their answers, each with the fields
-# that must be there too.
+# that must be there too; of fields that are not here, any value of their type does.
+SAMPLES = {inspect.BoolType: True, inspect.IntType: 2, inspect.FloatType: 0.5}
 SCHEMA = {"type": "object"}
 SHARED: dict[str, tuple[object, dict[str, Any]]] = {
-    "add_special_tokens": (None, {}),
     "allowed_token_ids": ([5], {}),
     "bad_words": (["a"], {}),
-    "baton_usage": (True, {}),
-    "frequency_penalty": (1, {}),
     "guided_choice": (["a"], {}),
     "guided_grammar": ("start: /a/", {}),
     "guided_json": (SCHEMA, {}),
     "guided_regex": ("a+", {}),
-    "ignore_eos": (True, {}),
-    "include_stop_str_in_output": (True, {}),
     "logit_bias": ({"5": 1}, {}),
-    "max_tokens": (3, {}),
-    "min_p": (0.5, {}),
-    "min_tokens": (2, {}),
     "model": ("another", {}),
-    "n": (2, {}),
-    "presence_penalty": (1, {}),
-    "priority": (5, {}),
-    "prompt_logprobs": (1, {}),
-    "repetition_penalty": (2, {}),
     "request_id": ("mine", {}),
     "response_format": ({"type": "json_object"}, {}),
-    "return_token_ids": (True, {}),
-    "return_tokens_as_token_ids": (True, {}),
-    "seed": (5, {}),
     "skip_special_tokens": (False, {}),
     "stop": ("x", {}),
     "stop_token_ids": ([5], {}),
-    "stream": (True, {}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "structured_outputs": ({"regex": "a+"}, {}),
-    "temperature": (0.5, {}),
-    "top_k": (5, {}),
-    "top_p": (0.5, {}),
-    "truncate_prompt_tokens": (1, {}),
     "truncation_side": ("left", {"truncate_prompt_tokens": 1}),
 }
 TOOL = {"type": "function", "function": {"name": "get"}}
@@ -141,23 +121,16 @@ CHANGES: dict[str, dict[str, tuple[object, dict[str, Any]]]] = {
     "completions": SHARED
     | {
         "add_special_tokens": (False, {}),
-        "best_of": (2, {}),
-        "echo": (True, {}),
-        "logprobs": (1, {}),
         "prompt": ("ho", {}),
     },
     "chat": SHARED
     | {
         "add_generation_prompt": (False, {}),
-        "add_special_tokens": (True, {}),
         "chat_template": ("another", {}),
         "chat_template_kwargs": ({"colour": "red"}, {}),
-        "continue_final_message": (True, {}),
         "documents": ([{"title": "t", "text": "d"}], {}),
         "echo": (True, {"add_generation_prompt": False}),
         "include_reasoning": (False, {}),
-        "logprobs": (True, {}),
-        "max_completion_tokens": (3, {}),
         "parallel_tool_calls": (False, {"tools": [TOOL], "tool_choice": "required"}),
         "tool_choice": ("required", {"tools": [TOOL]}),
         "tools": ([TOOL], {}),
@@ -167,13 +140,11 @@ CHANGES: dict[str, dict[str, tuple[object, dict[str, Any]]]] = {
     },
     "responses": {name: how for name, how in SHARED.items() if name not in RESPONSES.refused}
     | {
-        "add_special_tokens": (True, {}),
         "chat_template_kwargs": ({"colour": "red"}, {}),
         "include_reasoning": (False, {}),
         "include": (["message.output_text.logprobs"], {}),
         "input": ("ho", {}),
         "instructions": ("Be brief.", {}),
-        "max_output_tokens": (3, {}),
         "metadata": ({"a": "b"}, {}),
         "parallel_tool_calls": (False, {}),
         "previous_response_id": ("resp_1", {}),
@@ -190,14 +161,11 @@ CHANGES: dict[str, dict[str, tuple[object, dict[str, Any]]]] = {
     },
     "tokenize": {
         "add_generation_prompt": (False, {}),
-        "add_special_tokens": (True, {}),
         "chat_template": ("another", {}),
         "chat_template_kwargs": ({"colour": "red"}, {}),
-        "continue_final_message": (True, {}),
         "messages": ([{"role": "user", "content": "ho"}], {}),
         "model": ("another", {}),
         "prompt": ("ho", {"messages": None}),
-        "return_token_strs": (True, {}),
     },
 }
 KINDS: dict[str, tuple[Any, Fields, set[str]]] = {
@@ -240,14 +208,14 @@ def outcome(model: ServedModel, kind: str, /, **fields: Any) -> object:
 
 def settled(asked: CompletionRequest) -> object:
     """A request with its structure, and with its reader as what that was made with."""
-    asked = asked if asked.wanted is None else asked.held_to(asked.wanted.settle())
+    asked = asked if asked.wanted is None else asked.constrained_to(asked.wanted.to_structure())
     made_with = asked.reader.keywords if isinstance(asked.reader, partial) else None
     return structs.replace(asked, reader=None), made_with
 
 
 def respond(model: ServedModel, /, **fields: Any) -> object:
     """The parsed body of /v1/responses, and the fields that its response repeats."""
-    asked = endpoint.read(KeptResponses(), model, raw(**{"input": "hi"} | fields), ASKER)
+    asked = endpoint.read(KeptResponses(), model, raw(**{"input": "hi"} | fields), CONTEXT)
     assert isinstance(asked.answer, partial)
     echo = {name: bytes(said) for name, said in asked.answer.keywords["fixed"].echo.items()}
     return settled(structs.replace(asked, answer=ChatAnswer)), echo
@@ -262,12 +230,21 @@ def test_every_known_field_has_one_answer(kind: str) -> None:
     assert set.union(*answers) - OURS == known
 
 
+def sample(body: type[Struct], name: str) -> object:
+    info = inspect.type_info(body)
+    assert isinstance(info, inspect.StructType)
+    [kind] = [field.type for field in info.fields if field.name == name]
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    [value] = [SAMPLES[type(each)] for each in kinds if type(each) in SAMPLES]
+    return value
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, name) for kind in CHANGES for name in sorted(KINDS[kind][1].that_work(KINDS[kind][0]))],
 )
 def test_a_field_that_works_makes_a_difference(model: ServedModel, kind: str, name: str) -> None:
-    value, others = CHANGES[kind][name]
+    value, others = CHANGES[kind].get(name) or (sample(KINDS[kind][0], name), {})
     assert outcome(model, kind, **others, **{name: value}) != outcome(model, kind, **others)
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from router.api.errors import HttpError
-from router.api.model import ServedModel
 from router.api.requests.conversation import Tool, ToolChoice
 from router.api.requests.structures import Wanted
 from router.api.responses.body import INCLUDES, LOGPROBS
+from tests.router.api.asking import letters
 from tests.router.api.responses.asking import CLOCK, WEATHER, asked
-from tests.router.site import write_model
 
 SCHEMA = {"type": "json_schema", "name": "a", "schema": {"type": "integer"}}
 ALLOWED: dict[str, Any] = {
@@ -22,13 +21,6 @@ ALLOWED: dict[str, Any] = {
     "mode": "required",
     "tools": [{"type": "function", "name": "clock"}],
 }
-
-
-def served(path: Path, template: str = "") -> ServedModel:
-    write_model(path)
-    config = {"chat_template": template + "{{ messages }}"}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return ServedModel("letters", path)
 
 
 def refusal(**fields: Any) -> HttpError:
@@ -41,14 +33,6 @@ def refusal(**fields: Any) -> HttpError:
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("background", {"background": True}),
-        ("conversation", {"conversation": "conv_1"}),
-        ("prompt", {"prompt": {"id": "pmpt_1"}}),
-        ("truncation", {"truncation": "auto"}),
-        ("n", {"n": 2}),
-        ("max_tokens", {"max_tokens": 5}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("request_id", {"request_id": "resp_mine"}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("input", {"input": []}),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
@@ -99,17 +83,9 @@ def test_refusals_name_the_field(param: str, fields: dict[str, Any]) -> None:
 
 def test_what_asks_for_nothing_is_taken() -> None:
     asked(
-        background=False,
-        truncation="disabled",
-        n=1,
-        conversation=None,
         include=[name for name in INCLUDES if name != LOGPROBS],
         reasoning={"effort": None, "summary": "auto"},
         text={"format": {"type": "text"}, "verbosity": "medium"},
-        service_tier="flex",
-        store=False,
-        prompt_cache_key="a",
-        nobody_knows_this=7,
     )
 
 
@@ -121,7 +97,7 @@ def test_the_conversation(tmp_path: Path) -> None:
         parallel_tool_calls=False,
         chat_template_kwargs={"enable_thinking": False},
     )
-    conversation = body.go_on(body.items, served(tmp_path))
+    conversation = body.conversation(body.items, letters(tmp_path))
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "hi"]
     assert conversation.tools == [
         Tool("weather", "Of a city.", WEATHER["parameters"], is_strict=True),
@@ -132,29 +108,10 @@ def test_the_conversation(tmp_path: Path) -> None:
     assert conversation.variables == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("include_reasoning", [None, True, False])
-def test_reasoning_is_shown_unless_it_is_declined(
-    tmp_path: Path, include_reasoning: bool | None
-) -> None:
-    body = asked(include_reasoning=include_reasoning)
-    conversation = body.go_on(body.items, served(tmp_path))
-    assert conversation.shows_reasoning == (include_reasoning is not False)
-
-
-def test_effort_is_for_templates_that_know_it(tmp_path: Path) -> None:
-    body, model = asked(reasoning={"effort": "low"}), served(tmp_path, "{{ reasoning_effort }}")
-    assert body.go_on(body.items, model).variables == {"reasoning_effort": "low"}
-    with pytest.raises(HttpError) as caught:
-        body.go_on(body.items, served(tmp_path, "</think>"))
-    assert caught.value.param == "reasoning.effort"
-    body = asked(reasoning={"effort": None})
-    assert body.go_on(body.items, served(tmp_path, "</think>")).variables == {}
-
-
 def test_allowed_tools_are_the_only_ones_to_be_called(tmp_path: Path) -> None:
     body = asked(tools=[WEATHER, CLOCK], tool_choice=ALLOWED)
-    conversation = body.go_on(body.items, served(tmp_path))
-    assert [tool.name for tool in conversation.told_tools] == ["weather", "clock"]
+    conversation = body.conversation(body.items, letters(tmp_path))
+    assert [tool.name for tool in conversation.visible_tools] == ["weather", "clock"]
     assert [tool.name for tool in conversation.callable_tools] == ["clock"]
     assert conversation.tool_choice == ToolChoice("required", ("clock",))
 
@@ -170,13 +127,6 @@ def test_what_the_text_is_to_be() -> None:
     both = asked(text={"format": SCHEMA}, structured_outputs={"regex": "a"})
     with pytest.raises(HttpError, match="one structure"):
         assert both.wanted
-
-
-def test_limits_and_scores() -> None:
-    body = asked(max_output_tokens=7, include=[LOGPROBS], top_logprobs=3)
-    assert (body.token_limit, body.num_logprobs) == (7, 3)
-    assert asked(include=[LOGPROBS]).num_logprobs == 0
-    assert asked().num_logprobs is None
 
 
 def test_the_echo_says_what_was_asked() -> None:

@@ -12,7 +12,7 @@ from router.api.completions.completion import Completion, CompletionRequest
 from router.api.completions.deltas import Delta
 from router.api.completions.response import Head
 from router.api.errors import HttpError
-from router.api.model import Asker, ServedModel
+from router.api.model import RequestContext, ServedModel
 from router.api.requests.value_count import MAX_OBJECTS
 from router.api.responses import endpoint
 from router.api.responses.endpoint import read
@@ -22,7 +22,7 @@ from tests.router.api.scripted import Core, Writer
 from tests.router.site import LETTERS
 from wire.errors import WireError
 
-ANNA, BEN = Asker("anna", 7, 400), Asker("ben", 7, 400)
+ANNA, BEN = RequestContext("anna", 7, 400), RequestContext("ben", 7, 400)
 
 
 class Talk:
@@ -32,20 +32,20 @@ class Talk:
         self.kept = KeptResponses()
         self._model = model
 
-    def read(self, asker: Asker = ANNA, **fields: Any) -> CompletionRequest:
+    def read(self, context: RequestContext = ANNA, **fields: Any) -> CompletionRequest:
         raw = json.dumps({"input": "hi"} | fields).encode()
         name = previous_id(raw)
-        previous = self.kept.get(asker.client, name) if name else None
-        return read(self.kept, self._model, raw, asker, previous)
+        previous = self.kept.get(context.client, name) if name else None
+        return read(self.kept, self._model, raw, context, previous)
 
     def prompt(self, **fields: Any) -> str:
         """The prompt that the model reads."""
         [(request, _)] = self.read(**fields).requests
         return LETTERS.decode(list(request.token_ids))
 
-    def answer(self, text: str, asker: Asker = ANNA, **fields: Any) -> str:
+    def answer(self, text: str, context: RequestContext = ANNA, **fields: Any) -> str:
         """Answer a body, and return the id."""
-        request = self.read(asker, **fields)
+        request = self.read(context, **fields)
         completion = Completion(Core(), request, Writer())
         completion.submit()
         answer = request.answer(completion, Head("r", 1, "letters"))
@@ -56,10 +56,6 @@ class Talk:
 @pytest.fixture
 def talk(tmp_path: Path) -> Talk:
     return Talk(letters(tmp_path))
-
-
-def test_the_input_is_the_prompt(talk: Talk) -> None:
-    assert talk.prompt(instructions="Be.") == "system:Be.\nuser:hi\nassistant:"
 
 
 def test_a_response_goes_on_from_another(talk: Talk) -> None:
@@ -76,12 +72,6 @@ def test_each_stands_alone(talk: Talk) -> None:
     second = talk.answer("two", input="more", previous_response_id=first)
     talk.kept.pop("anna", first)
     assert "user:hi\nassistant:hello\n" in talk.prompt(previous_response_id=second)
-
-
-def test_input_of_calls_becomes_messages(talk: Talk) -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "c", "output": "rain"}
-    assert talk.prompt(input=[call, output]).endswith("tool:rain\nassistant:")
 
 
 def test_what_is_not_to_be_kept_is_not(talk: Talk) -> None:

@@ -105,11 +105,3 @@ def test_scores_go_with_their_text_and_wait_for_none() -> None:
 def test_no_text_begins_no_item() -> None:
     [item] = said([[Reasoning("Hm."), Content("")]]).items("completed")
     assert item["type"] == "reasoning"
-
-
-def test_who_does_not_stream_makes_no_events() -> None:
-    output = Output("k", is_streamed=False)
-    output.add([Content("a")])
-    output.end("completed")
-    assert output.take_events() == b""
-    assert output.items("completed")[0]["content"][0]["text"] == "a"

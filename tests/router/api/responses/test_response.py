@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.api.completions.completion import Completion, CompletionRequest
-from router.api.completions.deltas import joined
-from router.api.completions.response import Head
 from router.api.errors import HttpError
 from router.api.responses.response import FixedFields, ResponseAnswer
-from router.core.request import Request
 from router.text.reasoning import FAMILIES, read_reasoning
 from router.text.scan import AnswerReader, Scan, Steps
-from router.text.tokenizer import Tokenizer
 from router.text.tools import hermes
 from tests.clients.openai_schema import validate_event, validator
 from tests.router.api.responses.asking import (
-    CLOCK,
     asked,
     assembled,
     events_of,
     without_call_ids,
 )
-from tests.router.api.scripted import Core, Writer
-from tests.router.site import LETTERS, ids
-from wire.options import Options
-from wire.payloads import Logprobs, Usage
+from tests.router.api.scripted import Scene
+from tests.router.site import ids
 
-HEAD = Head("request", 7, "letters")
 RESPONSE = validator("Response")
 THINKING = "<think>ab</think>c"
 CALLS = (
@@ -46,55 +38,37 @@ def read(scan: Scan) -> Steps[None]:
     yield from hermes.read(scan)
 
 
-class Answering:
-    """A real completion whose tokens come when a test says so, and what is kept of its answer."""
+class Answering(Scene):
+    """A response, and what is kept of it."""
 
     def __init__(self, *, is_streamed: bool, reads: bool = True, **fields: Any) -> None:
         self.kept: list[dict[str, Any]] = []
-        self.core = Core()
-        request = CompletionRequest(
-            tokenizer=Tokenizer(LETTERS),
-            answer=lambda completion, head: ResponseAnswer(
-                completion,
-                head,
-                fixed=FixedFields(
-                    "k", asked(**fields).echo(), lambda it: self.kept.append(json.loads(it))
-                ),
-            ),
-            requests=[(Request((1, 2, 3), Options(max_tokens=999), 998, "anna"), "")],
+        echo = asked(**fields).echo()
+        fixed = FixedFields("k", echo, lambda it: self.kept.append(json.loads(it)))
+        super().__init__(
+            partial(ResponseAnswer, fixed=fixed),
             reader=(lambda: AnswerReader(read)) if reads else None,
             shows_reasoning=fields.get("include_reasoning", True),
             is_streamed=is_streamed,
             has_logprobs="include" in fields,
         )
-        self._completion = Completion(self.core, request, Writer())
-        self._completion.submit()
-        self.answer = request.answer(self._completion, HEAD)
-
-    def say(self, token_ids: list[int]) -> None:
-        for token_id in token_ids:
-            self.core.sinks[0].on_token(token_id, Logprobs(logprob=-0.5, top=((token_id, -0.5),)))
 
     def stream(self, text: str, moments: list[int], reason: str = "stop") -> list[dict[str, Any]]:
         """The events where what has come is taken at these moments."""
         raw = b""
         for position, token_id in enumerate(ids(text)):
-            self.say([token_id])
+            self.say_ids([token_id])
             if position in moments:
                 raw += self.answer.take()
-        self.core.sinks[0].on_done(Usage(finish_reason=reason))
-        while not self._completion.is_over:
+        self.end(reason)
+        while not self.completion.is_over:
             raw += self.answer.take()
         return events_of(raw + self.answer.end())
 
     def whole(self, text: str, reason: str = "stop") -> dict[str, Any]:
-        self.say(ids(text))
-        self.core.sinks[0].on_done(Usage(finish_reason=reason))
-        pieces = []
-        while not self._completion.is_over:
-            pieces += [piece for _, taken in self._completion.take() for piece in taken]
-        body: dict[str, Any] = json.loads(self.answer.whole([joined(pieces)]))
-        return body
+        self.say(text)
+        self.end(reason)
+        return self.body()
 
 
 def same(response: dict[str, Any]) -> dict[str, Any]:
@@ -109,27 +83,17 @@ def test_a_whole_response() -> None:
     [message] = body["output"]
     assert (message["id"], message["status"]) == ("msg_k000", "completed")
     assert message["content"][0]["text"] == "hello"
-    assert body["usage"]["input_tokens"] == 3
-    assert body["usage"]["total_tokens"] == 3 + body["usage"]["output_tokens"]
+    assert body["usage"]["input_tokens"] == 2
+    assert body["usage"]["total_tokens"] == 2 + body["usage"]["output_tokens"]
     assert subject.kept == [body]
 
 
 def test_what_has_come_is_sent_at_once() -> None:
     subject = Answering(is_streamed=True)
     for text in ("hel", "lo"):
-        subject.say(ids(text))
+        subject.say(text)
         events = events_of(subject.answer.take())
         assert "".join([event.get("delta", "") for event in events]) == text
-
-
-def test_calls_are_items() -> None:
-    body = Answering(is_streamed=False, tools=[CLOCK]).whole(CALLS)
-    RESPONSE.validate(body)
-    message, first, second = body["output"]
-    assert message["content"][0]["text"] == "So:"
-    assert (first["name"], json.loads(first["arguments"])) == ("a", {"x": "é}"})
-    assert (second["name"], second["arguments"]) == ("b", "{}")
-    assert body["status"] == "completed"
 
 
 def test_reasoning_is_an_item_and_its_tokens_are_counted() -> None:
@@ -231,7 +195,7 @@ def test_scores_of_a_stream_are_those_of_the_whole(moments: list[int]) -> None:
 @pytest.mark.parametrize(("status", "code"), [(503, "server_error"), (429, "rate_limit_exceeded")])
 def test_one_that_broke(status: int, code: str) -> None:
     subject = Answering(is_streamed=True)
-    subject.say(ids("he"))
+    subject.say("he")
     begun = subject.answer.take()
     events = events_of(begun + subject.answer.failure(HttpError(status, "gone")))
     for event in events:

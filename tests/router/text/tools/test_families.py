@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tokenizers
-from llguidance import LLMatcher, LLTokenizer
 
 from router.text.tools.families import FAMILIES, detect
-from router.text.tools.lark import Tool, Wanted, literal
-from wire.process.model import DEMO
-
-BACKEND = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-TOKENIZER = LLTokenizer(BACKEND.to_str(), eos_token=0)
-GET = Tool("get", {"properties": {"a": {"type": "integer"}}, "required": ["a"]})
 
 
 @pytest.mark.parametrize(
@@ -39,37 +31,3 @@ GET = Tool("get", {"properties": {"a": {"type": "integer"}}, "required": ["a"]})
 )
 def test_the_template_says_which(template: str, name: str | None) -> None:
     assert detect(template) == (None if name is None else FAMILIES[name])
-
-
-def accepts(rules: str, text: str) -> bool:
-    grammar = f"start: answer\nTEXT: /(.|\\n)*/\n{rules}\n"
-    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(grammar), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return bool(matcher.consume_tokens(BACKEND.encode(text).ids) and matcher.is_accepting())
-
-
-@pytest.mark.parametrize(
-    ("name", "call", "several"),
-    [
-        (
-            "hermes",
-            '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>',
-            "CALL\nCALL",
-        ),
-        ("mistral", '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}]', ""),
-        ("llama3_json", '{"name": "get", "parameters": {"a": 1}}', "CALL; CALL"),
-        ("pythonic", "[get(a=1)]", "[get(a=1), get(a=1)]"),
-    ],
-)
-def test_a_grammar_lets_its_own_calls_through(name: str, call: str, several: str) -> None:
-    def rules(*, is_several: bool = False, is_required: bool = True) -> str:
-        wanted = Wanted([GET], literal, is_several=is_several, is_required=is_required)
-        return FAMILIES[name].grammar(wanted)
-
-    two = several.replace("CALL", call)
-    assert accepts(rules(), call) and not accepts(rules(), "I look.")
-    assert not accepts(rules(), call.replace("get", "set"))
-    assert not accepts(rules(), call.replace("1", '"b"'))
-    if two:
-        assert accepts(rules(is_several=True), two) and not accepts(rules(), two)
-    assert accepts(rules(is_required=False), "I look.") and accepts(rules(is_required=False), call)

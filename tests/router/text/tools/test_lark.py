@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from router.text.tools.lark import Tool, arguments, literal, objects, repeated, schema, upto
+from router.text.tools.lark import Tool, arguments, literal, objects, schema
 from wire.errors import ErrorCode, WireError
 
 
@@ -40,13 +40,3 @@ def test_arguments_are_an_object(kind: Any) -> None:
     with pytest.raises(WireError, match="'get' must have the type 'object'") as caught:
         arguments(Tool("get", {"type": kind}))
     assert caught.value.code == ErrorCode.INVALID_REQUEST
-
-
-def test_one_or_several() -> None:
-    assert repeated("call", "; ", is_several=False) == "call"
-    assert repeated("call", "; ", is_several=True) == 'call ("; " call)*'
-
-
-def test_text_ends_lazily_before_a_mark_that_is_no_token() -> None:
-    assert upto('"</a>"') == 'upto[lazy]: TEXT "</a>"'
-    assert upto("<[7]>", "thought") == "thought: TEXT <[7]>"

@@ -9,7 +9,7 @@ import pytest
 
 from router.text.scan import AnswerReader
 from router.text.tools import pythonic
-from router.text.tools.lark import Tool, Wanted, literal
+from router.text.tools.lark import AllowedCalls, Tool, literal
 from tests.router.text.reading import calls, read_pieces, read_whole, summary
 from tests.router.text.texts import value
 from wire.errors import ErrorCode, WireError
@@ -123,7 +123,7 @@ def test_however_much_there_is_it_is_read_as_a_literal_or_as_content(
     ],
 )
 def test_parameters_that_are_no_list_of_arguments(parameters: dict[str, Any]) -> None:
-    wanted = Wanted([Tool("get", parameters)], literal, is_several=True, is_required=True)
+    wanted = AllowedCalls([Tool("get", parameters)], literal, is_several=True, is_required=True)
     with pytest.raises(WireError, match="'get'") as caught:
         pythonic.grammar(wanted)
     assert caught.value.code == ErrorCode.INVALID_REQUEST
