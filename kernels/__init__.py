@@ -1,8 +1,8 @@
-"""The operators of a transformer over paged KV: tensors in, tensors out, chosen by device.
+"""Transformer operators over a paged KV cache; the pool's device selects the backend.
 
-Each function checks its arguments against `kernels.contract` (shapes and notation are explained
-there) and calls the backend of the pool's device.  Importing this package imports neither torch
-nor a backend: another package of this name is probed by transformers, which reads `__version__`.
+Each function checks its arguments against `kernels.contract`, which explains shapes and notation,
+then calls the backend.  Importing this package imports neither torch nor a backend, because
+transformers probes for a package named `kernels` and reads its `__version__`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "unpack_kv",
 ]
 
-# Device type to the module that serves it.
+# Module of the backend for each device type.
 _BACKENDS = {"cpu": "kernels.cpu.backend", "cuda": "kernels.cuda.backend"}
 
 
@@ -59,7 +59,7 @@ def backend_of(device_type: str) -> Backend:
     """Return the backend for "cpu" or "cuda", importing it the first time.
 
     Raises:
-        KernelError: No backend serves that kind of device.
+        KernelError: There is no backend for this device type.
     """
     module = _BACKENDS.get(device_type)
     if module is None:
@@ -68,10 +68,10 @@ def backend_of(device_type: str) -> Backend:
 
 
 def check_pool(pool: torch.Tensor) -> None:
-    """Check once, at the start, that the device's kernels serve such a pool.
+    """Check once, at startup, that the device's kernels support this pool.
 
     Raises:
-        KernelError: They do not; says which size or dtype is wrong.
+        KernelError: The pool's size or dtype is not supported; the message names it.
     """
     backend_of(pool.device.type).check_pool(pool)
 
@@ -85,18 +85,18 @@ def rotate_and_append(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Return this step's queries of one layer, rotated; write its keys and values to their slots.
+    """Return one layer's rotated queries of this step; write its keys and values to their slots.
 
     Args:
         heads: [T, Hq + 2 Hkv, D] of a float dtype: queries, keys, values.
-        rotation: [T, 2, D / 2] float32 cosines and sines by which queries and keys are rotated:
-            (x, y) -> (x cos - y sin, y cos + x sin) of the pairs (i, i + D / 2).
+        rotation: [T, 2, D / 2] float32 cosines and sines that rotate queries and keys: (x, y) -> (x
+            cos - y sin, y cos + x sin) for each pair of dimensions (i, i + D / 2).
         pool: [N, L, 2, Hkv, B, D].
-        norm: [Hq + Hkv, D] float32: before that each query and key becomes
-            x / sqrt(mean(x^2) + eps) * norm; None for no such norm.
+        norm: [Hq + Hkv, D] float32 weights of an RMS norm of each query and key before the
+            rotation, x / sqrt(mean(x^2) + eps) * norm; None for no norm.
 
     Returns:
-        [T, Hq, D] in the dtype of `heads`, new.  Nothing is rounded before the results are.
+        [T, Hq, D] in the dtype of `heads`, newly allocated.  Only results are rounded.
 
     Raises:
         ShapeError: The arguments do not fit each other.
@@ -117,22 +117,22 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally to a sequence's own KV; prompts and generation side by side.
+    """Compute causal attention of each sequence's queries to its own KV, in prefill and decode.
 
-    The query of position p sees positions (p - window, p], or [0, p] without a window; query i of
-    sequence s has position context_lens[s] - (its queries) + i.  KV of this step is appended first.
-    Of keys and values that no query sees, those in a block with some that one sees may be read, and
-    must be finite; whole blocks before are not looked at.
+    The query at position p sees positions (p - window, p], or [0, p] without a window; query i of
+    sequence s has position context_lens[s] - (number of its queries) + i.  This step's KV must have
+    been appended before.  Blocks that lie wholly before every query's window are not read; other
+    keys and values outside a window may be read and must be finite.
 
     Args:
         query: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv).
         pool: [N, L, 2, Hkv, B, D].
-        cap: A score s, scaled, becomes cap * tanh(s / cap); None for none.
-        sinks: [Hq] float32 on the pool's device: a score of each head that takes its share of the
-            softmax beside those of the keys, uncapped, and has no value.  None for none.
+        cap: If given, a scaled score s becomes cap * tanh(s / cap).
+        sinks: [Hq] float32 on the pool's device: an additional score of each head in the softmax,
+            which is not capped and has no value; None for no sinks.
 
     Returns:
-        [T, Hq, D] in the query's dtype; sums are taken in float32 at least.
+        [T, Hq, D] in the query's dtype; sums are accumulated in float32 or float64.
 
     Raises:
         ShapeError: The arguments do not fit each other.
@@ -151,13 +151,14 @@ def pack_kv(
     dtype: torch.dtype | None = None,
     heads: range | None = None,
 ) -> torch.Tensor:
-    """Copy a rectangle of one sequence's KV out of its blocks, in the order of the wire.
+    """Copy a rectangle (layers, heads, tokens) of one sequence's KV from its blocks to a segment.
 
     Args:
-        heads: The KV heads; None for all of them.
+        heads: The KV heads to copy; None for all of them.
 
     Returns:
-        [l, 2, h, t, D], new, contiguous, on the pool's device, of `dtype` (the pool's if None).
+        [l, 2, h, t, D] in the order of the wire, newly allocated, contiguous, on the pool's device,
+        of `dtype` (the pool's if None).
 
     Raises:
         ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
@@ -176,14 +177,14 @@ def unpack_kv(
     segment: torch.Tensor,
     heads: range | None = None,
 ) -> None:
-    """Copy a segment of the wire into one sequence's blocks, converting to the pool's dtype.
+    """Copy a segment received from the wire into a sequence's blocks, converting it to their dtype.
 
     Args:
         segment: [l, 2, h, t, D] of any float dtype, on the pool's device or the CPU.
-        heads: The KV heads; None for all of them.
+        heads: The KV heads to write; None for all of them.
 
     Raises:
-        ShapeError: The rectangle is empty, outside the pool, or the segment does not fit it.
+        ShapeError: The rectangle is empty or outside the pool, or the segment does not fit it.
     """
     heads = range(pool.shape[3]) if heads is None else heads
     contract.check_rectangle(pool, block_table, layers, tokens, heads)
@@ -199,23 +200,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add to x in place, and return `rms_norm` of the sum; both [T, K] of one dtype."""
+    """Add `added` to x in place and return `rms_norm` of the sum; both are [T, K] of one dtype."""
     return backend_of(x.device.type).add_rms_norm(x, added, weight, eps)
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(gate) * up, [T, K], for [T, 2 K]: gate first, then up."""
+    """Return activation(gate) * up, [T, K]; `gate_up` is [T, 2 K], gate first."""
     return backend_of(gate_up.device.type).gate(gate_up, activation)
 
 
 def route(
     logits: torch.Tensor, top_k: int, *, is_normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the `top_k` likeliest experts of each token, by the softmax of [T, E] logits.
+    """Choose the `top_k` likeliest experts of each token by the softmax of its [T, E] logits.
 
     Returns:
-        [T, top_k] which, the likeliest first, and [T, top_k] float32 the share of each: its part of
-        all experts' weight, or of the chosen ones' if `is_normalized`.
+        The experts' numbers, [T, top_k], the likeliest first, and their shares, [T, top_k] float32:
+        each expert's probability, divided by the sum over the chosen experts if `is_normalized`.
     """
     return backend_of(logits.device.type).route(logits, top_k, is_normalized)
 
@@ -229,15 +230,15 @@ def expert_mlp(
     activation: Activation,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the sum over a token's experts of share * down(gate(gate_up(x))), [T, K].
+    """Return for each token the sum over its experts of share * down(gate(gate_up(x))), [T, K].
 
-    The tokens that go to one expert are one product.
+    All tokens of one expert are multiplied in one matrix product.
 
     Args:
         x: [T, K].
-        experts: [T, top_k] which, and `shares` of each, as `route` returns them.
-        gate_up: [E, 2 N, K], gate first; `down` [E, K, N].
-        biases: [E, 2 N] and [E, K], added to the products of both; None for none.
+        experts: [T, top_k] numbers of experts; these and their `shares` are what `route` returns.
+        gate_up: [E, 2 N, K], gate first; `down` is [E, K, N].
+        biases: [E, 2 N] and [E, K], added to the results of gate_up and of down; None for none.
 
     Raises:
         ShapeError: The arguments do not fit each other.
@@ -253,22 +254,22 @@ def draw(
     settings: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Choose a token for each row at random: weight exp((logit - largest) / temperature), filtered.
+    """Draw a token for each row with probability exp((logit - largest) / temperature), filtered.
 
-    Filters apply in this order, and ties at a border all pass: top_k keeps logits not below the
-    k-th largest; top_p the likeliest tokens whose share of the weight left first reaches it; min_p
-    weights not below so much of the largest.  Then the first token is chosen, in the order of ids,
-    at which the cumulated weight exceeds `uniform` times the sum.  At temperature 0 it is the first
-    of the largest.  On a GPU nothing waits for the result.
+    Filters apply in this order, and all ties at a threshold pass: top_k keeps logits not below the
+    k-th largest; top_p keeps the likeliest tokens whose share of the remaining weight first reaches
+    it; min_p keeps weights of at least `min_p` times the largest.  The result is the first token,
+    in the order of ids, at which the cumulative weight exceeds `uniform` times the sum.  At
+    temperature 0 it is the first of the largest logits.  On a GPU nothing waits for the result.
 
     Args:
         logits: [R, V] of a float dtype.
-        settings: [R, 5] int64, rows of SAMPLING; None: temperature 0 in every row.
-        allowed: [R, words] int32, the bits of the tokens to choose from, 32 in a word, the lowest
-            first; none beyond the last word.  None: all tokens.
+        settings: [R, 5] int64, rows of SAMPLING; None for temperature 0 in every row.
+        allowed: [R, words] int32 bit masks of the allowed tokens, 32 tokens per word, lowest bit
+            first; tokens beyond the last word are not allowed.  None allows all tokens.
 
     Returns:
-        [R] int64 token ids, on the device of the logits, as the arguments are; -1 where no token is
+        [R] int64 token ids on the logits' device, where all arguments must be; -1 where no token is
         allowed.
 
     Raises:

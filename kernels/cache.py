@@ -1,9 +1,9 @@
-"""Compiled code on disk for the next start: a file for each task, writable by its user alone.
+"""Cache compiled code on disk for later starts, in one file per task that only its user can write.
 
-What is read here runs as this process.  So the directory belongs to this user and is closed to all
-others (mode 0700), as each file is: else nothing of it is read.  A file begins with a digest of the
-rest: one that a power loss or a bad disk has damaged is named in the log, removed, and compiled
-again.  A file is bytes and no pickle, and replaces the one before in one step.
+Cached code runs in this process.  So the directory (mode 0700) and its files must belong to this
+user and be closed to all others; otherwise nothing in it is read.  A file begins with a digest of
+its content: a file damaged by a power loss or a bad disk is logged, removed and compiled again.  A
+file contains plain bytes, no pickle, and is replaced atomically.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _FOR_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def compiled_code() -> Path:
-    """Return where compiled code is kept, by kind of device; the path may begin with ~."""
+    """Return the path of the cache of compiled code, which may begin with ~."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "baton", "kernels")
 
 
 class Directory:
-    """Files that only this user can read and write; `opened` makes it."""
+    """A directory of files that only this user can read and write; open one with `opened`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
-        self._descriptor = descriptor  # names are looked up here, wherever `path` leads meanwhile
+        self._descriptor = descriptor  # files are opened relative to it, even if `path` is replaced
 
     def load(self, name: str, key: bytes) -> bytes | None:
-        """Return what was saved under a name and a key; None if nothing was, or it is damaged."""
+        """Return the content saved under this name and key, or None if it is missing or damaged."""
         try:
             content = self._read(name)
         except OSError:
@@ -45,13 +45,13 @@ class Directory:
         return content[DIGEST_BYTES:] if content[:DIGEST_BYTES] == key else None
 
     def save(self, name: str, key: bytes, content: bytes) -> None:
-        """Save bytes under a name; call it in `locked`.
+        """Write content under a name; call it inside `locked`.
 
         Raises:
-            OSError: There is no room, or the directory cannot be written to.
+            OSError: The disk is full, or the directory cannot be written to.
         """
         new = f"{name}.new"
-        with suppress(FileNotFoundError):  # of a process that was killed
+        with suppress(FileNotFoundError):  # left by a process that was killed
             os.unlink(new, dir_fd=self._descriptor)
         try:
             with open(new, "xb", opener=self._open) as file:
@@ -64,7 +64,7 @@ class Directory:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Lock a name so that one process at a time saves it; remove a damaged file.
+        """Lock a name so that only one process at a time saves it; remove a damaged file first.
 
         Raises:
             OSError: The directory cannot be written to.
@@ -82,7 +82,11 @@ class Directory:
             yield
 
     def _read(self, name: str) -> bytes:
-        """Return a key and what follows it.  Raises OSError if they are not as they were saved."""
+        """Return the key and the content.
+
+        Raises:
+            OSError: The file is missing, damaged, or open to other users.
+        """
         with open(name, "rb", opener=self._open) as file:
             _check_owner("it", os.fstat(file.fileno()))
             content = file.read()
@@ -91,17 +95,17 @@ class Directory:
         return content[DIGEST_BYTES:]
 
     def _open(self, name: str, flags: int) -> int:
-        # A link may lead to a file that was not saved here; a FIFO would be waited for.
+        # A symbolic link may lead to a file that was not saved here; opening a FIFO would block.
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Directory]:
-    """Open a directory of compiled code; make it, or close it to others, if need be.
+    """Open a directory of compiled code; create it, or close it to other users, if necessary.
 
     Raises:
-        OSError: That cannot be, or it belongs to another user.
+        OSError: The directory cannot be created or closed to others, or belongs to another user.
     """
     path.mkdir(0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -117,7 +121,7 @@ def opened(path: Path) -> Iterator[Directory]:
 
 
 def digest_of(content: bytes) -> bytes:
-    """Return a digest of `DIGEST_BYTES`."""
+    """Return a BLAKE2 digest of `DIGEST_BYTES` bytes."""
     return blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 

@@ -1,23 +1,23 @@
-"""The operators of every backend: shapes, dtypes and errors, checked in one place.
+"""The contract of all backends: notation, shapes and dtypes of the operators, and their checks.
 
-Notation: T tokens of S sequences in one step, N blocks, L layers, Hq query heads, Hkv KV heads
-(Hkv divides Hq), B tokens in a block, D dimensions of a head, M columns of the block tables.
+Notation: T tokens of S sequences in one step, N blocks, L layers, Hq query heads, Hkv KV heads (Hkv
+divides Hq), B tokens per block, D dimensions per head, M columns of the block tables.
 
-    pool   [N, L, 2, Hkv, B, D]  all KV of some layers; axis 2 is key, value; contiguous.  A block's
-                                 layers lie together, so a block is one run of bytes.
-    slot   block * B + offset    where the KV of one token lives, the same in every layer of a pool.
-    wire   [l, 2, Hkv, t, D]     l layers by t tokens of one sequence, free of block sizes.
+    pool   [N, L, 2, Hkv, B, D]  the KV of L layers; axis 2 is key, value; contiguous.  A block's
+                                 layers are adjacent, so a block is one contiguous range of bytes.
+    slot   block * B + offset    the position of a token's KV, the same in every layer of a pool.
+    wire   [l, 2, Hkv, t, D]     l layers by t tokens of one sequence, whatever the block size.
 
 A block table maps logical block i of a sequence (tokens [i * B, (i + 1) * B)) to a block of the
-pool.  Slots that no token was appended to may hold anything, NaN included, and never matter.
-Checks read `.shape`, `.dtype` and CPU integers only, so they cost no device synchronisation and
+pool.  Slots to which no token was appended may contain anything, NaN included, without effect.  The
+checks read only `.shape`, `.dtype` and CPU integers, so they need no device synchronisation, and
 this module needs no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -29,42 +29,41 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POOL_RANK = 6
-# The settings of a row for `kernels.draw`.
+# The settings of one row for `kernels.draw`.
 #
-# The CPU and the GPU draw the same token of the same float32 logits, for nothing in a draw depends
-# on the order in which numbers are added or compared:
+# The CPU and the GPU draw the same token from the same float32 logits, because no result depends on
+# the order in which numbers are added or compared:
 #
-#   order   Logits are ordered as int32, by their bits: -0 is 0, and NaN is the largest.
-#   x       (logit - largest) * min(log2(e) / temperature, largest float64), in float64, each
-#           operation rounded; -64 where that is less or not a number.
-#   weight  2^x in whole multiples of 2^-42, the nearest: an int64 that the GPU's and the CPU's
-#           polynomial in float64 with fused multiply-adds makes of x.  Sums of weights are exact.
-#   border  Of top_k, the largest logit such that k logits are not under it; of top_p, such that the
-#           weights not under it sum to max(1, floor(top_p * sum)) at least.  A border is found
-#           digit by digit of the order, from sums by digit.  Of min_p, the weight
-#           floor(min_p * 2^42).
-#   token   The first at which the cumulated weight exceeds floor(uniform * sum); the last allowed
-#           one where there is no weight: where the largest logit is infinite or not a number.
+#   order      Logits are ordered as int32 by their bits; -0 equals 0, and NaN is the largest.
+#   x          (logit - largest) * min(log2(e) / temperature, largest float64), in float64, each
+#              operation rounded; -64 where that is smaller or NaN.
+#   weight     2^x in units of 2^-42, rounded to the nearest int64 by the same float64 polynomial
+#              with fused multiply-adds on both devices.  Sums of weights are exact.
+#   threshold  For top_k, the largest logit such that k logits are not below it; for top_p, such
+#              that the weights not below it sum to at least max(1, floor(top_p * sum)).  Both are
+#              found by radix select.  For min_p, the weight floor(min_p * 2^42).
+#   token      The first at which the cumulative weight exceeds floor(uniform * sum); the last
+#              allowed one if there is no weight, because the largest logit is infinite or NaN.
 #
 # Shares of a sum are products in float64.
 SAMPLING = np.dtype(
     [
-        ("temperature", np.float64),  # 0: the largest logit, the first of equals
+        ("temperature", np.float64),  # 0 takes the largest logit, the first of equals
         ("top_k", np.int64),  # 0 for none
         ("top_p", np.float64),  # 1 for none
         ("min_p", np.float64),  # 0 for none
-        ("uniform", np.float64),  # the number in [0, 1) that decides
+        ("uniform", np.float64),  # the random number in [0, 1) that selects the token
     ]
 )
-# Of more tokens the sum of weights could exceed an int64.
+# With more tokens the sum of weights could exceed an int64.
 MAX_VOCABULARY = 1 << 21
 
 
 class Activation(NamedTuple):
-    """A gate of a feed-forward: x times the logistic function of linear x + cubic x^3.
+    """The gate of a feed-forward layer: x times the logistic function of linear x + cubic x^3.
 
-    A gate over `limit` counts as that; so does what it multiplies, either way from 0, before
-    `shift` is added to it.
+    x is clamped to at most `limit`.  The factor that it multiplies is clamped to [-limit, limit],
+    then `shift` is added to it.
     """
 
     linear: float
@@ -74,22 +73,23 @@ class Activation(NamedTuple):
 
 
 SILU = Activation(1.0, 0.0)
-# GELU as its usual approximation has it, x (1 + tanh z) / 2: that is x times the logistic of 2 z.
+# The tanh approximation of GELU, x (1 + tanh z) / 2, equals x times the logistic function of 2 z.
 GELU_TANH = Activation(math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)
 
 
 class KernelError(Exception):
-    """A kernel cannot do what was asked; the caller's fault unless a subclass says otherwise."""
+    """A kernel cannot run with these arguments or on this machine."""
 
 
 class ShapeError(KernelError, ValueError):
-    """Arguments whose shapes, dtypes or ranges do not fit each other; nothing was written."""
+    """Shapes, dtypes or ranges of arguments do not fit each other; nothing was written."""
 
 
 class Run(NamedTuple):
-    """Tokens [start, stop) of a step, of one sequence, and the slots of the states around them.
+    """Consecutive tokens [start, stop) of one sequence in a step, and the slots of its state.
 
-    `before` is None at the beginning of a sequence.
+    The state is read from slot `before`, None at the beginning of a sequence, and written to
+    `after`.
     """
 
     start: int
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
 
 class Singles(NamedTuple):
-    """Runs of one token that do not continue each other: rows, slots, and which are new."""
+    """Runs of one token that do not continue each other: rows, state slots, and which are new."""
 
     rows: torch.Tensor
     before: torch.Tensor
@@ -109,11 +109,11 @@ class Singles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The states of a step: where they lie, and which tokens change them.
+    """The recurrent states of a step: their pool, and the runs of tokens that change them.
 
     Attributes:
-        pool: [slots, layers, heads, F] float32: all that one head remembers in one layer.
-        longer: In an order in which each state is written before it is read.
+        pool: [slots, layers, heads, F] float32: F numbers are the state of one head in one layer.
+        longer: The other runs, ordered so that each state is written before it is read.
     """
 
     pool: torch.Tensor
@@ -122,7 +122,7 @@ class States:
 
 
 class Windowed(NamedTuple):
-    """The tokens of a step in layers with a window: where they live there, and in which pool."""
+    """The pool of the sliding-window layers, and a step's batch in it."""
 
     pool: torch.Tensor
     batch: PagedBatch
@@ -135,7 +135,7 @@ class Scratch:
         self._kept: dict[type[Any], Any] = {}
 
     def of(self, kind: type[T]) -> T:
-        """Return the object of this type; the first time it is made, without arguments."""
+        """Return the object of this type; the first time, construct it without arguments."""
         if kind not in self._kept:
             self._kept[kind] = kind()
         kept: T = self._kept[kind]
@@ -144,20 +144,20 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBatch:
-    """Where the tokens of one step live; made once a step, used by every layer.
+    """The positions of one step's tokens in the pool; created once per step, used by every layer.
 
-    All tensors are int32 in CPU memory, whatever the pool's device: a backend uploads what it
-    needs once and keeps it in `scratch`.
+    All tensors are int32 in CPU memory, whatever the pool's device: a backend uploads what it needs
+    once and keeps it in `scratch`.
 
     Attributes:
         slots: [T] slot of each token.
-        query_starts: [S + 1] sequence s owns tokens [query_starts[s], query_starts[s + 1]).
-        context_lens: [S] tokens of the sequence, this step's included; its queries are the last.
+        query_starts: [S + 1]; sequence s has the tokens [query_starts[s], query_starts[s + 1]).
+        context_lens: [S] tokens of each sequence, this step's included; its queries are the last.
         block_tables: [S, M] physical block of each logical block; columns past the end are ignored.
-        states: What the sequences go on from in layers that keep a state; None: no layer does.
-        windowed: The same for layers with a window, which have a pool of their own; None: no layer
-            has one.  Of what no query sees, its tables may say anything.
-        scratch: What backends derived from the rest.
+        states: The states of recurrent layers; None if there are no such layers.
+        windowed: The batch of sliding-window layers, which have their own pool; None if there are
+            no such layers.  Its tables have arbitrary entries for blocks that no query sees.
+        scratch: Values that backends derived from the other fields.
     """
 
     slots: torch.Tensor
@@ -170,85 +170,45 @@ class PagedBatch:
 
 
 class Backend(Protocol):
-    """The operators of one kind of device; arguments were checked before.
+    """The operators of one device type; their arguments were checked before.
 
-    `kernels` documents them: a backend implements these functions and nothing else.
+    `kernels` documents them, and `kernels.reference` has their signatures.
     """
 
-    def check_pool(self, pool: torch.Tensor) -> None: ...
+    @property
+    def check_pool(self) -> Callable[[torch.Tensor], None]: ...
 
-    def rotate_and_append(
-        self,
-        heads: torch.Tensor,
-        rotation: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        batch: PagedBatch,
-        norm: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> torch.Tensor: ...
+    @property
+    def rotate_and_append(self) -> Callable[..., torch.Tensor]: ...
 
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+    @property
+    def paged_attention(self) -> Callable[..., torch.Tensor]: ...
 
-    def pack_kv(
-        self,
-        pool: torch.Tensor,
-        block_table: Sequence[int],
-        layers: range,
-        tokens: range,
-        dtype: torch.dtype,
-        heads: range,
-    ) -> torch.Tensor: ...
+    @property
+    def pack_kv(self) -> Callable[..., torch.Tensor]: ...
 
-    def unpack_kv(
-        self,
-        pool: torch.Tensor,
-        block_table: Sequence[int],
-        layers: range,
-        tokens: range,
-        segment: torch.Tensor,
-        heads: range,
-    ) -> None: ...
+    @property
+    def unpack_kv(self) -> Callable[..., None]: ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    @property
+    def rms_norm(self) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]: ...
 
+    @property
     def add_rms_norm(
-        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor: ...
-
-    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor: ...
-
-    def route(
-        self, logits: torch.Tensor, top_k: int, is_normalized: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def expert_mlp(
         self,
-        x: torch.Tensor,
-        experts: torch.Tensor,
-        shares: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: Activation,
-        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor: ...
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]: ...
 
-    def draw(
-        self,
-        logits: torch.Tensor,
-        settings: torch.Tensor | None = None,
-        allowed: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+    @property
+    def gate(self) -> Callable[[torch.Tensor, Activation], torch.Tensor]: ...
+
+    @property
+    def route(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]: ...
+
+    @property
+    def expert_mlp(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    def draw(self) -> Callable[..., torch.Tensor]: ...
 
 
 def check_heads(
@@ -318,7 +278,7 @@ def check_experts(
     down: torch.Tensor,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Raise ShapeError unless x is [T, K], gate_up [E, 2 N, K], down [E, K, N], biases theirs."""
+    """Raise ShapeError unless x is [T, K], gate_up [E, 2 N, K], down [E, K, N], and biases fit."""
     if experts.ndim != 2 or experts.shape != shares.shape or len(experts) != len(x):
         found = f"{tuple(experts.shape)} and {tuple(shares.shape)}"
         raise ShapeError(f"experts and shares are {found}, not both [T, top_k], T = {len(x)}")
@@ -335,8 +295,10 @@ def check_experts(
 def check_draw(
     logits: torch.Tensor, settings: torch.Tensor | None, allowed: torch.Tensor | None
 ) -> None:
-    """Raise ShapeError unless logits are [R, V], settings contiguous rows of SAMPLING as int64, and
-    allowed contiguous rows of int32."""
+    """Raise ShapeError unless logits are [R, V], and settings and allowed have R rows that fit.
+
+    Both must be contiguous: `settings` rows of SAMPLING as int64, `allowed` rows of int32.
+    """
     num_rows, size = logits.shape
     if not 1 <= size <= MAX_VOCABULARY:
         raise ShapeError(f"logits are of {size} tokens, not 1 to {MAX_VOCABULARY}")
@@ -358,7 +320,7 @@ def check_draw(
 def check_rectangle(
     pool: torch.Tensor, block_table: Sequence[int], layers: range, tokens: range, heads: range
 ) -> None:
-    """Raise ShapeError unless it lies in the pool's layers and heads, and in the table's blocks."""
+    """Raise ShapeError unless layers, heads and tokens lie in the pool and the table's blocks."""
     _check_pool(pool, 0)
     num_blocks, num_layers, _, num_heads, block_size, _ = pool.shape
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:

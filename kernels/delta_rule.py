@@ -1,17 +1,17 @@
-"""The gated delta rule and its convolution, by torch on any device, from state to state.
+"""The gated delta rule and its convolution (linear attention), in torch on any device.
 
-What a head remembers is a matrix S, which each token changes: it fades, then what it has for the
-token's key moves by a part `beta` towards the token's value.  With `decay` the logarithm of what is
-left of S,
+The state of a head is a matrix S.  Each token decays S, then moves the value that S has for the
+token's key by a fraction `beta` towards the token's value.  With `decay` the logarithm of the
+factor by which S decays,
 
     S = exp(decay) S;   S = S + k (beta (v - k S));   out = q S        (k and q as column and row)
 
-Tokens that come alone, as each generated one does, are computed side by side.  A longer run is
-computed in parts of `PART` tokens.  Within a part all differences d_i = beta_i (v_i - k_i S_i) are
-found at once: S_i is what the S before the part has become, plus what the differences before i
-have added, so they solve a triangular system.  Where a run is cut changes the last bits.
+Runs of one token, as in decode, are computed in parallel.  A longer run is computed in chunks of
+`PART` tokens.  Within a chunk all differences d_i = beta_i (v_i - k_i S_i) are found at once: S_i
+is the decayed state from before the chunk plus what the differences before i have added, so the
+differences solve a triangular system.  Where a run is split changes the last bits.
 
-States are float32, and so is every sum.
+States and sums are float32.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.nn.functional import silu
 
 from kernels.contract import Run, Singles, States
 
-# Wide enough for whole tiles of a product, narrow enough that the system is small beside it.
+# Tokens of a chunk: enough for whole tiles of a matrix product, few enough that solving the
+# triangular system costs little beside it.
 PART = 64
 
 
 def plan_runs(pool: torch.Tensor, runs: Sequence[Run]) -> States:
-    """Say which runs of a step are computed side by side, and which one after another."""
+    """Separate the runs of a step that are computed in parallel from those computed in order."""
     written = {run.after for run in runs}
     read = {run.before for run in runs}
     alone, longer = list[Run](), list[Run]()
@@ -44,12 +45,13 @@ def plan_runs(pool: torch.Tensor, runs: Sequence[Run]) -> States:
 def convolve(
     x: torch.Tensor, weight: torch.Tensor, memory: torch.Tensor, states: States
 ) -> torch.Tensor:
-    """Return [T, H, C] SiLU of each channel's weighted sum over a token and those before it.
+    """Return [T, H, C] SiLU of each channel's weighted sum over a token and the tokens before it.
 
     Args:
         x: [T, H, C] float32.
-        weight: [H, C, W], the token's own last.
-        memory: [slots, H, C, W - 1], what was before; a view of the pool, which is written to.
+        weight: [H, C, W]; the last of W is the weight of the token itself.
+        memory: [slots, H, C, W - 1] the inputs before each run; a view of the pool, updated in
+            place.
     """
     out = torch.empty_like(x)
     rows, before, after, is_new = states.singles
@@ -79,13 +81,13 @@ def delta_rule(
     memory: torch.Tensor,
     states: States,
 ) -> torch.Tensor:
-    """Return [T, H, R, V] what queries find; R matrices share a query and a key.
+    """Return [T, H, R, V] outputs of the gated delta rule; R states share a query and a key.
 
     Args:
-        query: [T, H, K] float32; `key` likewise.
+        query: [T, H, K] float32; `key` has the same shape.
         value: [T, H, R, V].
-        decay: [T, H, R], at most 0; `beta` likewise, 0 to 1.
-        memory: [slots, H, R, K, V]; a view of the pool, which is written to.
+        decay: [T, H, R], at most 0; `beta` has the same shape, from 0 to 1.
+        memory: [slots, H, R, K, V] states; a view of the pool, updated in place.
     """
     out = torch.empty_like(value)
     rows, before, after, is_new = states.singles
@@ -116,7 +118,7 @@ def delta_rule(
 
 
 def _read(memory: torch.Tensor, slots: torch.Tensor, is_new: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the states, nothing but zeros of those that are new."""
+    """Return a copy of the states, with zeros for new sequences."""
     states = memory[slots]
     states[is_new] = 0
     return states
@@ -130,10 +132,10 @@ def _through(
     beta: torch.Tensor,
     matrix: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of one part's queries, and the state after it."""
+    """Return the outputs of one chunk's queries, and the state after the chunk."""
     total = decay.cumsum(-1)
-    left = total.exp()[..., None]  # of the matrix, after each token
-    # What is left after token i of what token j added; nothing of what comes later.
+    left = total.exp()[..., None]  # decay of the earlier state at each token
+    # Entry (i, j) is the decay at token i of what token j added; 0 for later tokens j.
     steps = total[..., :, None] - total[..., None, :]
     later = torch.ones_like(steps[0, 0], dtype=torch.bool).triu(1)
     left_of = steps.masked_fill(later, -torch.inf).exp()

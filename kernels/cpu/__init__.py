@@ -1,1 +1,1 @@
-"""The operators on a CPU: loops compiled by Numba, on threads of their own."""
+"""The operators on a CPU: loops compiled by Numba that run on their own threads."""

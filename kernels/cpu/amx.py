@@ -1,10 +1,11 @@
-"""Matrix tiles of the processor (AMX): 16 rows by 16 columns of float32 sums in one register.
+"""Matrix tiles of the processor (AMX): one register has the float32 sums of 16 rows by 16 columns.
 
-A step multiplies 16 rows of 32 bfloat16 with 16 columns of them: `tdpbf16ps`.  Each sum is taken
-in one order, whatever stands beside it: of 32 products those of even and those of odd numbers are
-added up by themselves, the two are added, and that is added to the sum.  Bit for bit the same, with
-float32 vectors on any processor, is `kernels.cpu.simd.pair_product`; but tiles take numbers below
-2^-126 for zero.  A step of int8 has 64 inputs, `tdpbssd`; its sums are int32 and exact.
+A step, `tdpbf16ps`, multiplies 16 rows of 32 bfloat16 by 16 columns.  It adds to each sum in a
+fixed order, whatever the other rows are: the products at even and at odd indices are summed
+separately, the two sums are added, and the result is added to the accumulator.
+`kernels.cpu.simd.pair_product` computes the same bits with float32 vectors on any processor, except
+that tiles flush numbers below 2^-126 to zero.  A step of int8, `tdpbssd`, has 64 inputs; its sums
+are int32 and exact.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS, TDPBSSD.
 """
@@ -22,32 +23,29 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
-from kernels.cpu.simd import Loop, i64
+from kernels.cpu.llvm import I8, Loop, call, i64
 
 Configuration = npt.NDArray[np.uint8]
 
-# Rows of a tile; numbers of each row, and of each column of weights, that a step multiplies: of
-# bfloat16 and of int8.
+# Rows of a tile; inputs of a step in bfloat16 and in int8.
 TILE_ROWS = 16
 STEP = 32
 BYTES_STEP = 64
-# Bytes of a panel's weights for a step: 16 rows of 16 columns, of a pair of bfloat16 or four int8.
+# Bytes of a panel's weights in a step: 16 rows of 16 columns, each a pair of bfloat16 or four int8.
 STEP_BYTES = 1024
 CONFIGURATION_BYTES = 64
-# Bytes of a tile's row: of a row of x for a step, of 16 sums.
+# Bytes of a tile's row: one row of x in a step, or 16 sums.
 ROW_BYTES = 64
 _LINE_BYTES = 64
-# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux gives the tiles to who asks for them.
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) requests permission from Linux to use tiles.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
-_I8 = ir.IntType(8)
 
 
 @cache
 def available() -> bool:
-    """Ask the system for the tiles, once; return whether this process has them."""
+    """Request permission to use tiles, once; return whether this process has it."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not _are_known():
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
@@ -55,16 +53,16 @@ def available() -> bool:
 
 @cache
 def _are_known() -> bool:
-    """Whether the processor that loops are compiled for has these instructions."""
+    """Return whether the processor that loops are compiled for has these instructions."""
     return {"+amx-tile", "+amx-bf16", "+amx-int8"} <= target_features()
 
 
 def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
-    """Return what `configure` loads: how many rows the first and the second tile of x have.
+    """Return what `configure` loads for this many rows in the first and the second tile of x.
 
-    Tiles 0 and 1, then 2 and 3, are the sums of the first and the second tile of x, which are tiles
-    4 and 5; weights come into 6 and 7.  Without a second tile of x 0 to 3 are sums of the first and
-    weights come into 5, 6 and 7.
+    With two tiles of x (tiles 4 and 5), tiles 0 and 1 are the sums of the first, 2 and 3 those of
+    the second, and weights are loaded into 6 and 7.  With one tile of x (tile 4), tiles 0 to 3 are
+    its sums, and weights are loaded into 5, 6 and 7.
     """
     layout = np.zeros(CONFIGURATION_BYTES, np.uint8)
     layout[0] = 1
@@ -77,9 +75,10 @@ def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
 
 @cache
 def configurations() -> Configuration:
-    """Return tile configurations by number of rows below two tiles; index 0 is two full tiles.
+    """Return the tile configurations for 1 to 31 rows by number of rows; index 0 is two full tiles.
 
-    [32, CONFIGURATION_BYTES], kept for ever.
+    The array is [32, CONFIGURATION_BYTES] and is never freed, because compiled code has its
+    address.
     """
     whole = configuration(TILE_ROWS, TILE_ROWS)
     rests = (
@@ -90,28 +89,28 @@ def configurations() -> Configuration:
 
 @instruction(types.void, types.int64)
 def configure(b: ir.IRBuilder, address: Any) -> None:
-    """Load what `configuration` returned from an address; every tile is zero then."""
+    """Load the configuration at an address, which also zeroes every tile."""
     _tile(b, "ldtilecfg", _pointer(b, address))
 
 
 @instruction(types.void)
 def release(b: ir.IRBuilder) -> None:
-    """Leave the tiles: a thread that uses none is cheaper to switch."""
+    """Release the tiles: a thread that uses none is cheaper to switch."""
     _tile(b, "tilerelease")
 
 
 def tile_product(
     num_tiles: int, num_panels: int, *, prefetch: int = 0, of_bytes: bool = False
 ) -> Callable[..., Any]:
-    """Return y[r, p, :16] = sum over k of x[r, k] w[p, k, :16], plus what y was, by tiles.
+    """Return a function that computes y[r, p, :16] = sum over k of x[r, k] w[p, k, :16] by tiles.
 
     The function takes (w, x, x_stride, y, y_stride, num_steps, is_added, panel_stride, later):
-    addresses, and strides in bytes from row to row of x and y and from panel to panel of w.  x is
-    bfloat16, 32 of them a step, and has as many rows as `configure` was told, in one or two tiles;
-    w is `[num_steps, 16, 16, 2]` bfloat16 a panel: pairs of k, then columns; y is float32 and its
-    panels lie side by side.  With `prefetch` 1, 2 or 4 it asks meanwhile for all, half or a quarter
-    of as many steps of as many panels at `later`.
-    `of_bytes` x and w are int8, 64 a step and four of k together, and y is int32.
+    addresses, and strides in bytes between rows of x, rows of y and panels of w.  If `is_added`,
+    the earlier y is added.  x is bfloat16, 32 per step, in one or two tiles with the number of rows
+    set by `configure`; w is `[num_steps, 16, 16, 2]` bfloat16 per panel: pairs of k, then columns;
+    y is float32 and its panels are adjacent.  With `prefetch` 1, 2 or 4 the function prefetches
+    all, half or a quarter of the size of these weights from address `later`.  With `of_bytes` x and
+    w are int8, 64 per step with four of k adjacent, and y is int32.
     """
     multiply = "tdpbssd" if of_bytes else "tdpbf16ps"
 
@@ -141,7 +140,7 @@ def tile_product(
             _load(b, weights, b.add(w, at), i64(ROW_BYTES))
             if prefetch:
                 part = STEP_BYTES // prefetch
-                _ask(b, b.add(later, offsets[p]), loop.index, part, num_tiles)
+                _prefetch_part(b, b.add(later, offsets[p]), loop.index, part, num_tiles)
             for r in tiles:
                 _tile(b, multiply, _number(2 * r + p), _number(4 + r), _number(weights))
         loop.end([])
@@ -152,10 +151,10 @@ def tile_product(
     return product
 
 
-def _ask(b: ir.IRBuilder, start: Any, index: Any, size: int, cache: int) -> None:
-    """Ask for the part of this index, of so many bytes, of what begins at an address.
+def _prefetch_part(b: ir.IRBuilder, start: Any, index: Any, size: int, cache: int) -> None:
+    """Prefetch part number `index`, of `size` bytes, of the memory at `start`.
 
-    Into the first cache or the second: two tiles of rows and their weights fill the first.
+    `cache` 1 or 2 is the cache level: two tiles of rows and their weights fill the first.
     """
     part = b.add(start, b.mul(index, i64(size)))
     for line in range(0, size, _LINE_BYTES):
@@ -167,16 +166,15 @@ def _load(b: ir.IRBuilder, tile: int, address: Any, stride: Any) -> None:
 
 
 def _tile(b: ir.IRBuilder, name: str, *operands: Any) -> None:
-    # Loops that may use tiles are compiled where there are none as well, and never reach them.
+    # Loops that may use tiles are also compiled for processors without them, which never run them.
     if not _are_known():
         return
-    kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
-    b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), operands)
+    call(b, f"x86.{name}", ir.VoidType(), *operands)
 
 
 def _number(tile: int) -> ir.Constant:
-    return ir.Constant(_I8, tile)
+    return ir.Constant(I8, tile)
 
 
 def _pointer(b: ir.IRBuilder, address: Any) -> Any:
-    return b.inttoptr(address, _I8.as_pointer())
+    return b.inttoptr(address, I8.as_pointer())

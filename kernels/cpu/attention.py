@@ -1,19 +1,20 @@
 """Compiled attention over a paged pool on the CPU; keys and values are read in place.
 
-Threads take a work item (`kernels.cpu.work_items`) and a KV head at a time.  The query heads that
-share the head are the item's rows, so its keys are read once.  An item walks its context in tiles
-of 64 keys with a running maximum: scores, 2^x (the scale holds log2 e), then sums of values.
+A thread takes one work item (`kernels.cpu.work_items`) and one KV head at a time.  The rows of an
+item are its queries in each head that shares the KV head, so its keys are read once.  An item's
+context is processed in tiles of 64 keys with a running maximum: scores, weights 2^x (the scale
+includes log2 e), then sums of weighted values.
 
-Few rows meet keys as they lie; many rows (prompts) are worth turning keys into panels, and scores
-are matrix products as well.  16-bit keys and values are widened in registers: every sum is float32.
-Where outputs are bfloat16 as well as the pool, products are in bfloat16 instead
-(`kernels.cpu.attention_bfloat16`).
+Few rows are multiplied with keys as they are stored; for many rows (prompts) it pays to transpose
+keys into panels, so that scores are matrix products too.  16-bit keys and values are widened in
+registers, so every sum is float32.  If the pool and the output are both bfloat16, products are in
+bfloat16 instead (`kernels.cpu.attention_bfloat16`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,22 +36,41 @@ from kernels.cpu.simd import (
     narrow,
     panel_product,
 )
-from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.tasks import allocate, free, inner
 from kernels.cpu.threads import take
 from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
 
-# Keys of a tile, and floats from a row of scores to the next: up to three beyond a tile
-# are written too.
+# Keys of a tile, and floats between rows of scores: up to three beyond a tile are written too.
 TILE = 64
 SCORES = TILE + 4
-# From so many rows on, turning keys into panels is cheaper than a sum across lanes for each score.
+# From this many rows on, transposing keys into panels is cheaper than a sum across lanes for each
+# score.
 _MANY = 12
-# Rows that meet one panel in registers; rows that meet four keys, or two panels of values.
+# Rows multiplied at a time with one panel; rows multiplied with four keys or two panels of values.
 _GROUP, _FEW, _KEYS = 6, 3, 4
 
 _product = panel_product(_GROUP)
 _product_of_two = panel_product(_FEW, 2)
 _dots = key_dots(_FEW)
+
+
+class _Memory(NamedTuple):
+    """Addresses of a work item's temporary arrays."""
+
+    x: int  # [rows, D] queries
+    y: int  # [rows, D] sums of weighted values
+    panels: int  # the keys of a tile, as float32
+    scores: int  # [rows, SCORES]
+    state: int  # [rows, 2] maximum and total
+
+
+class _Keys(NamedTuple):
+    """The context of a work item and a KV head; the current tile begins at `first`."""
+
+    table: int
+    head: int
+    first: int
+    end: int
 
 
 def attend(
@@ -66,14 +86,14 @@ def attend(
     sinks: torch.Tensor | None = None,
     way: Way | None = None,
 ) -> Operation:
-    """Make out = the attention of query over one layer of the pool.
+    """Return the operation out = attention of query over one layer of the pool.
 
     Args:
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
         pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
-        out: [T, Hq, D] float32 or bfloat16; tokens as far apart as they like.
-        cap: See `kernels.paged_attention`; likewise `sinks`, [Hq] float32.
-        way: One of `known_ways`; None for the best.
+        out: [T, Hq, D] float32 or bfloat16, with any stride between tokens.
+        cap: See `kernels.paged_attention`, also for `sinks`, [Hq] float32.
+        way: One of `known_ways`; None for the fastest.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_heads = query.shape[1]
@@ -119,7 +139,7 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
     y = x + a.max_rows * head_dim * 4
     panels = y + a.max_rows * head_dim * 4
     scores = panels + TILE * head_dim * 4
-    state = scores + a.max_rows * SCORES * 4
+    memory = _Memory(x, y, panels, scores, scores + a.max_rows * SCORES * 4)
     while True:
         taken = take(a, 1)
         if taken >= num_taken:
@@ -127,50 +147,32 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
         item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
         head = taken % a.num_kv_heads
         table = step.tables + item.sequence * step.num_columns * 4
-        rows = _begin(a, item, head, x, y, state)
+        rows = _begin(a, item, head, memory)
         first: Any = 0
         if a.window:
             first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
         end = item.position + item.num_queries
-        _walk(a, table, head, first, end, rows, item.position, x, y, scores, panels, state)
-        _finish(a, item.token, rows, head, x, y, state)
-    give_back(x)
+        while first < end:
+            keys, num_keys = _Keys(table, head, first, end), min(TILE, end - first)
+            _score(a, keys, num_keys, rows, memory)
+            _weigh(a, first, num_keys, rows, item.position, memory)
+            _gather(a, keys, num_keys, rows, memory)
+            first += num_keys
+        _finish(a, item.token, rows, head, memory)
+    free(x)
 
 
 @inner
-def _walk(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    first: int,
-    end: int,
-    rows: int,
-    position: int,
-    x: int,
-    y: int,
-    scores: int,
-    panels: int,
-    state: int,
-) -> None:
-    """Add up the values of an item's context in y, tile by tile."""
-    while first < end:
-        num_keys = min(TILE, end - first)
-        _score(a, table, head, first, num_keys, end, rows, x, scores, panels)
-        _weigh(a, first, num_keys, rows, position, scores, state, y)
-        _gather(a, table, head, first, num_keys, end, rows, scores, y)
-        first += num_keys
-
-
-@inner
-def _begin(a: AttentionArguments, item: Item, head: int, x: int, y: int, state: int) -> int:
-    """Copy an item's queries, scaled, to x; begin its sums y and its state (maximum, total)."""
+def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> int:
+    """Copy an item's scaled queries, initialize its sums and state; return its number of rows."""
     shared, head_dim = a.shared, a.head_dim
     rows = item.num_queries * shared
-    maximum_total = floats_at(state)
+    maximum_total = floats_at(memory.state)
     for row in range(rows):
         token, shared_head = item.token + row // shared, head * shared + row % shared
         source = floats_at(a.query + token * a.token_stride + shared_head * a.head_stride)
-        scaled, sums = floats_at(x + row * head_dim * 4), floats_at(y + row * head_dim * 4)
+        offset = row * head_dim * 4
+        scaled, sums = floats_at(memory.x + offset), floats_at(memory.y + offset)
         for d in range(head_dim):
             scaled[d] = source[d] * a.scale
         for d in range(head_dim):
@@ -181,39 +183,25 @@ def _begin(a: AttentionArguments, item: Item, head: int, x: int, y: int, state: 
 
 
 @inner
-def _score(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    first: int,
-    num_keys: int,
-    end: int,
-    rows: int,
-    x: int,
-    scores: int,
-    panels: int,
-) -> None:
-    """Write the scores [rows, SCORES] of the keys from `first` on, of a context that ends at `end`.
-
-    `panels` is room for the tile's keys as float32.
-    """
+def _score(a: AttentionArguments, tile: _Keys, num_keys: int, rows: int, memory: _Memory) -> None:
+    """Compute the scores of a tile's keys."""
     element, head_dim = a.element, a.head_dim
     stride, row_bytes = head_dim * 4, head_dim * bytes_of(element)
     key = 0
     while key < num_keys:
-        keys, length = run_of_rows(a, table, head, first + key, end)
+        keys, length = run_of_rows(a, tile.table, tile.head, tile.first + key, tile.end)
         length = min(length, num_keys - key)
         if rows < _MANY:
             for j in range(0, length, _KEYS):
-                at, to = keys + j * row_bytes, scores + (key + j) * 4
-                _score_few(element, at, row_bytes, length - j, rows, x, stride, to)
+                at, to = keys + j * row_bytes, memory.scores + (key + j) * 4
+                _score_few(element, at, row_bytes, length - j, rows, memory.x, stride, to)
         else:
             for j in range(key, key + length):
-                column = panels + j // PANEL * PANEL * stride + j % PANEL * 4
-                _turn(element, keys + (j - key) * row_bytes, column, head_dim)
+                column = memory.panels + j // PANEL * PANEL * stride + j % PANEL * 4
+                _transpose(element, keys + (j - key) * row_bytes, column, head_dim)
         key += length
     if rows >= _MANY:
-        _score_many(panels, num_keys, rows, x, stride, scores)
+        _score_many(memory.panels, num_keys, rows, memory.x, stride, memory.scores)
 
 
 @inner
@@ -227,8 +215,8 @@ def _score_few(
     stride: int,
     scores: int,
 ) -> None:
-    """Write the scores of up to four keys that lie in a row."""
-    # Keys beyond the last are the last once more; nobody reads their scores.
+    """Compute the scores of up to four adjacent keys."""
+    # The last key stands in for keys beyond it, whose scores are not used.
     w1 = keys + min(1, num_keys - 1) * row_bytes
     w2 = keys + min(2, num_keys - 1) * row_bytes
     w3 = keys + min(3, num_keys - 1) * row_bytes
@@ -238,7 +226,7 @@ def _score_few(
 
 
 @inner
-def _turn(element: int, key: int, column: int, head_dim: int) -> None:
+def _transpose(element: int, key: int, column: int, head_dim: int) -> None:
     """Write a key into one column of a panel [head_dim, PANEL]."""
     target = floats_at(column)
     if element == FLOAT32:
@@ -255,7 +243,7 @@ def _turn(element: int, key: int, column: int, head_dim: int) -> None:
 
 @inner
 def _score_many(panels: int, num_keys: int, rows: int, x: int, stride: int, scores: int) -> None:
-    """Multiply rows with the panels of a tile's keys."""
+    """Multiply rows by the panels of a tile's keys."""
     for key in range(0, num_keys, PANEL):
         panel = panels + key * stride
         for row in range(0, rows, _GROUP):
@@ -265,23 +253,16 @@ def _score_many(panels: int, num_keys: int, rows: int, x: int, stride: int, scor
 
 @inner
 def _weigh(
-    a: AttentionArguments,
-    first: int,
-    num_keys: int,
-    rows: int,
-    position: int,
-    scores: int,
-    state: int,
-    y: int,
+    a: AttentionArguments, first: int, num_keys: int, rows: int, position: int, memory: _Memory
 ) -> None:
-    """Turn scores into weights relative to each row's new maximum; keys not seen weigh nothing."""
+    """Turn scores into weights relative to each row's new maximum; masked keys get weight 0."""
     shared, head_dim, window = a.shared, a.head_dim, a.window
-    maximum_total = floats_at(state)
+    maximum_total = floats_at(memory.state)
     for row in range(rows):
         last = position + row // shared
         stop = min(num_keys, last + 1 - first)
         start = max(0, last - window + 1 - first) if window else 0
-        weights = floats_at(scores + row * SCORES * 4)
+        weights = floats_at(memory.scores + row * SCORES * 4)
         if a.cap:
             cap_scores(weights, start, stop, a.cap)
         before = maximum_total[2 * row]
@@ -299,31 +280,22 @@ def _weigh(
             kept = exp2(before - maximum)
             maximum_total[2 * row] = maximum
             maximum_total[2 * row + 1] *= kept
-            sums = floats_at(y + row * head_dim * 4)
+            sums = floats_at(memory.y + row * head_dim * 4)
             for d in range(head_dim):
                 sums[d] *= kept
         maximum_total[2 * row + 1] += total
 
 
 @inner
-def _gather(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    first: int,
-    num_keys: int,
-    end: int,
-    rows: int,
-    scores: int,
-    y: int,
-) -> None:
-    """Add each row's weighted values to its sums y [rows, head_dim]."""
-    row_bytes = a.head_dim * bytes_of(a.element)
+def _gather(a: AttentionArguments, tile: _Keys, num_keys: int, rows: int, memory: _Memory) -> None:
+    """Add each row's weighted values to its sums."""
+    row_bytes, values_head = a.head_dim * bytes_of(a.element), a.num_kv_heads + tile.head
     key = 0
     while key < num_keys:
-        values, length = run_of_rows(a, table, a.num_kv_heads + head, first + key, end)
+        values, length = run_of_rows(a, tile.table, values_head, tile.first + key, tile.end)
         count = min(length, num_keys - key)
-        _add(a.element, values, row_bytes, a.head_dim, count, rows, scores + key * 4, y)
+        scores = memory.scores + key * 4
+        _add(a.element, values, row_bytes, a.head_dim, count, rows, scores, memory.y)
         key += count
 
 
@@ -338,7 +310,7 @@ def _add(
     scores: int,
     y: int,
 ) -> None:
-    """Add the values of one run."""
+    """Add the weighted values of `count` adjacent keys to the rows' sums."""
     stride, panel_bytes = head_dim * 4, row_bytes // head_dim * PANEL
     is_few = rows < _MANY and head_dim % (2 * PANEL) == 0
     group, step = (_FEW, 2) if is_few else (_GROUP, 1)
@@ -355,15 +327,13 @@ def _add(
 
 
 @inner
-def _finish(
-    a: AttentionArguments, token: int, rows: int, head: int, x: int, y: int, state: int
-) -> None:
-    """Write sums over totals to the output; who needs them shorter has x, now free, to do it."""
-    head_dim, shared, element = a.head_dim, a.shared, a.out_element
+def _finish(a: AttentionArguments, token: int, rows: int, head: int, memory: _Memory) -> None:
+    """Divide sums by softmax denominators and write the output; x is scratch for 16-bit outputs."""
+    head_dim, shared, element, x = a.head_dim, a.shared, a.out_element, memory.x
     for row in range(rows):
         first = (head * shared + row % shared) * head_dim
         at = a.out + (token + row // shared) * a.out_stride + first * bytes_of(element)
-        share = np.float32(1) / floats_at(state)[2 * row + 1]
+        y, share = memory.y, np.float32(1) / floats_at(memory.state)[2 * row + 1]
         if element == FLOAT32:
             _scale(y + row * head_dim * 4, share, at, head_dim)
         else:

@@ -1,17 +1,16 @@
-"""Attention in bfloat16: inputs and weights are bfloat16, sums are float32.
+"""Attention in bfloat16: queries, keys, values and weights are bfloat16, sums are float32.
 
-Keys and values of a tile are gathered once for all rows of a work item, into panels of pairs (see
-`kernels.cpu.amx`): pairs along a head for the scores, pairs along the keys for the sums.  A few
-rows at a time meet them: scores, weights, sums.
+The keys and values of a tile are gathered once for all rows of a work item, into panels of pairs
+(see `kernels.cpu.amx`): pairs along the head dimension for the scores, pairs of keys for the sums
+of values.  Scores, weights and sums are then computed for a few rows at a time.
 
-Tiles begin at multiples of their length whatever a work item is, and keys that a row does not see,
-or nobody, weigh nothing, so that a row's sums are taken in one order, whether it is computed alone
-or in a prompt.
+Tiles begin at multiples of their length in every work item, and keys that a row does not see get
+weight 0, so that a row's sums are added in the same order, alone or in a prompt.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -22,35 +21,45 @@ from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
 from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.dot_bfloat16 import dot_product
 from kernels.cpu.intrinsics import exp2, floats_at, instruction, ints_at, shorts_at
+from kernels.cpu.llvm import I16, I32, i64, load, shuffled, store
 from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
-from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
-from kernels.cpu.simd import PANEL, i64, pair_product
-from kernels.cpu.tasks import CACHE_LINE, allocate, give_back, inner
+from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, weigh_rows, write_bfloat16
+from kernels.cpu.simd import PANEL, pair_product
+from kernels.cpu.tasks import CACHE_LINE, allocate, free, inner
 from kernels.cpu.threads import take
 from kernels.cpu.work_items import ITEM_BYTES, Item, item_at, step_at
 
-# Rows that meet a tile at a time: their scores and weights stay in the first cache.
+# Rows computed at a time: their scores and weights stay in the L1 cache.
 ROWS_TOGETHER = 2 * TILE_ROWS
-# Bytes of their scores, of their weights, of which keys they see; of all that and of what a few
-# rows' sums are multiplied with.
+# Bytes of these rows' scores, weights and bounds (the keys they see), and of all three with the
+# factors by which ROWS sums are rescaled.
 _SCORES, _WEIGHTS = ROWS_TOGETHER * LONG_TILE * 4, ROWS_TOGETHER * LONG_TILE * 2
 _BOUNDS = ROWS_TOGETHER * 8
 _NEAR = _SCORES + _WEIGHTS + _BOUNDS + ROWS * 4
 _PAIR_BYTES = 4
 _ROW_BYTES = PANEL * _PAIR_BYTES
-# Rows that meet one panel as vectors, and that meet two as dots.
+# Rows multiplied at a time with one panel by vectors, and with two panels by dots.
 _FEW, _DOTS = 3, 12
-# The base of a row that has seen no key: no weight may come of -inf - -inf.
+# The base of a row that has seen no key; -inf would give weights of -inf - -inf, which is NaN.
 _NOTHING_SEEN = np.float32(-1e30)
-_I16, _I32 = ir.IntType(16), ir.IntType(32)
-_PAIRS, _SHORTS = ir.VectorType(_I32, PANEL), ir.VectorType(_I16, PANEL)
+_PAIRS, _SHORTS = ir.VectorType(I32, PANEL), ir.VectorType(I16, PANEL)
 
 _two_tiles, _one_tile = amx.tile_product(2, 2), amx.tile_product(1, 2)
 _by_dots, _by_vectors = dot_product(_DOTS, 2), pair_product(_FEW)
 
 
+class _Memory(NamedTuple):
+    """Addresses of a work item's temporary arrays."""
+
+    near: int  # scores, weights and bounds of a few rows
+    panels: int  # keys, then values, of a tile
+    x: int  # [rows, D] queries
+    y: int  # [rows, D] sums
+    state: int  # [rows, 2] base and total
+
+
 def attend_pairs(a: AttentionArguments, _thread: int) -> None:
-    """Take work items and KV heads until none is left; the task of `kernels.cpu.attention`."""
+    """Compute work items and KV heads until none is left; the task of `kernels.cpu.attention`."""
     step, head_dim = step_at(a.step), a.head_dim
     num_taken = step.num_items * a.num_kv_heads
     # Bytes of a row: its query, its sums, its base and total; then a tile's keys and values.
@@ -59,7 +68,7 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
     panels = near + -(-_NEAR // CACHE_LINE) * CACHE_LINE
     x = panels + 4 * head_dim * LONG_TILE
     y = x + a.max_rows * head_dim * 2
-    state = y + a.max_rows * head_dim * 4
+    memory = _Memory(near, panels, x, y, y + a.max_rows * head_dim * 4)
     if a.way == Way.TILES:
         amx.configure(a.tiles)
     while True:
@@ -69,22 +78,22 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
         item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
         head = taken % a.num_kv_heads
         table = step.tables + item.sequence * step.num_columns * 4
-        _begin(a, item, head, x, state)
-        _walk(a, table, head, item, x, y, panels, near, state)
-        _finish(a, item, head, y, state)
+        _begin(a, item, head, memory)
+        _walk(a, table, head, item, memory)
+        _finish(a, item, head, memory)
     if a.way == Way.TILES:
         amx.release()
-    give_back(near)
+    free(near)
 
 
 @inner
-def _begin(a: AttentionArguments, item: Item, head: int, x: int, state: int) -> None:
-    """Copy an item's queries, scaled, to x, and begin its state (base, total)."""
-    base_total = floats_at(state)
+def _begin(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> None:
+    """Copy an item's scaled queries, and initialize its state."""
+    base_total = floats_at(memory.state)
     for row in range(item.num_queries * a.shared):
         token, shared_head = item.token + row // a.shared, head * a.shared + row % a.shared
         source = a.query + token * a.token_stride + shared_head * a.head_stride
-        shorten(source, a.scale, x + row * a.head_dim * 2, a.head_dim)
+        write_bfloat16(source, a.scale, memory.x + row * a.head_dim * 2, a.head_dim)
         if a.sinks:
             sink = sink_of(a, shared_head)
             base_total[2 * row] = np.ceil(sink)
@@ -95,18 +104,8 @@ def _begin(a: AttentionArguments, item: Item, head: int, x: int, state: int) -> 
 
 
 @inner
-def _walk(
-    a: AttentionArguments,
-    table: int,
-    head: int,
-    item: Item,
-    x: int,
-    y: int,
-    panels: int,
-    near: int,
-    state: int,
-) -> None:
-    """Add up the values of an item's context in y, tile by tile."""
+def _walk(a: AttentionArguments, table: int, head: int, item: Item, memory: _Memory) -> None:
+    """Add up the weighted values of an item's context, tile by tile."""
     first, end = 0, item.position + item.num_queries
     if a.window:
         first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
@@ -114,9 +113,9 @@ def _walk(
     is_added = 0
     while tile < end:
         num_keys = min(LONG_TILE, end - tile)
-        _gather(a, table, head, first, tile, num_keys, end, panels)
+        _gather(a, table, head, first, tile, num_keys, end, memory.panels)
         for row in range(0, item.num_queries * a.shared, ROWS_TOGETHER):
-            _add(a, item, tile, num_keys, row, x, y, panels, near, state, is_added)
+            _add(a, item, tile, num_keys, row, memory, is_added)
         tile += LONG_TILE
         is_added = 1
 
@@ -132,15 +131,16 @@ def _gather(
     end: int,
     panels: int,
 ) -> None:
-    """Put a tile's keys and values into panels, those from `first` on."""
+    """Copy a tile's keys and values, those from position `first` on, into panels."""
     head_dim, keys, values = a.head_dim, panels, panels + LONG_TILE * a.head_dim * 2
     key = max(0, first - tile)
-    # Values that nobody has written may be NaN, of which no weight makes nothing.
+    # Values that are not copied must be 0: unwritten memory may be NaN, and so is NaN times weight
+    # 0.
     pair_values(0, key, 0, head_dim, values)
     while key < num_keys:
         at, length = run_of_rows(a, table, head, tile + key, end)
         count = min(length, num_keys - key)
-        turn_keys(at, count, key, head_dim, keys)
+        transpose_keys(at, count, key, head_dim, keys)
         at, length = run_of_rows(a, table, a.num_kv_heads + head, tile + key, end)
         pair_values(at, count, key, head_dim, values)
         key += count
@@ -154,23 +154,20 @@ def _add(
     tile: int,
     num_keys: int,
     row: int,
-    x: int,
-    y: int,
-    panels: int,
-    near: int,
-    state: int,
+    memory: _Memory,
     is_added: int,
 ) -> None:
-    """Add the weighted values of a tile to the sums of the rows from `row` on, if `is_added`."""
-    head_dim, scores, weights = a.head_dim, near, near + _SCORES
+    """Write a tile's weighted values to the sums of rows from `row` on; add them if `is_added`."""
+    head_dim, panels, near = a.head_dim, memory.panels, memory.near
+    scores, weights = near, near + _SCORES
     rows = min(ROWS_TOGETHER, item.num_queries * a.shared - row)
     first, last = item.position + row // a.shared, item.position + (row + rows - 1) // a.shared
-    # Whole steps of keys that none of the rows sees are left out.
+    # Skip whole steps of keys that none of the rows sees.
     seen = min(num_keys, last + 1 - tile)
     if seen <= 0:
         return
     depth = -(-seen // STEP) * STEP
-    queries, sums = x + row * head_dim * 2, y + row * head_dim * 4
+    queries, sums = memory.x + row * head_dim * 2, memory.y + row * head_dim * 4
     values = panels + LONG_TILE * head_dim * 2
     is_whole = tile + LONG_TILE <= first + 1 and (a.window == 0 or tile > last - a.window)
     if not is_whole:
@@ -178,13 +175,13 @@ def _add(
     multiply(a.way, rows, queries, head_dim, head_dim, panels, depth, scores, LONG_TILE, 0)
     if a.cap:
         cap_scores(floats_at(scores), 0, rows * LONG_TILE, a.cap)
-    _weigh(a, rows, is_whole, near, state + row * 8, sums, is_added)
+    _weigh(a, rows, is_whole, near, memory.state + row * 8, sums, is_added)
     multiply(a.way, rows, weights, LONG_TILE, depth, values, head_dim, sums, head_dim, is_added)
 
 
 @inner
 def _bound(a: AttentionArguments, position: int, row: int, rows: int, near: int) -> None:
-    """Write which keys of a tile rows see, of an item that begins at `position` in the tile."""
+    """Write the range of a tile's keys that each row sees; `position` is relative to the tile."""
     start_stop = ints_at(near + _SCORES + _WEIGHTS)
     for index in range(rows):
         stop = position + (row + index) // a.shared + 1
@@ -202,7 +199,7 @@ def _weigh(
     sums: int,
     is_added: int,
 ) -> None:
-    """Turn scores into weights, and rescale the sums to the new maximum."""
+    """Turn scores into weights, and rescale the sums of rows whose base changes."""
     scores, weights = near, near + _SCORES
     bounds, kept = weights + _WEIGHTS, weights + _WEIGHTS + _BOUNDS
     factors = floats_at(kept)
@@ -217,25 +214,28 @@ def _weigh(
 
 
 @inner
-def _finish(a: AttentionArguments, item: Item, head: int, y: int, state: int) -> None:
-    """Write sums over totals to the output."""
+def _finish(a: AttentionArguments, item: Item, head: int, memory: _Memory) -> None:
+    """Divide sums by softmax denominators and write the output."""
     for row in range(item.num_queries * a.shared):
-        share = np.float32(1) / floats_at(state)[2 * row + 1]
+        share = np.float32(1) / floats_at(memory.state)[2 * row + 1]
         at = a.out + (item.token + row // a.shared) * a.out_stride
         at += (head * a.shared + row % a.shared) * a.head_dim * 2
-        shorten(y + row * a.head_dim * 4, share, at, a.head_dim)
+        write_bfloat16(memory.y + row * a.head_dim * 4, share, at, a.head_dim)
 
 
 @inner
-def turn_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> None:
-    """Put keys that lie in a row, the `first` and so on, into panels [keys / 16, D / 2, 16, 2]."""
+def transpose_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> None:
+    """Transpose `count` adjacent keys, numbered from `first` on, into panels.
+
+    Panels are [keys / 16, D / 2, 16, 2].
+    """
     pairs, j = head_dim // 2, 0
     while j < count:
         key, source = first + j, keys + j * head_dim * 2
         column = panels + key // PANEL * pairs * _ROW_BYTES + key % PANEL * _PAIR_BYTES
         if key % PANEL == 0 and count - j >= PANEL:
             for pair in range(0, pairs, PANEL):
-                _turn(source + pair * _PAIR_BYTES, head_dim * 2, column + pair * _ROW_BYTES)
+                _transpose(source + pair * _PAIR_BYTES, head_dim * 2, column + pair * _ROW_BYTES)
             j += PANEL
         else:
             pairs_of_key, target = ints_at(source), ints_at(column)
@@ -246,7 +246,7 @@ def turn_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> 
 
 @inner
 def pair_values(values: int, count: int, first: int, head_dim: int, panels: int) -> None:
-    """Put values that lie in a row, the `first` and so on, into panels of a tile; 0 is zeros.
+    """Copy `count` adjacent values, numbered from `first` on, into panels; address 0 is zeros.
 
     Panels are [D / 16, LONG_TILE / 2, 16, 2].
     """
@@ -272,10 +272,10 @@ def pair_values(values: int, count: int, first: int, head_dim: int, panels: int)
 
 
 @instruction(types.void, *[types.int64] * 3)
-def _turn(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
-    """Write PANEL rows of as many pairs, `stride` bytes apart, as columns of the same size."""
-    rows = [_load(b, b.add(source, b.mul(stride, i64(row))), _PAIRS) for row in range(PANEL)]
-    # Four rounds in each of which two rows become two that hold every other run of both.
+def _transpose(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
+    """Transpose PANEL rows of PANEL pairs each; source rows are `stride` bytes apart."""
+    rows = [load(b, b.add(source, b.mul(stride, i64(row))), _PAIRS, 2) for row in range(PANEL)]
+    # In each of four rounds, pairs of rows exchange every other group of `width` lanes.
     width = PANEL // 2
     while width:
         low = [lane if lane & width == 0 else lane - width + PANEL for lane in range(PANEL)]
@@ -283,29 +283,18 @@ def _turn(b: ir.IRBuilder, source: Any, stride: Any, target: Any) -> None:
         for row in range(PANEL):
             if row & width == 0:
                 pair = rows[row], rows[row + width]
-                rows[row], rows[row + width] = (_mixed(b, *pair, lanes) for lanes in (low, high))
+                rows[row], rows[row + width] = (shuffled(b, *pair, lanes) for lanes in (low, high))
         width //= 2
     for row, turned in enumerate(rows):
-        _store(b, turned, b.add(target, i64(row * _ROW_BYTES)))
+        store(b, turned, b.add(target, i64(row * _ROW_BYTES)))
 
 
 @instruction(types.void, *[types.int64] * 3)
 def _pair(b: ir.IRBuilder, first: Any, second: Any, target: Any) -> None:
-    """Write PANEL numbers of 16 bits from two addresses by turns."""
+    """Interleave PANEL 16-bit numbers from each of two addresses."""
     lanes = [lane // 2 + lane % 2 * PANEL for lane in range(2 * PANEL)]
-    _store(b, _mixed(b, _load(b, first, _SHORTS), _load(b, second, _SHORTS), lanes), target)
-
-
-def _load(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
-    return b.load(b.inttoptr(address, kind.as_pointer()), align=2)
-
-
-def _store(b: ir.IRBuilder, x: Any, address: Any) -> None:
-    b.store(x, b.inttoptr(address, x.type.as_pointer()), align=4)
-
-
-def _mixed(b: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
-    return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+    left, right = (load(b, at, _SHORTS, 2) for at in (first, second))
+    store(b, shuffled(b, left, right, lanes), target)
 
 
 @inner
@@ -321,11 +310,11 @@ def multiply(
     y_size: int,
     is_added: int,
 ) -> None:
-    """Make y [rows, columns] = x [rows, depth] w, plus what y was if `is_added`.
+    """Compute y [rows, columns] = x [rows, depth] w, plus the earlier y if `is_added`.
 
-    x is bfloat16, in rows of `x_size`, which the panels have room for too; y is float32, in rows of
-    `y_size`; depth and columns are multiples of 32.  Rows are computed up to a multiple of
-    ROWS_TOGETHER, whatever lies there.
+    x is bfloat16 in rows of `x_size` elements, and panels of w have space for as many; y is float32
+    in rows of `y_size`; depth and columns are multiples of 32.  Up to a multiple of ROWS_TOGETHER
+    rows are computed, so x and y must have memory for them.
     """
     num_panels, num_steps = columns // PANEL, depth // STEP
     panel_bytes, x_stride, y_stride = x_size // STEP * STEP_BYTES, x_size * 2, y_size * 4

@@ -1,7 +1,7 @@
 """The operators on a CPU: attention and sampling are compiled, the others are the reference's.
 
-So is attention over heads that are no multiple of 16, or a pool of another dtype.  A model whose
-widths allow it does without most of this: it runs as a program of `kernels.cpu.program`.
+Attention is the reference's too if the head size is no multiple of 16 or the pool has another
+dtype.  Models of suitable sizes need few of these operators: they run as a `kernels.cpu.program`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels.reference import unpack_kv as unpack_kv
 
 
 class StepItems(dict[int, WorkItems]):
-    """The work items of a step by how many query heads share a KV head."""
+    """The work items of a step, by the number of query heads that share a KV head."""
 
 
 def paged_attention(

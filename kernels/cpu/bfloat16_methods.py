@@ -1,4 +1,4 @@
-"""The three methods of multiplying bfloat16, and the one for this processor."""
+"""The three methods of multiplying bfloat16, and the choice for this processor."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kernels.cpu import amx, dot_bfloat16
 
 
 class Way(IntEnum):
-    """How products of bfloat16 are computed: of two that are known, the later is taken.
+    """A method of multiplying bfloat16; the last that is available is the fastest.
 
-    Each takes sums in one order: tiles and vectors in the same, dots in another.
+    Each method adds in a fixed order: tiles and vectors in the same order, dots in another.
     """
 
     VECTORS = 0  # float32 vectors, on any processor: `kernels.cpu.simd.pair_product`
@@ -19,7 +19,7 @@ class Way(IntEnum):
 
 
 def known_ways() -> list[Way]:
-    """Return the ways that this processor knows and the system grants."""
+    """Return the methods that this processor has and the system permits."""
     return [
         Way.VECTORS,
         *([Way.DOTS] if dot_bfloat16.available() else []),
@@ -33,6 +33,6 @@ def best_way() -> Way:
 
 
 def known_way(way: Way | None) -> Way:
-    """Return a way, which must be one of `known_ways`; `best_way` for None."""
+    """Return a method, which must be one of `known_ways`, or `best_way` for None."""
     assert way is None or way in known_ways(), f"this processor does not multiply by {way!r}"
     return best_way() if way is None else way

@@ -1,7 +1,8 @@
-"""Copies memory and digests the copy in one pass: XXH3-64 of each register between load and store.
+"""Copy memory and hash the copy in one pass: XXH3-64 of each register between load and store.
 
-What is written is not read again soon, so it goes past the caches: no line is fetched only to be
-overwritten, and reading, writing and digesting overlap.  Two passes take half as long again.
+The copy is not read again soon, so it is written with non-temporal stores: no cache line is fetched
+only to be overwritten, and reading, writing and hashing overlap.  Two passes take half as long
+again.
 
 Source: the specification of XXH3 for inputs of more than 240 bytes (xxHash, doc/xxhash_spec.md).
 """
@@ -17,17 +18,18 @@ from llvmlite import ir
 from numba import types
 
 from kernels.cpu.intrinsics import instruction, write_prefetch
-from kernels.cpu.simd import i64
+from kernels.cpu.llvm import I32, I64, i64, load, shuffled, store, vector_of
 from kernels.cpu.tasks import CACHE_LINE, record_of
 from kernels.cpu.threads import native
 
 Bytes = npt.NDArray[np.uint8]
 
-# A stripe is mixed with 64 bytes of the secret, the next one with those 8 bytes further on.  Where
-# the secret ends, so does a block, and the sums are scrambled.
+# A stripe (64 bytes of input) is mixed with 64 bytes of the secret, the next stripe with the 64
+# bytes that begin 8 further on.  At the end of the secret a block ends, and the accumulators are
+# scrambled.
 _STRIPE, _STEP, _SECRET_BYTES = 64, 8, 192
 BLOCK_BYTES: Final = (_SECRET_BYTES - _STRIPE) // _STEP * _STRIPE
-# How far ahead memory is asked for what is read: the processor does not look past a page by itself.
+# Prefetch distance in bytes: the processor's own prefetching stops at the end of a page.
 _AHEAD = 4096
 _BITS = (1 << 64) - 1
 _PRIMES_32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -48,7 +50,7 @@ _SECRET: Final = bytes.fromhex(
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-_LANES = ir.VectorType(ir.IntType(64), 8)
+_LANES = ir.VectorType(I64, 8)
 
 
 class _Arguments(NamedTuple):
@@ -61,15 +63,15 @@ class _Arguments(NamedTuple):
 
 
 def prepare() -> None:
-    """Compile what `copy` runs, if it is not yet."""
+    """Compile the task of `copy`, unless it is compiled already."""
     native(_copy)
 
 
 def copy(pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
-    """Copy each source to its target, of the same size; return the digest of all that was written.
+    """Copy each source to its target of the same size; return the digest of all the copies.
 
-    The sources may change meanwhile.  None, and nothing is copied, if a target is not whole blocks
-    of `BLOCK_BYTES`, or does not begin at a cache line.
+    The sources may change meanwhile.  If a target is not whole blocks of `BLOCK_BYTES`, or does not
+    begin at a cache line, nothing is copied and None is returned.
     """
     targets = [target for _, target in pairs]
     if not all(len(it) and len(it) % BLOCK_BYTES == 0 == _misplaced(it) for it in targets):
@@ -88,7 +90,7 @@ def copy(pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
 
 
 def _misplaced(target: Bytes) -> int:
-    """Return how far behind a cache line it begins."""
+    """Return how many bytes after the beginning of a cache line the target begins."""
     return target.ctypes.data % CACHE_LINE
 
 
@@ -104,39 +106,41 @@ def _copy(a: _Arguments, _thread: int) -> None:
 
 @instruction(types.void, *[types.int64] * 4)
 def _copy_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
-    """Copy a block, add its stripes to the sums, and scramble these."""
-    total = _load(b, sums)
+    """Copy one block while hashing it: accumulate its stripes, then scramble the accumulators."""
+    total = load(b, sums, _LANES, 8)
     for number in range(BLOCK_BYTES // _STRIPE):
         total = _add_stripe(b, total, source, target, secret, number, number * _STEP)
-    key = _load(b, _at(b, secret, _SECRET_BYTES - _STRIPE))
-    total = b.xor(b.xor(total, b.lshr(total, _all(47))), key)
-    _store(b, b.mul(total, _all(_PRIMES_32[0])), sums)
+    key = load(b, b.add(secret, i64(_SECRET_BYTES - _STRIPE)), _LANES, 8)
+    total = b.xor(b.xor(total, b.lshr(total, vector_of(_LANES, 47))), key)
+    store(b, b.mul(total, vector_of(_LANES, _PRIMES_32[0])), sums, 8)
 
 
 @instruction(types.void, *[types.int64] * 4)
 def _copy_last_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
-    """Copy the block that the input ends with; the last stripe has a key of its own."""
-    total = _load(b, sums)
+    """Copy the last block of the input, whose last stripe uses another part of the secret."""
+    total = load(b, sums, _LANES, 8)
     last = BLOCK_BYTES // _STRIPE - 1
     for number in range(last):
         total = _add_stripe(b, total, source, target, secret, number, number * _STEP)
     own = _SECRET_BYTES - _STRIPE - 7
-    _store(b, _add_stripe(b, total, source, target, secret, last, own), sums)
+    store(b, _add_stripe(b, total, source, target, secret, last, own), sums, 8)
 
 
 def _add_stripe(
     b: ir.IRBuilder, total: Any, source: Any, target: Any, secret: Any, number: int, key_at: int
 ) -> Any:
-    """Write the copy of a stripe, and its sum: each lane's product, and its neighbour."""
-    place = number * _STRIPE
-    write_prefetch(b, _at(b, source, place + _AHEAD))
-    stripe = _load(b, _at(b, source, place))
-    copied = b.store(stripe, b.inttoptr(_at(b, target, place), _LANES.as_pointer()), align=64)
-    copied.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-    mixed = b.xor(stripe, _load(b, _at(b, secret, key_at)))
-    product = b.mul(b.and_(mixed, _all((1 << 32) - 1)), b.lshr(mixed, _all(32)))
-    swapped = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
-    return b.add(total, b.add(product, b.shuffle_vector(stripe, stripe, swapped)))
+    """Copy a stripe and add it to the accumulators: each lane's product, and its neighbour."""
+    offset = number * _STRIPE
+    write_prefetch(b, b.add(source, i64(offset + _AHEAD)))
+    stripe = load(b, b.add(source, i64(offset)), _LANES, 8)
+    copied = store(b, stripe, b.add(target, i64(offset)), 64)
+    copied.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(I32, 1)]))
+    mixed = b.xor(stripe, load(b, b.add(secret, i64(key_at)), _LANES, 8))
+    product = b.mul(
+        b.and_(mixed, vector_of(_LANES, (1 << 32) - 1)), b.lshr(mixed, vector_of(_LANES, 32))
+    )
+    swapped = shuffled(b, stripe, stripe, [1, 0, 3, 2, 5, 4, 7, 6])
+    return b.add(total, b.add(product, swapped))
 
 
 @instruction(types.void)
@@ -146,7 +150,7 @@ def _order_writes(b: ir.IRBuilder) -> None:
 
 
 def _secret_of(seed: int) -> npt.NDArray[np.uint64]:
-    """Return the secret with the seed added to every even word, and taken from every odd one."""
+    """Return the secret with the seed added to even words and subtracted from odd ones."""
     words = np.frombuffer(_SECRET, "<u8").astype(np.uint64)
     words[0::2] += np.uint64(seed & _BITS)
     words[1::2] -= np.uint64(seed & _BITS)
@@ -154,7 +158,7 @@ def _secret_of(seed: int) -> npt.NDArray[np.uint64]:
 
 
 def _merged(sums: npt.NDArray[np.uint64], secret: bytes, num_bytes: int) -> int:
-    """Return the digest that the sums come to."""
+    """Return the digest that the accumulators amount to."""
     keys = np.frombuffer(secret, "<u8", 8, offset=11)
     lanes = [int(word) for word in sums ^ keys]
     digest = num_bytes * _PRIMES_64[0]
@@ -164,19 +168,3 @@ def _merged(sums: npt.NDArray[np.uint64], secret: bytes, num_bytes: int) -> int:
     digest &= _BITS
     digest = (digest ^ digest >> 37) * _LAST_PRIME & _BITS
     return digest ^ digest >> 32
-
-
-def _at(b: ir.IRBuilder, address: Any, offset: int) -> Any:
-    return b.add(address, i64(offset))
-
-
-def _all(number: int) -> ir.Constant:
-    return ir.Constant(_LANES, [number] * _LANES.count)
-
-
-def _load(b: ir.IRBuilder, address: Any) -> Any:
-    return b.load(b.inttoptr(address, _LANES.as_pointer()), align=8)
-
-
-def _store(b: ir.IRBuilder, value: Any, address: Any) -> None:
-    b.store(value, b.inttoptr(address, _LANES.as_pointer()), align=8)

@@ -1,10 +1,10 @@
-"""Pairs of bfloat16 multiplied and added to 16 float32 sums by one instruction (AVX512-BF16).
+"""Multiply pairs of bfloat16 and add them to 16 float32 sums by one instruction (AVX512-BF16).
 
-`vdpbf16ps` takes a pair of x and a pair of weights for each sum: the product of their second
-numbers is added to it first, then that of their first ones.  A product is exact, each addition is
-rounded to the nearest, the even one of two.  Numbers below 2^-126 are taken for zero, in pairs as
-in sums.  A row's sum is therefore taken over k = 1, 0, 3, 2, 5, 4, ... whatever stands beside it:
-not the order of tiles (`kernels.cpu.amx`).
+`vdpbf16ps` takes a pair of x and a pair of weights for each sum: the product of the pairs' second
+numbers is added to the sum first, then that of their first numbers.  Products are exact, each
+addition is rounded to nearest even, and numbers and sums below 2^-126 are flushed to zero.  A row
+is therefore always summed over k = 1, 0, 3, 2, 5, 4, ..., whatever the other rows are; tiles
+(`kernels.cpu.amx`) sum in another order.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VDPBF16PS.
 """
@@ -17,35 +17,34 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
-from kernels.cpu.simd import PAIRS, PANEL, Loop, i64, write_each_size
+from kernels.cpu.llvm import F32, I32, Loop, call, i64, load, splat, store, vector_of
+from kernels.cpu.simd import PAIRS, PANEL, write_each_size
 
-# A pair of x, and of each column of a panel; and a row of such pairs, or of sums.
+# Bytes of a pair, and of a panel's row of such pairs or of sums.
 _PAIR_BYTES = 4
 _ROW_BYTES = PANEL * _PAIR_BYTES
-_I32 = ir.IntType(32)
-_PAIRS, _SUMS = ir.VectorType(_I32, PANEL), ir.VectorType(ir.FloatType(), PANEL)
+_PAIRS, _SUMS = ir.VectorType(I32, PANEL), ir.VectorType(F32, PANEL)
 
 
 @cache
 def available() -> bool:
-    """Whether the processor that loops are compiled for has this instruction."""
+    """Return whether the processor that loops are compiled for has this instruction."""
     return "+avx512bf16" in target_features()
 
 
 def dot_product(max_rows: int, num_panels: int) -> Callable[..., Any]:
-    """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was, by dots.
+    """Return a function that computes y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL].
 
     The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added, panel_stride,
-    later): what a `kernels.cpu.amx.tile_product` with `prefetch` takes, but that it is told the
-    rows, and computes the first min(rows, max_rows) of them.
+    later): the arguments of `kernels.cpu.amx.tile_product` with `prefetch`, and the number of rows,
+    of which it computes the first min(rows, max_rows).
     """
 
     @instruction(types.void, *[types.int64] * 10)
     def product(b: ir.IRBuilder, *operands: Any) -> None:
-        # Loops that may use it are compiled for other processors as well, and never reach it.
+        # Emit nothing for other processors: loops are compiled for them too, but never run this.
         if not available():
             return
         w, *lines, num_steps, rows, is_added, panel_stride, later = operands
@@ -69,41 +68,26 @@ def _product(
     x_rows: list[Any],
     y_rows: list[Any],
 ) -> None:
-    """Write the loop of `dot_product` for these panels and rows."""
+    """Emit the loop of `dot_product` for these panels and rows."""
     cells = [
         (r, p, b.add(y, i64(p * _ROW_BYTES)))
         for r, y in enumerate(y_rows)
         for p in range(len(panels))
     ]
-    zero = ir.Constant(_SUMS, [0.0] * PANEL)
-    befores = [b.select(has_sums, _load(b, at, _SUMS), zero) for _, _, at in cells]
+    zero = vector_of(_SUMS, 0.0)
+    befores = [b.select(has_sums, load(b, at, _SUMS), zero) for _, _, at in cells]
     loop = Loop(b, num_pairs, 1)
     sums = [loop.carry(before) for before in befores]
     along_x = b.mul(loop.index, i64(_PAIR_BYTES))
     along_w = b.mul(loop.index, i64(_ROW_BYTES))
-    weights = [_load(b, b.add(panel, along_w), _PAIRS) for panel in panels]
+    weights = [load(b, b.add(panel, along_w), _PAIRS) for panel in panels]
     for later in fetched:
         write_prefetch(b, b.add(later, along_w))
-    values = [_splat(b, _load(b, b.add(row, along_x), _I32)) for row in x_rows]
+    values = [splat(b, load(b, b.add(row, along_x), I32), PANEL) for row in x_rows]
     totals = [
-        _dot(b, total, values[r], weights[p]) for (r, p, _), total in zip(cells, sums, strict=True)
+        call(b, "x86.avx512bf16.dpbf16ps.512", _SUMS, total, values[r], weights[p])
+        for (r, p, _), total in zip(cells, sums, strict=True)
     ]
     loop.end(totals)
     for (_, _, at), total in zip(cells, totals, strict=True):
-        b.store(total, b.inttoptr(at, _SUMS.as_pointer()), align=4)
-
-
-def _dot(b: ir.IRBuilder, total: Any, x: Any, w: Any) -> Any:
-    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), [total, x, w])
-
-
-def _load(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
-    return b.load(b.inttoptr(address, kind.as_pointer()), align=4)
-
-
-def _splat(b: ir.IRBuilder, pair: Any) -> Any:
-    undefined = ir.Constant(_PAIRS, ir.Undefined)
-    first = b.insert_element(undefined, pair, ir.Constant(_I32, 0))
-    return b.shuffle_vector(first, undefined, ir.Constant(_PAIRS, [0] * PANEL))
+        store(b, total, at)

@@ -1,8 +1,8 @@
-"""Selects experts for each token, and gathers the rows of each expert.
+"""Select the experts of each token, and gather the rows of each expert.
 
-Rows are put in the order of their experts, so that the tokens of a step that one expert is given
-are one product (`kernels.cpu.row_groups`).  Between them nothing is added up across tokens, and
-what comes back is added in the order of the token's own experts: its company changes no bit of it.
+Rows are ordered by expert, so that the tokens of a step that use one expert are one matrix product
+(`kernels.cpu.row_groups`). No sum crosses tokens, and a token's results are added in a fixed order,
+so the other tokens of a batch change no bit of it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from kernels.cpu.intrinsics import bytes_at, exp2, floats_at, ints_at, longs_at
 from kernels.cpu.program import Operation
 from kernels.cpu.row_groups import Groups, table_at
-from kernels.cpu.tasks import allocate, give_back, inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.tasks import allocate, free, inner
+from kernels.cpu.threads import for_each_row, take
 
 _LOG2_E = np.float32(1.4426950408889634)
 
 
 class Routes:
-    """Where the tokens of a step go: each to `top_k` of `num_experts`, its rows by score.
+    """The experts of a step's tokens: each token is routed to `top_k` of `num_experts`.
 
     Attributes:
-        experts: [T, top_k] int32 those of each token, that with the highest score first.
-        shares: [T, top_k] float32 how much each counts.
-        groups: The rows that meet each expert, whose they are and how much they count.
+        experts: [T, top_k] int32 experts of each token, the one with the highest score first.
+        shares: [T, top_k] float32 weight of each of these experts.
+        groups: The rows of each expert, with the token and the share of each row.
     """
 
     def __init__(self, num_tokens: int, num_experts: int, top_k: int) -> None:
@@ -38,15 +38,15 @@ class Routes:
         self.groups = Groups(num_tokens * top_k, num_experts)
 
     def choose(self, logits: torch.Tensor, *, is_normalized: bool) -> list[Operation]:
-        """Route by the softmax of the logits; `is_normalized`: a token's shares add up to 1.
+        """Return the operations that choose experts by the softmax of the logits.
 
         Args:
             logits: [T, num_experts or more] float32, contiguous.
+            is_normalized: Scale the shares of each token so that they add up to 1.
         """
         assert logits.shape[1] >= self.num_experts and len(logits) == len(self.experts)
         chosen = _ChooseArguments(
             num_rows=len(logits),
-            at_a_time=rows_at_a_time(len(logits)),
             num_experts=self.num_experts,
             top_k=self.top_k,
             logits=logits.data_ptr(),
@@ -67,17 +67,16 @@ class Routes:
         return [Operation(_choose, chosen, kept), Operation(_group, grouped, kept)]
 
     def spread(self, x: torch.Tensor, out: torch.Tensor) -> Operation:
-        """Copy each row of x to where its experts look for it.
+        """Return the operation that copies each token's row of x to the rows of its experts.
 
         Args:
-            x: [T, ...] what any product takes.
+            x: [T, ...] inputs of any product.
             out: [T * top_k, ...] of the same kind.
         """
         assert x.dtype == out.dtype and x.shape[1] == out.shape[1] and x.stride(0) == out.stride(0)
         assert len(out) == len(x) * self.top_k == self.groups.num_rows
         arguments = _SpreadArguments(
             num_rows=len(out),
-            at_a_time=rows_at_a_time(len(out)),
             tokens=self.groups.tokens.data_ptr(),
             x=x.data_ptr(),
             out=out.data_ptr(),
@@ -89,7 +88,6 @@ class Routes:
 
 class _ChooseArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     num_experts: int
     top_k: int
     logits: int
@@ -102,13 +100,8 @@ class _ChooseArguments(NamedTuple):
 
 def _choose(a: _ChooseArguments, _thread: int) -> None:
     weights = allocate(a.num_experts * 4)
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            break
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _choose_row(a, row, weights)
-    give_back(weights)
+    for_each_row(a, _choose_row, weights)
+    free(weights)
 
 
 @inner
@@ -125,7 +118,8 @@ def _choose_row(a: _ChooseArguments, row: int, scratch: int) -> None:
     chosen_total = np.float32(0)
     first = row * a.top_k
     for j in range(first, first + a.top_k):
-        # The first of equal ones.  Of a row of NaN, any: its numbers are NaN with each.
+        # Of equal weights the first is chosen.  In a row of NaN the choice does not matter: shares
+        # are NaN.
         best, weight = 0, np.float32(-1)
         for i in range(a.num_experts):
             if weights[i] > weight:
@@ -149,7 +143,7 @@ class _GroupArguments(NamedTuple):
 
 
 def _group(a: _GroupArguments, _thread: int) -> None:
-    """Number the rows by expert, then by token; one thread does it all."""
+    """Number the rows by expert, then by token; a single thread does all of it."""
     if take(a, 1) > 0:
         return
     table = table_at(a.groups)
@@ -166,12 +160,12 @@ def _group(a: _GroupArguments, _thread: int) -> None:
         row = following[experts[pair]]
         tokens[row], row_shares[row] = pair // a.top_k, shares[pair]
         following[experts[pair]] += 1
-    give_back(memory)
+    free(memory)
 
 
 @inner
 def _write_groups(table: Any, following: Any, num_experts: int) -> None:
-    """Write a group for each expert that has rows, and to `following`, their numbers, the first."""
+    """Write a group for each expert that has rows, and each expert's first row to `following`."""
     matrices, starts = ints_at(table.matrices), ints_at(table.starts)
     groups, start = 0, 0
     for i in range(num_experts):
@@ -187,7 +181,6 @@ def _write_groups(table: Any, following: Any, num_experts: int) -> None:
 
 class _SpreadArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     tokens: int
     x: int
     out: int
@@ -197,12 +190,12 @@ class _SpreadArguments(NamedTuple):
 
 
 def _spread(a: _SpreadArguments, _thread: int) -> None:
-    tokens = ints_at(a.tokens)
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            x, out = bytes_at(a.x + tokens[row] * a.stride), bytes_at(a.out + row * a.stride)
-            for i in range(a.size):
-                out[i] = x[i]
+    for_each_row(a, _spread_row, 0)
+
+
+@inner
+def _spread_row(a: _SpreadArguments, row: int, _: int) -> None:
+    token = ints_at(a.tokens)[row]
+    x, out = bytes_at(a.x + token * a.stride), bytes_at(a.out + row * a.stride)
+    for i in range(a.size):
+        out[i] = x[i]

@@ -1,8 +1,8 @@
-"""Copies the inputs of a step to where the tasks of its program read them.
+"""Copy the inputs of a step to the fixed addresses from which its program reads them.
 
-Token ids, positions and slots come in new arrays each step, while a program was written down once.
-`StepInputs.set` notes where they lie; the program's first operation copies them and computes the
-rotation of each position.
+Token ids, positions and slots arrive in new arrays each step, while the addresses in a program are
+fixed.  `StepInputs.set` records the addresses of the new arrays; the program's first operation
+copies them and computes the rotation of each position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.cpu.threads import take
 
 
 class _Given(NamedTuple):
-    """Where the arrays of a step lie."""
+    """Addresses of the arrays of a step."""
 
     token_ids: int
     positions: int
@@ -35,7 +35,7 @@ class _Arguments(NamedTuple):
     slots: int
     rows: int
     rotations: int
-    rotation_bytes: int  # from one way to rotate to the next
+    rotation_bytes: int  # from one kind of rotation to the next
     frequencies: int
     num_rotations: int
     half: int  # D / 2
@@ -43,15 +43,17 @@ class _Arguments(NamedTuple):
 
 
 class StepInputs:
-    """Room for the numbers of a step of up to `num_tokens` tokens.
+    """Buffers for the inputs of a step of up to `num_tokens` tokens.
 
     Attributes:
-        token_ids: [T] int32; `slots` and `rows` (of the tokens whose logits are wanted) likewise.
-        rotations: [W, T, 2, D / 2] float32 cosines and sines of each token's position.
+        token_ids: [T] int32; `slots` has the same shape, and `rows` the tokens whose logits are
+            wanted.
+        rotations: [W, T, 2, D / 2] float32 cosines and sines of each token's position, for W kinds
+            of rotation.
     """
 
     def __init__(self, num_tokens: int, frequencies: torch.Tensor) -> None:
-        """`frequencies`: [W, D / 2] float32 angles per position, for each of W ways to rotate."""
+        """`frequencies`: [W, D / 2] float32 angles per position, for W kinds of rotation."""
         self.token_ids, self.slots, self.rows = torch.empty(3, num_tokens, dtype=torch.int32)
         num_rotations, half = frequencies.shape
         self.rotations = torch.empty(num_rotations, num_tokens, 2, half)
@@ -66,14 +68,14 @@ class StepInputs:
         slots: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:
-        """Say what the next run of `load` copies: [T], [T], [T] and [R] int32, contiguous."""
+        """Set what the next run of `load` copies: [T], [T], [T] and [R] int32, contiguous."""
         self._kept = (token_ids, positions, slots, rows)
         self._given[0] = _Given(
             token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr(), rows.data_ptr()
         )
 
     def load(self, num_tokens: int, num_rows: int) -> Operation:
-        """Return the operation that loads the inputs, to run before those that read them."""
+        """Return the operation that loads the inputs; run it before those that read them."""
         num_rotations, half = self._frequencies.shape
         arguments = _Arguments(
             num_tokens=num_tokens,
@@ -112,7 +114,7 @@ def _load(a: _Arguments, _thread: int) -> None:
 
 @inner
 def _rotate(rotation: int, position: int, frequencies: int, size: int) -> None:
-    """Write the cosines, then the sines, of a position."""
+    """Write the cosines, then the sines, of a position's angles."""
     cosines, sines = floats_at(rotation), floats_at(rotation + size * 4)
     for i in range(size):
         angle = np.float32(position) * floats_at(frequencies)[i]

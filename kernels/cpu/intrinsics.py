@@ -1,6 +1,6 @@
 """Operations that Numba does not offer: memory at an address, atomics, 16-bit numbers, 2^x.
 
-Each is a few LLVM instructions, inlined where it is used.  Addresses are int64, in bytes.
+Each is a few LLVM instructions, inlined into its callers.  Addresses are int64, in bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import config
 from numba.extending import intrinsic
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-# ln(2)^k / k!, the terms of 2^x that matter where |x| <= 1/2: csrc/sampling.cu has the same.
+from kernels.cpu import llvm
+from kernels.cpu.llvm import F32, I16, I32, I64
+
+_F16, _F64 = ir.HalfType(), ir.DoubleType()
+# ln(2)^k / k!, the coefficients of 2^x that matter where |x| <= 1/2; csrc/sampling.cu has the same.
 POWER_SERIES = (
     1.0,
     0.6931471805599453,
@@ -37,17 +39,18 @@ POWER_SERIES = (
     2.5678435993488206e-11,
 )
 _FLOAT_SERIES = [np.float32(term).item() for term in POWER_SERIES[:8]]
-# Weights of tokens are whole multiples of 2^-42; see `kernels.contract.SAMPLING`.
+# Weights of tokens are multiples of 2^-42; see `kernels.contract.SAMPLING`.
 WEIGHT_BITS = 42
-# 1.5 * 2^52: added to a small number, it rounds it to a whole one, which the lowest bits then are.
+# 1.5 * 2^52: adding it to a small number rounds the number to an integer, which is then in the
+# lowest bits.
 _ROUNDING = 1.5 * 2.0**52
-# A number of which the last bit is worth 2^-42, and which has room for 1 more.
+# A float64 whose last bit is worth 2^-42, also after 1 is added.
 _UNIT_BASE = 2.0 ** (52 - WEIGHT_BITS)
 
 
 @cache
 def target_features() -> frozenset[str]:
-    """Return what the processor that loops are compiled for can do, as LLVM says it: "+avx2"."""
+    """Return the features of the processor that loops are compiled for, as LLVM names: "+avx2"."""
     features = config.CPU_FEATURES
     if features is None:
         features = binding.get_host_cpu_features().flatten()
@@ -58,8 +61,8 @@ def target_features() -> frozenset[str]:
 def target_name() -> str:
     """Return LLVM's name of the processor that loops are compiled for, with a digest of features.
 
-    Loops compiled for equal names compute equal bits.  The name alone does not say it: a machine
-    may hide instructions that the processor has, and LLVM may not know the processor.
+    Loops compiled for equal names compute equal bits.  The name alone does not ensure that: a
+    machine may hide instructions that the processor has, and LLVM may not know the processor.
     """
     features = sorted(feature for feature in target_features() if feature.startswith("+"))
     digest = sha256(",".join(features).encode()).hexdigest()[:6]
@@ -67,12 +70,13 @@ def target_name() -> str:
 
 
 def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function for compiled loops, of these Numba types, from one that writes its LLVM.
+    """Turn a function that emits LLVM IR into one that compiled loops can call.
 
-    What is decorated takes the builder, then the arguments' LLVM values, and returns the result's.
+    `result` and `arguments` are Numba types.  The decorated function takes the IR builder and the
+    arguments' LLVM values, and returns the result's value.
     """
     signature = result(*arguments)
-    # Numba wants a parameter for each argument; `write` may take them as `*operands`.
+    # Numba requires a parameter for each argument, while `write` may take `*operands`.
     names = ("context", *(f"operand{number}" for number in range(len(arguments))))
     parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in names]
 
@@ -94,82 +98,79 @@ def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 
 @instruction(types.int64, types.int64)
 def atomic_load(b: ir.IRBuilder, address: Any) -> Any:
-    """Return the int64 at an address as other threads have left it."""
-    return b.load_atomic(_pointer(b, address, _I64), "seq_cst", 8)
+    """Load the int64 at an address atomically."""
+    return b.load_atomic(_pointer(b, address, I64), "seq_cst", 8)
 
 
 @instruction(types.int64, types.int64, types.int64)
 def fetch_add(b: ir.IRBuilder, address: Any, amount: Any) -> Any:
-    """Add to the int64 at an address, atomically, and return what it was."""
-    return b.atomic_rmw("add", _pointer(b, address, _I64), amount, "seq_cst")
+    """Add to the int64 at an address atomically, and return its earlier value."""
+    return b.atomic_rmw("add", _pointer(b, address, I64), amount, "seq_cst")
 
 
 @instruction(types.int64, types.int64, types.int64)
 def exchange(b: ir.IRBuilder, address: Any, value: Any) -> Any:
-    """Write an int64 at an address, atomically, and return what it was."""
-    return b.atomic_rmw("xchg", _pointer(b, address, _I64), value, "seq_cst")
+    """Write the int64 at an address atomically, and return its earlier value."""
+    return b.atomic_rmw("xchg", _pointer(b, address, I64), value, "seq_cst")
 
 
 @instruction(types.boolean, types.int64, types.int64, types.int64)
 def compare_exchange(b: ir.IRBuilder, address: Any, expected: Any, value: Any) -> Any:
-    """Write an int64 if it is as expected, atomically; return whether it was."""
-    at = _pointer(b, address, _I64)
+    """Write an int64 if it equals `expected`, atomically; return whether it did."""
+    at = _pointer(b, address, I64)
     return b.extract_value(b.cmpxchg(at, expected, value, "seq_cst"), 1)
 
 
 @instruction(types.void)
 def pause(b: ir.IRBuilder) -> None:
-    """Tell the processor that this is a loop that waits."""
+    """Tell the processor that this is a spin loop."""
     if platform.machine() in ("x86_64", "AMD64"):
-        kind = ir.FunctionType(ir.VoidType(), [])
-        b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
+        llvm.call(b, "x86.sse2.pause", ir.VoidType())
 
 
 @instruction(types.void, types.int64, types.int64, types.int64)
 def call(b: ir.IRBuilder, function: Any, arguments: Any, thread: Any) -> None:
-    """Call the task at an address on the arguments at another one, as thread number `thread`."""
-    kind = ir.FunctionType(ir.VoidType(), [_I64, _I64])
+    """Call the task at address `function` with the address of its arguments and a thread number."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64])
     b.call(_pointer(b, function, kind), [arguments, thread])
 
 
 @instruction(types.void, types.int64)
 def prefetch(b: ir.IRBuilder, address: Any) -> None:
-    """Ask for the cache line of an address, which need not be ours; nothing waits for it."""
+    """Prefetch the cache line of an address, which need not be valid; nothing waits for it."""
     write_prefetch(b, address)
 
 
 def write_prefetch(b: ir.IRBuilder, address: Any, *, cache: int = 1) -> None:
-    """Write the instruction of `prefetch`, into the first cache or the second."""
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    # To read, into this cache and those after it, data.
-    numbers = (ir.Constant(_I32, v) for v in (0, 4 - cache, 1))
-    b.call(function, [b.inttoptr(address, pointer), *numbers])
+    """Emit the instruction of `prefetch` for the first or the second cache level."""
+    # Access (read), locality (this cache level and those after it), kind (data).
+    numbers = (ir.Constant(I32, v) for v in (0, 4 - cache, 1))
+    pointer = b.inttoptr(address, ir.IntType(8).as_pointer())
+    llvm.call(b, "prefetch.p0i8", ir.VoidType(), pointer, *numbers)
 
 
 @instruction(types.float32, types.float32)
 def exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """Return 2^x for float32 x <= 0 within two units in the last place, 2^-126 below that.
+    """Return 2^x for float32 x <= 0 within two units in the last place; 2^-126 for smaller results.
 
-    Without a call or a branch, so that a loop over it is vectorized.
+    It has no call and no branch, so a loop over it is vectorized.
     """
-    least = ir.Constant(_F32, -126.0)
+    least = ir.Constant(F32, -126.0)
     x = b.select(b.fcmp_ordered(">", x, least), x, least)
-    whole = b.fptosi(b.fsub(x, ir.Constant(_F32, 0.5)), _I32)
-    part = b.fsub(x, b.sitofp(whole, _F32))
-    power = ir.Constant(_F32, _FLOAT_SERIES[-1])
+    whole = b.fptosi(b.fsub(x, ir.Constant(F32, 0.5)), I32)
+    part = b.fsub(x, b.sitofp(whole, F32))
+    power = ir.Constant(F32, _FLOAT_SERIES[-1])
     for coefficient in reversed(_FLOAT_SERIES[:-1]):
-        power = b.fadd(b.fmul(power, part), ir.Constant(_F32, coefficient))
-    exponent = b.shl(b.add(whole, ir.Constant(_I32, 127)), ir.Constant(_I32, 23))
-    return b.fmul(power, b.bitcast(exponent, _F32))
+        power = b.fadd(b.fmul(power, part), ir.Constant(F32, coefficient))
+    exponent = b.shl(b.add(whole, ir.Constant(I32, 127)), ir.Constant(I32, 23))
+    return b.fmul(power, b.bitcast(exponent, F32))
 
 
 @instruction(types.int64, types.float64)
 def weight_of(b: ir.IRBuilder, x: Any) -> Any:
-    """Return 2^x for float64 x <= 0 in units of 2^-42, the nearest; 0 for what is not a number.
+    """Return 2^x for float64 x <= 0 in units of 2^-42, rounded to nearest; 0 for NaN.
 
-    The operations are those of csrc/sampling.cu, one by one, so the bits are too.
+    The operations are those of csrc/sampling.cu, one by one, so results are bit-identical.
     """
     least, rounding = ir.Constant(_F64, -64.0), ir.Constant(_F64, _ROUNDING)
     x = b.select(b.fcmp_ordered(">", x, least), x, least)
@@ -178,39 +179,39 @@ def weight_of(b: ir.IRBuilder, x: Any) -> Any:
     power = ir.Constant(_F64, POWER_SERIES[-1])
     for coefficient in reversed(POWER_SERIES[:-1]):
         power = b.fma(power, part, ir.Constant(_F64, coefficient))
-    exponent = b.shl(b.bitcast(rounded, _I64), ir.Constant(_I64, 52))
-    power = b.bitcast(b.add(b.bitcast(power, _I64), exponent), _F64)
+    exponent = b.shl(b.bitcast(rounded, I64), ir.Constant(I64, 52))
+    power = b.bitcast(b.add(b.bitcast(power, I64), exponent), _F64)
     base = ir.Constant(_F64, _UNIT_BASE)
-    return b.sub(b.bitcast(b.fadd(power, base), _I64), b.bitcast(base, _I64))
+    return b.sub(b.bitcast(b.fadd(power, base), I64), b.bitcast(base, I64))
 
 
 @instruction(types.int32, types.int32)
 def order_of(b: ir.IRBuilder, bits: Any) -> Any:
-    """Return what orders float32 numbers, given their bits: -0 is 0, and NaN the largest."""
-    magnitude, zero = ir.Constant(_I32, 0x7FFFFFFF), ir.Constant(_I32, 0)
+    """Return an int32 that orders float32 numbers, given their bits: -0 equals 0, NaN is last."""
+    magnitude, zero = ir.Constant(I32, 0x7FFFFFFF), ir.Constant(I32, 0)
     is_negative = b.icmp_signed("<", bits, zero)
     ordered = b.select(is_negative, b.xor(bits, magnitude), bits)
     size = b.and_(bits, magnitude)
     ordered = b.select(b.icmp_signed("==", size, zero), zero, ordered)
-    is_nan = b.icmp_signed(">", size, ir.Constant(_I32, 0x7F800000))
+    is_nan = b.icmp_signed(">", size, ir.Constant(I32, 0x7F800000))
     return b.select(is_nan, magnitude, ordered)
 
 
 @instruction(types.float32, types.int64)
 def bfloat16_at(b: ir.IRBuilder, address: Any) -> Any:
     """Return the bfloat16 at an address as float32."""
-    value = b.zext(b.load(_pointer(b, address, _I16), align=2), _I32)
-    return b.bitcast(b.shl(value, ir.Constant(_I32, 16)), _F32)
+    value = b.zext(b.load(_pointer(b, address, I16), align=2), I32)
+    return b.bitcast(b.shl(value, ir.Constant(I32, 16)), F32)
 
 
 @instruction(types.float32, types.int64)
 def float16_at(b: ir.IRBuilder, address: Any) -> Any:
     """Return the float16 at an address as float32."""
-    return b.fpext(b.load(_pointer(b, address, _F16), align=2), _F32)
+    return b.fpext(b.load(_pointer(b, address, _F16), align=2), F32)
 
 
 def _array_at(kind: Any, stored: ir.Type) -> Callable[..., Any]:
-    """Return the function that turns an address into a pointer, which is indexed like an array."""
+    """Return a function that converts an address to a pointer, which is indexed like an array."""
 
     @instruction(types.CPointer(kind), types.int64)
     def at(b: ir.IRBuilder, address: Any) -> Any:
@@ -219,13 +220,13 @@ def _array_at(kind: Any, stored: ir.Type) -> Callable[..., Any]:
     return at
 
 
-floats_at, doubles_at = _array_at(types.float32, _F32), _array_at(types.float64, _F64)
-bytes_at, shorts_at = _array_at(types.int8, ir.IntType(8)), _array_at(types.int16, _I16)
-ints_at, longs_at = _array_at(types.int32, _I32), _array_at(types.int64, _I64)
+floats_at, doubles_at = _array_at(types.float32, F32), _array_at(types.float64, _F64)
+bytes_at, shorts_at = _array_at(types.int8, ir.IntType(8)), _array_at(types.int16, I16)
+ints_at, longs_at = _array_at(types.int32, I32), _array_at(types.int64, I64)
 
 
 def record_at(record: Any) -> Callable[..., Any]:
-    """Return the function that gives the record of a Numba type at an address: it is not copied."""
+    """Return a function that accesses the record of a Numba type at an address without a copy."""
 
     @instruction(record, types.int64)
     def at(b: ir.IRBuilder, address: Any) -> Any:
@@ -237,10 +238,10 @@ def record_at(record: Any) -> Callable[..., Any]:
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def address_of(_context: Any, record: Any, field: Any) -> Any:
     """Return the address of a record's field, named by a string."""
-    offset = ir.Constant(_I64, record.offset(field.literal_value))
+    offset = ir.Constant(I64, record.offset(field.literal_value))
 
     def generate(_target: Any, b: ir.IRBuilder, _signature: Any, values: Any) -> Any:
-        return b.add(b.ptrtoint(values[0], _I64), offset)
+        return b.add(b.ptrtoint(values[0], I64), offset)
 
     return types.int64(record, field), generate
 

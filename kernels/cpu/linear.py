@@ -1,12 +1,11 @@
-"""y = x W^T on the CPU, for one row or thousands, from weights kept in 16 bits.
+"""Compute y = x W^T on the CPU, for one row or thousands, from weights stored in 16 bits.
 
-Strategy: W is packed into panels of 16 output columns, one element of each for every input in turn
-(`[N / 16, K, 16]`), so that a panel is read front to back while several rows of x meet it in
-registers; one or two rows meet several panels at a time.  A panel stays in the first cache over all
-rows: memory moves each weight once a call.  x and y are float32 and so is every product: a bfloat16
-weight is widened exactly, on the way to the register.  Nothing here rounds to 16 bits, so the
-result is that of float32 weights at half the bytes.  A row's sums are taken in one order: who
-shares the batch changes no bit of it.
+W is packed into panels: 16 output columns, with their 16 weights for each input adjacent (`[N / 16,
+K, 16]`).  A panel is read sequentially while several rows of x are multiplied with it in registers;
+one or two rows are multiplied with several panels at a time.  A panel stays in the L1 cache for all
+rows, so each weight is read from memory once per call.  x, y and every product are float32, and a
+bfloat16 weight is widened exactly when it is loaded, so the result is that of float32 weights at
+half the bytes.  A row is summed in a fixed order, whatever the other rows of the batch are.
 """
 
 from __future__ import annotations
@@ -31,26 +30,27 @@ from kernels.cpu.row_groups import (
     rows_of,
 )
 from kernels.cpu.simd import PANEL, bytes_of, panel_product
-from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.tasks import allocate, free, inner
 
-# Rows whose sums fit the registers beside a panel: there are 32 of 16 numbers, or 16 of 8.
+# Rows whose sums fit in registers beside a panel: there are 32 registers of 16 numbers, or 16 of 8.
 MAX_ROWS = 12 if "+avx512f" in target_features() else 6
 _BLOCK_BYTES = 1 << 18
 ELEMENTS = {getattr(torch, name): code for code, name in enumerate(simd.ELEMENTS)}
 
-# Left alone, processors fetch up to the end of a page and wait at each: a quarter of the time.
+# Without prefetching, a processor reads ahead to the end of a page and then waits, a quarter of the
+# time.
 _product = panel_product(MAX_ROWS, prefetch=True)
-# Sums in more registers where rows are few, or each addition would wait for the one before.
+# Few rows use several panels: otherwise each addition would wait for the one before.
 _product_of_two = panel_product(2, 2, prefetch=True)
 _product_of_one = panel_product(1, 4, prefetch=True)
 
 
 class PackedWeight:
-    """A weight matrix [N, K], or a stack of E of them, in panels; N is padded to whole ones.
+    """A weight matrix [N, K], or a stack of E, in panels; N is padded to whole panels.
 
     Attributes:
         shape: (N, K).
-        panels: [E * ceil(N / 16), K, 16] in the dtype it was given.
+        panels: [E * ceil(N / 16), K, 16] in the dtype of the given matrix.
     """
 
     __slots__ = ("panels", "shape")
@@ -65,7 +65,7 @@ class PackedWeight:
 
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:
-        """Whether a matrix can be packed."""
+        """Return whether a matrix can be packed."""
         return weight.shape[-1] > 0 and weight.dtype in ELEMENTS
 
     @property
@@ -75,12 +75,12 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the panels."""
+        """Size of the panels in bytes."""
         return self.panels.nbytes
 
     @staticmethod
     def inputs(num_rows: int, size: int) -> torch.Tensor:
-        """Return room for x: [num_rows, size] float32."""
+        """Return a buffer for x: [num_rows, size] float32."""
         return torch.empty(num_rows, size)
 
     def times(
@@ -93,16 +93,15 @@ class PackedWeight:
         groups: Groups | None = None,
         is_by_token: bool = False,
     ) -> Operation:
-        """Make y = x W^T + bias, plus what y was if `is_added`.
-
-        `is_by_token` each row is added to that of its token instead, as much of it as its share.
+        """Return the operation y = x W^T + bias, plus the earlier y if `is_added`.
 
         Args:
             x: [T, K] float32, contiguous.
             y: [T, num_columns] float32, contiguous.
-            bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
-            groups: Which rows meet which matrix of a stack; None: all meet the first.
-            is_by_token: Whether y has a row for each token of the groups.
+            bias: [num_columns] float32, contiguous; [E, num_columns] for a stack.
+            groups: The rows that are multiplied by each matrix of a stack; None: all by the first.
+            is_by_token: y has a row for each token of the groups, to which every result of the
+                token is added, times its share.
         """
         depth, num_panels = self.shape[1], self.num_columns // PANEL
         assert x.shape[1] == depth and y.shape[1] == self.num_columns
@@ -142,18 +141,19 @@ class _Arguments(NamedTuple):
     is_added: bool
     is_by_token: bool
     bias: int  # 0 for none
-    # Where panels lie that threads of even and of odd numbers take first in the next product.
+    # Addresses of the panels that threads of even and of odd numbers read first in the next
+    # product.
     next_even: int = 0
     next_odd: int = 0
     taken: int = 0  # panels, see `threads.next_chunk`
 
 
 def _multiply_panels(a: _Arguments, thread: int) -> None:
-    # Read once: each store to y might change the record, as far as the compiler knows.
+    # Read these fields once: as far as the compiler knows, each store to y might change the record.
     element, weight, depth, y_stride = a.element, a.weight, a.depth, a.y_stride
     w_stride, x_stride = PANEL * bytes_of(element), depth * 4
     panel_bytes = depth * w_stride
-    # Rows of x that stay in the second cache while a chunk's panels pass by.
+    # Rows of x that stay in the L2 cache while a chunk of panels is multiplied with them.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     sums = allocate(block * PANEL * 4)
     has_sums = 1 if a.bias else a.is_added
@@ -184,12 +184,12 @@ def _multiply_panels(a: _Arguments, thread: int) -> None:
                 _multiply(width, element, *lines, depth, rows, has_sums, later)
                 if a.is_by_token:
                     add_to_tokens(a, sums, stride, width, column, begin, begin + rows)
-    give_back(sums)
+    free(sums)
 
 
 @inner
 def _num_together(rows: int, panels: int) -> int:
-    """Return how many panels meet so many rows at a time."""
+    """Return how many panels are multiplied with these rows at a time."""
     if rows == 1 and panels >= 4:
         return 4
     return 2 if rows <= 2 and panels >= 2 else 1
@@ -199,7 +199,7 @@ def _num_together(rows: int, panels: int) -> int:
 def _begin_with_bias(
     a: _Arguments, panel: int, width: int, y: int, y_stride: int, rows: int
 ) -> None:
-    """Write the bias of so many panels to rows of y, or add it."""
+    """Write the bias of `width` panels to rows of y, or add it if `is_added`."""
     bias = floats_at(a.bias + panel * PANEL * 4)
     for row in range(rows):
         target = floats_at(y + row * y_stride)
@@ -209,7 +209,7 @@ def _begin_with_bias(
 
 @inner
 def _multiply(width: int, *operands: int) -> None:
-    """Multiply rows of x with so many panels, and ask for those at `later` meanwhile."""
+    """Multiply rows of x by `width` panels, and prefetch the panels at `later`."""
     element, w, w_stride, x, x_stride, y, y_stride, depth, rows, has_sums, later = operands
     panel_bytes = depth * w_stride
     if width == 4:
@@ -218,9 +218,9 @@ def _multiply(width: int, *operands: int) -> None:
     if width == 2:
         _product_of_two(*operands[:-1], panel_bytes, later, w_stride)
         return
-    # One panel, in groups of rows of one size or one less.
+    # One panel is multiplied with groups of rows whose sizes differ by one at most.
     groups = -(-rows // MAX_ROWS)
-    # The first two groups ask for half of the next panel each: so memory is busy during both.
+    # Each of the first two groups prefetches half of the next panel, so memory is busy during both.
     parts = min(groups, 2)
     row = 0
     for group in range(groups):

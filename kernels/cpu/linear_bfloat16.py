@@ -1,11 +1,11 @@
-"""y = x W^T on the CPU in bfloat16: exact products, float32 sums.
+"""Compute y = x W^T on the CPU in bfloat16: exact products, float32 sums.
 
-Strategy: W is packed into panels of 16 output columns, two elements of each for every pair of
-inputs in turn (`[N / 16, K / 32, 16, 16, 2]`): what the processor's tiles take, a step of 32 inputs
-at a time.  32 rows of x meet two panels in registers, 16 rows or fewer meet four.  Where there are
-no tiles (`kernels.cpu.amx`), the same panels are multiplied by dots or by vectors: see
-`kernels.cpu.bfloat16_methods`.  In each way a row's sum has one order: who shares the batch changes
-no bit of it.
+W is packed into panels: 16 output columns, with two weights of each column adjacent for each pair
+of inputs (`[N / 16, K / 32, 16, 16, 2]`).  This is what the processor's tiles take, a step of 32
+inputs at a time.  32 rows of x are multiplied with two panels in registers, 16 rows or fewer with
+four.  Without tiles (`kernels.cpu.amx`), the same panels are multiplied by dots or by vectors: see
+`kernels.cpu.bfloat16_methods`.  Each method sums a row in a fixed order, whatever the other rows of
+the batch are.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from kernels.cpu.row_groups import (
 )
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
-from kernels.cpu.tasks import Task, allocate, give_back, inner
+from kernels.cpu.tasks import Task, allocate, free, inner
 from kernels.cpu.tiles import TWO_TILES, num_together, rows_product
 
-# Bytes of x that stay in the second cache while a chunk's panels pass by.
+# Bytes of x that stay in the L2 cache while a chunk of panels is multiplied with them.
 _BLOCK_BYTES = 1 << 19
-# Steps of two panels that stay in the first cache while rows pass by.  In how many parts K is taken
-# for that: in more, reading sums again costs more than reading weights from the second cache.
+# Steps of two panels that stay in the L1 cache while rows are multiplied with them, and the most
+# parts into which K is split for that: with more, reading sums again costs more than reading
+# weights from L2.
 _NEAR_STEPS, _MAX_PARTS = 12, 2
-# Rows that meet one panel as vectors.
+# Rows multiplied at a time with one panel by vectors.
 _FEW = 3
-# Rows that meet two panels as dots, and that meet four.
+# Rows multiplied at a time with two panels by dots, and with four.
 _MANY_DOTS, _FEW_DOTS = 12, 6
 
 _by_tiles = rows_product(of_bytes=False)
@@ -56,12 +57,12 @@ _by_vectors = pair_product(_FEW)
 
 
 class GateableWeight(ABC):
-    """A weight matrix [N, K], or a stack of E; its halves may be gate and up projection.
+    """A weight matrix [N, K], or a stack of E; its halves may be a gate and an up projection.
 
     Attributes:
         shape: (N, K).
-        panels: As each kind packs them: [E * panels of a matrix, steps of K, ...].
-        scales: What a column's numbers are multiples of; None: they are what they say.
+        panels: [E * panels of a matrix, steps of K, ...], packed as each subclass needs.
+        scales: The scale of each column of quantized weights; None for others.
     """
 
     __slots__ = ("panels", "scales", "shape")
@@ -86,11 +87,11 @@ class GateableWeight(ABC):
         is_by_token: bool = False,
         way: Way | None = None,
     ) -> Operation:
-        """Make y as `PackedWeight.times` does.
+        """Return the operation that computes y as `PackedWeight.times` does.
 
         Args:
-            x: [T, ...] of `inputs`.
-            way: One of `known_ways`; None for the best there is.
+            x: [T, ...] created by `inputs`.
+            way: One of `known_ways`; None for the fastest.
         """
         assert y.shape[1] == self.num_columns and (is_by_token or len(y) == len(x))
         return self._operation(
@@ -107,13 +108,14 @@ class GateableWeight(ABC):
         groups: Groups | None = None,
         way: Way | None = None,
     ) -> Operation:
-        """Make y = activation(gate) * up of a weight that `is_gated`: x W^T + bias is both.
+        """Return the operation y = activation(gate) * up; gate and up are halves of x W^T + bias.
+
+        The weight must have been packed with `is_gated`.
 
         Args:
-            x: See `times`.
-            y: [T, N / 2] as the next matrix takes it.
-            bias: [N] float32, contiguous; of a stack [E, N].
-            groups: See `times`; `way` likewise.
+            x: See `times`, also for `groups` and `way`.
+            y: [T, N / 2] as the next product takes it.
+            bias: [N] float32, contiguous; [E, N] for a stack.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
         bias = None if bias is None else woven(bias, -1)
@@ -121,16 +123,16 @@ class GateableWeight(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix."""
+        """Size of the matrix in bytes."""
         return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @abstractmethod
     def _rows_in_block(self, x: torch.Tensor) -> int:
-        """Return how many rows of x stay in the second cache while a chunk's panels pass by."""
+        """Return how many rows of x stay in the L2 cache while a chunk of panels is multiplied."""
 
     @abstractmethod
     def _task(self, way: Way) -> Task:
-        """Return what threads run."""
+        """Return the task that threads run."""
 
     def _operation(
         self,
@@ -174,7 +176,7 @@ class GateableWeight(ABC):
 
 
 class PairedWeight(GateableWeight):
-    """A weight matrix [N, K], or a stack of E, in panels of pairs.
+    """A weight matrix [N, K], or a stack of E, in panels of pairs of bfloat16.
 
     N is padded to whole panels, K to whole steps.
 
@@ -185,7 +187,7 @@ class PairedWeight(GateableWeight):
     __slots__ = ()
 
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
-        """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
+        """Pack a matrix; `is_gated` interleaves the panels of its first and its second half."""
         rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
         weight = woven(weight, -2) if is_gated else weight
         padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
@@ -194,10 +196,10 @@ class PairedWeight(GateableWeight):
 
     @staticmethod
     def inputs(num_rows: int, size: int) -> torch.Tensor:
-        """Return room for x: [num_rows, size] bfloat16, with zeros up to a whole step.
+        """Return a buffer for x: [num_rows, size] bfloat16, with zeros up to a whole step.
 
-        A line more keeps rows from lying a power of two apart: all of a tile would fall into one
-        set of the cache.
+        Each row is one step longer, so that rows are not a power of two apart: all rows of a tile
+        would fall into one set of the cache.
         """
         stride = -(-size // STEP) * STEP + STEP
         return torch.zeros(num_rows, stride, dtype=torch.bfloat16)[:, :size]
@@ -212,10 +214,10 @@ class PairedWeight(GateableWeight):
 
 
 def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return the rows with a panel of their first half and one of their second by turns.
+    """Return rows with the panels of their first and of their second half interleaved.
 
     Args:
-        axis: Which axis, counted from the last, are rows.
+        axis: The axis of the rows, negative: counted from the last.
     """
     at = rows.ndim + axis
     panels = rows.view(*rows.shape[:at], 2, -1, PANEL, *rows.shape[at + 1 :])
@@ -223,11 +225,11 @@ def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 class Arguments(NamedTuple):
-    """Shared state that the threads of one product read."""
+    """State shared by the threads of one product."""
 
     groups: int
-    num_units: int  # of a matrix: what threads take: a panel, or one of the gate with that of up
-    together: int  # panels of a unit; where they are two, y is gated
+    num_units: int  # of a matrix; a unit is a panel, or a panel of the gate and its panel of up
+    together: int  # panels of a unit; if they are two, y is gated
     num_threads: int
     weight: int
     scales: int  # 0 for none
@@ -236,16 +238,17 @@ class Arguments(NamedTuple):
     x_stride: int
     y: int
     y_stride: int
-    block: int  # rows, or planes of them, that are multiplied with a chunk before the next ones are
+    block: int  # rows, or planes of rows, that a chunk is multiplied with at a time
     is_added: bool
     is_by_token: bool
     bias: int  # 0 for none
-    linear: float  # of the activation, where y is gated; likewise the next three
+    linear: float  # of the activation, if y is gated; so are the next three
     cubic: float
     limit: float
     shift: float
     tiles: int  # see `amx.configurations`
-    # Where panels lie that threads of even and of odd numbers take first in the next product.
+    # Addresses of the panels that threads of even and of odd numbers read first in the next
+    # product.
     next_even: int = 0
     next_odd: int = 0
     taken: int = 0  # units, see `threads.next_chunk`
@@ -284,7 +287,7 @@ def _multiply_by_tiles(a: Arguments, thread: int) -> None:
                 panel += width
             begin = end
     amx.release()
-    give_back(sums)
+    free(sums)
 
 
 def _multiply_by_dots(a: Arguments, thread: int) -> None:
@@ -312,15 +315,15 @@ def _multiply_by_dots(a: Arguments, thread: int) -> None:
                 for row in range(begin, end, _MANY_DOTS):
                     x, to = a.x + row * x_stride, y + (row - begin) * y_stride
                     _dots(a, width, w, x, to, y_stride, end - row, has_sums, later)
-                    later = w  # what is coming has been asked for
+                    later = w  # the next weights have been prefetched
                 _end(a, panel, width, begin, end, sums)
                 panel += width
-    give_back(sums)
+    free(sums)
 
 
 @inner
 def _dots(a: Arguments, width: int, *operands: int) -> None:
-    """Multiply up to _MANY_DOTS rows with so many panels."""
+    """Multiply up to _MANY_DOTS rows by `width` panels."""
     w, x, y, y_stride, rows, has_sums, later = operands
     x_stride, steps, panel_bytes = a.x_stride, a.num_steps, a.num_steps * STEP_BYTES
     if width == 4:
@@ -351,16 +354,16 @@ def _multiply_by_vectors(a: Arguments, thread: int) -> None:
                         to = y + (row - begin) * y_stride + part * PANEL * 4
                         _by_vectors(w, x, x_stride, to, y_stride, num_steps, end - row, has_sums)
                 _end(a, panel, width, begin, end, sums)
-    give_back(sums)
+    free(sums)
 
 
 @inner
 def _begin(
     a: Arguments, panel: int, width: int, begin: int, end: int, sums: int
 ) -> tuple[int, int, int]:
-    """Return where the sums of rows [begin, end) go, and their initial values.
+    """Return where to sum rows [begin, end): (address, row stride, whether it has values).
 
-    As (address, bytes from row to row, whether something is): in y, or in `sums` first.
+    Sums are added in y, or in `sums` if y is gated or by token.  The bias is written there first.
     """
     column = panel % (a.num_units * a.together) * PANEL
     to, stride = a.y + begin * a.y_stride + column * 4, a.y_stride
@@ -378,7 +381,7 @@ def _begin(
 
 @inner
 def _end(a: Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
-    """Write `sums` to a gated y, or add them to the tokens' rows of y."""
+    """Write gated `sums` to y, or add `sums` to the rows of their tokens."""
     if a.is_by_token:
         column = panel % a.num_units * PANEL
         add_to_tokens(a, sums, width * PANEL * 4, width, column, begin, end)

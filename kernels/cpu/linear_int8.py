@@ -1,11 +1,11 @@
-"""y = x W^T from 8-bit weights: x is rounded to 15 bits, integer sums are exact.
+"""Compute y = x W^T from 8-bit weights: x is quantized to 15 bits, and integer sums are exact.
 
-Strategy: W is packed into panels of 16 output columns, four elements of each for every four inputs
-in turn (`[N / 16, K / 64, 16, 16, 4]`), a scale a column: half the bytes of bfloat16 for a step
-that waits for memory.  A row of x is two planes of int8 and a scale (`kernels.cpu.rows_int8`), and
-its planes are two rows of what multiplies integers: tiles (`kernels.cpu.amx`), or vectors where
-there are none.  Their sums are whole numbers, so that no bit of a product depends on the order, on
-who shares the batch, nor on the processor.
+W is packed into panels: 16 output columns, with four weights of each column adjacent for every four
+inputs (`[N / 16, K / 64, 16, 16, 4]`), and a scale for each column.  That is half the bytes of
+bfloat16 for a step that waits for memory.  A row of x is quantized to two planes of int8 and a
+scale (`kernels.cpu.rows_int8`).  Its planes are two rows of the integer product, which is computed
+by tiles (`kernels.cpu.amx`), or by vectors where there are none.  Sums are integers, so no bit of a
+result depends on the order of additions, on the other rows of the batch, or on the processor.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kernels.cpu.row_groups import (
 from kernels.cpu.rows_int8 import finish_sums, gate_floats, room_for_planes
 from kernels.cpu.simd import PANEL
 from kernels.cpu.simd_int8 import QUAD, byte_product
-from kernels.cpu.tasks import Task, allocate, give_back, inner
+from kernels.cpu.tasks import Task, allocate, free, inner
 from kernels.cpu.tiles import TWO_TILES, num_together, rows_product
 
-# The most inputs whose sum of products, 127 * 127 each, is an int32.
+# The most inputs whose sum of products, 127 * 127 each at most, fits an int32.
 MAX_INPUTS = (1 << 31) // 127**2
-# Planes that meet one panel as vectors.
+# Planes multiplied at a time with one panel by vectors.
 _FEW = 4
-# Bytes of x that stay in the second cache while a chunk's panels pass by.
+# Bytes of x that stay in the L2 cache while a chunk of panels is multiplied with them.
 _BLOCK_BYTES = 1 << 19
-# Steps of two panels that stay in the first cache while rows pass by, at most.
+# The most steps of two panels that stay in the L1 cache while rows are multiplied with them.
 _NEAR_STEPS = 20
 
 _by_tiles = rows_product(of_bytes=True)
@@ -45,24 +45,24 @@ _by_vectors = byte_product(_FEW)
 
 
 class Int8Weight(GateableWeight):
-    """A weight matrix [N, K], or a stack of E, in 8 bits.
+    """A weight matrix [N, K], or a stack of E, quantized to int8.
 
     N is padded to whole panels, K to whole steps.
 
     Attributes:
         panels: [E * ceil(N / 16), ceil(K / 64), 16, 16, 4] int8.
-        scales: [E * ceil(N / 16) * 16] float32: what a column's integers are multiples of.
+        scales: [E * ceil(N / 16) * 16] float32 scale of each column.
     """
 
     __slots__ = ()
 
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
-        """Round and pack a matrix; one `is_gated` has its halves woven panel by panel."""
+        """Quantize and pack a matrix; `is_gated` interleaves the panels of its halves."""
         rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
         assert 0 < columns <= MAX_INPUTS
         wide = woven(weight, -2).float() if is_gated else weight.float()
         scales = wide.abs().amax(-1) / 127
-        # A column of zeros has any scale.
+        # A column of zeros may have any scale but 0.
         rounded = (wide / scales.clamp(min=torch.finfo().tiny)[..., None]).round().to(torch.int8)
         padded = pad(rounded, (0, -columns % BYTES_STEP, 0, -rows % PANEL))
         quads = padded.view(-1, PANEL, padded.shape[-1] // BYTES_STEP, BYTES_STEP // QUAD, QUAD)
@@ -71,7 +71,7 @@ class Int8Weight(GateableWeight):
 
     @staticmethod
     def inputs(num_rows: int, size: int) -> torch.Tensor:
-        """Return room for x: see `room_for_planes`."""
+        """Return a buffer for x; see `room_for_planes`."""
         return room_for_planes(num_rows, size)
 
     def _rows_in_block(self, x: torch.Tensor) -> int:
@@ -117,7 +117,7 @@ def _multiply_by_tiles(a: Arguments, thread: int) -> None:
                 panel += width
             begin = end
     amx.release()
-    give_back(sums)
+    free(sums)
 
 
 def _multiply_by_vectors(a: Arguments, thread: int) -> None:
@@ -144,17 +144,17 @@ def _multiply_by_vectors(a: Arguments, thread: int) -> None:
                         x = a.x + plane * x_stride
                         to = sums + (plane - begin) * stride + part * PANEL * 4
                         _by_vectors(w, x, x_stride, to, stride, num_steps, end - plane, later)
-                        later = w  # what is coming has been asked for
+                        later = w  # the next weights have been prefetched
                 _finish(a, panel, width, begin, end, sums)
-    give_back(sums)
+    free(sums)
 
 
 @inner
 def _finish(a: Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
-    """Combine the sums of planes [begin, end) and write the rows."""
+    """Combine the sums of planes [begin, end), and write rows of y."""
     stride, at = width * PANEL * 4, panel * PANEL * 4
     column = panel % (a.num_units * a.together) * PANEL * 4
-    # What is not y yet becomes float32 where it is.
+    # If y is gated or by token, float32 results first replace the integer sums.
     to, to_stride = a.y + begin // 2 * a.y_stride + column, a.y_stride
     if a.together == 2 or a.is_by_token:
         to, to_stride = sums, 2 * stride

@@ -1,4 +1,4 @@
-"""Attention's view of a step, and the addresses of a sequence's keys and values in the pool."""
+"""The arguments of attention tasks, and the addresses of a sequence's keys and values."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from kernels.cpu.simd import bytes_of
 from kernels.cpu.tasks import CACHE_LINE, inner
 
 _LOG2_E = np.float32(1.4426950408889634)
-# Keys ahead of those that are read, which are asked for meanwhile.
+# How many keys ahead to prefetch.
 _AHEAD = 64
 
 
 class AttentionArguments(NamedTuple):
     step: int
     query: int
-    token_stride: int  # of the query; likewise head_stride
+    token_stride: int  # of the query; so is head_stride
     head_stride: int
     out: int
     out_element: int
     out_stride: int  # from a token to the next
     num_heads: int
     num_kv_heads: int
-    shared: int  # query heads of a KV head
+    shared: int  # query heads that share a KV head
     head_dim: int
-    pool: int  # where the layer begins in the first block
+    pool: int  # address of the layer in the first block
     element: int
-    head_bytes: int  # of one KV head in a block
+    head_bytes: int  # size of one KV head in a block
     block_bytes: int
     block_size: int
     window: int  # 0 for none
-    sinks: int  # float32 of each query head; 0 for none
+    sinks: int  # address of a float32 for each query head; 0 for none
     scale: float  # times log2 e, as the cap is: scores are exponents of 2
     cap: float  # 0 for none
     max_rows: int
-    way: int  # to multiply bfloat16: one of `kernels.cpu.bfloat16_methods`
-    tiles: int  # the configuration of tiles
+    way: int  # a method of `kernels.cpu.bfloat16_methods`
+    tiles: int  # address of the tile configuration
     taken: int = 0
 
 
@@ -46,9 +46,10 @@ class AttentionArguments(NamedTuple):
 def run_of_rows(
     a: AttentionArguments, table: int, head: int, position: int, end: int
 ) -> tuple[int, int]:
-    """Return a key's row and the number of consecutive rows; `head` counts values too.
+    """Return the address of a key's row, and the number of consecutive rows from it on.
 
-    Those a little later are asked for: blocks lie anywhere, so no processor foresees the next.
+    `head` + num_kv_heads addresses values.  Rows a little later are prefetched: blocks may be
+    anywhere, so no processor can predict the next one.
     """
     row_bytes = a.head_dim * bytes_of(a.element)
     start: Any = a.pool + head * a.head_bytes
@@ -67,14 +68,14 @@ def run_of_rows(
 
 @inner
 def sink_of(a: AttentionArguments, query_head: int) -> Any:
-    """Return the score that a head's sink has, as an exponent of 2."""
+    """Return the score of a head's sink, as an exponent of 2."""
     return floats_at(a.sinks)[query_head] * _LOG2_E
 
 
 @inner
 def cap_scores(scores: Any, start: int, stop: int, cap: Any) -> None:
-    """Make cap * tanh(score / cap) of some scores."""
-    # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|), of which nothing overflows.
+    """Replace scores[start:stop] by cap * tanh(score / cap)."""
+    # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|), which cannot overflow.
     slope, one = np.float32(-2) * _LOG2_E / cap, np.float32(1)
     for i in range(start, stop):
         small = exp2(abs(scores[i]) * slope)

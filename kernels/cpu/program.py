@@ -1,13 +1,12 @@
-"""A list of compiled tasks, one after another in one native call: a whole step.
+"""A program: a list of compiled tasks, a whole step, that runs in one native call.
 
-A step of a transformer is some three hundred loops, of a few microseconds each when it decodes;
-calling them one by one from Python takes as long as they do.  A program is the list of them,
-written down once and run any number of times, as a CUDA graph is: what changes between two runs is
-what the memory holds, never where it lies.
+A transformer step has some three hundred loops, of a few microseconds each in decode; calling them
+one by one from Python takes as long as they do.  A program is built once and run any number of
+times, like a CUDA graph: between runs the contents of memory change, the addresses do not.
 
-Every thread goes through the whole list.  It works on an operation until there is nothing left to
-take, then waits for those who still work on theirs and goes on to the next; whoever comes late
-passes what is done and joins in.
+Every thread runs the whole list.  It works on an operation until there is nothing left to take,
+waits for the threads that still work on it, and continues with the next; a thread that starts late
+skips finished operations and joins in.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from kernels.cpu.threads import wait_for_none
 
 
 class Operation(NamedTuple):
-    """A task and its arguments, with whatever owns the memory that they point to.
+    """A task and its arguments, with the owners of the memory to which they point.
 
-    `weights`, if they are known, are where threads begin (even numbers, odd numbers) to read what
-    nobody has read before.  Arguments with the fields `next_even` and `next_odd` are told there the
-    `weights` of the next operation that has some, to be asked for early.
+    `weights`, if known, are the addresses at which threads of even and of odd numbers begin to read
+    weights.  If the arguments have the fields `next_even` and `next_odd`, these are set to the
+    `weights` of the next operation that has them, to prefetch.
     """
 
     task: Task
@@ -42,9 +41,9 @@ class Operation(NamedTuple):
 class _Step:
     """A program's record of an operation; the record of its arguments follows."""
 
-    task: int  # its native function
+    task: int  # address of its native function
     arguments: int  # their address
-    inside: int  # threads that work on it
+    inside: int  # number of threads that work on it
 
 
 class _Steps(NamedTuple):
@@ -54,14 +53,14 @@ class _Steps(NamedTuple):
 
 
 class Program:
-    """Operations in their order; one thread at a time may run it."""
+    """Operations in the order in which they run; one thread at a time may run the program."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._kept = [operation.kept for operation in operations]
         layouts = [layout_of(type(operation.arguments)) for operation in operations]
         largest = max((layout.itemsize for layout in layouts), default=0)
         stride = CACHE_LINE - (-largest // CACHE_LINE) * CACHE_LINE
-        # One more than needed, so that the first can begin on a cache line.
+        # One record more than needed, so that the first can begin on a cache line.
         self._memory = np.zeros((len(operations) + 1) * stride // 8, np.int64)
         memory = self._memory.view(np.uint8)
         start = -memory.ctypes.data % CACHE_LINE
@@ -69,7 +68,7 @@ class Program:
         steps: Any = np.ndarray(len(operations), layout_of(_Step), memory, start, (stride,))
         steps["task"] = [compiled(operation.task).address for operation in operations]
         steps["arguments"] = memory.ctypes.data + starts
-        # From the last to the first; the next of the last are those of the next run.
+        # From the last to the first; the operation after the last is the first of the next run.
         following = next((it.weights for it in operations if it.weights), (0, 0))
         for it, layout, at in reversed(list(zip(operations, layouts, starts, strict=True))):
             record = memory[at : at + layout.itemsize].view(layout)
@@ -83,7 +82,7 @@ class Program:
         self._address: int = self._steps.ctypes.data
 
     def run(self, num_threads: int = 0) -> None:
-        """Run every operation; `num_threads` 0 is as many as torch uses."""
+        """Run every operation; `num_threads` 0 means as many as torch uses."""
         self._memory[self._taken] = 0
         threads.run(_run, self._address, num_threads)
 
@@ -98,5 +97,5 @@ def _run(a: _Steps, thread: int) -> None:
         fetch_add(inside, 1)
         call(step.task, step.arguments, thread)
         fetch_add(inside, -1)
-        # Nothing is left to take: when nobody is inside, all is done.
+        # Nothing is left to take, so the operation is done when no thread is inside.
         wait_for_none(inside, -1)

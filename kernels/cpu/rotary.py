@@ -1,6 +1,6 @@
-"""Heads after their projection: norm, rotation, and keys and values into the pool.
+"""Norm and rotate heads after their projection, and write keys and values to the pool.
 
-One pass over a token's query, key and value heads, while the first cache has them.
+One pass over a token's query, key and value heads, while they are in the L1 cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import FLOAT32, WIDTH, narrow
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.threads import for_each_row
 
 
 class _Arguments(NamedTuple):
-    num_tokens: int
-    at_a_time: int
+    num_rows: int
     heads: int
     num_heads: int  # of queries, keys and values together
     num_kv_heads: int
@@ -29,7 +28,7 @@ class _Arguments(NamedTuple):
     norm: int  # 0 for none
     eps: float
     slots: int
-    pool: int  # where the layer begins in the first block
+    pool: int  # address of the layer in the first block
     element: int
     block_bytes: int
     block_size: int
@@ -45,24 +44,25 @@ def rotate_and_append(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> Operation:
-    """Rotate queries where they lie; put keys, rotated, and values into the pool, in its dtype.
+    """Return the operation that rotates queries in place and writes rotated keys and values.
 
-    Pairs are (i, i + D / 2): (x, y) -> (x cos - y sin, y cos + x sin).
+    Keys and values go to the pool, in its dtype.  Pairs of dimensions (i, i + D / 2) are rotated:
+    (x, y) -> (x cos - y sin, y cos + x sin).
 
     Args:
-        heads: [T, Hq + 2 Hkv, D] float32, contiguous: queries, keys, values; keys are changed
-            too.  D is a multiple of 8.
+        heads: [T, Hq + 2 Hkv, D] float32, contiguous: queries, keys, values; keys are changed in
+            place too.  D is a multiple of 8.
         rotation: [T, 2, D / 2] float32, contiguous: cos, sin.
         pool: [N, L, 2, Hkv, B, D].
         slots: [T] int32.
-        norm: [Hq + Hkv, D] float32 weights by which each head is normalized before, or None.
+        norm: [Hq + Hkv, D] float32 weights of an RMS norm of each head before the rotation, or
+            None.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_tokens, num_heads, _ = heads.shape
     assert head_dim % WIDTH == 0
     arguments = _Arguments(
-        num_tokens=num_tokens,
-        at_a_time=rows_at_a_time(num_tokens),
+        num_rows=num_tokens,
         heads=heads.data_ptr(),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -80,16 +80,11 @@ def rotate_and_append(
 
 
 def _rotate_and_append(a: _Arguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_tokens:
-            return
-        for token in range(first, min(first + a.at_a_time, a.num_tokens)):
-            _rotate_token(a, token)
+    for_each_row(a, _rotate_token, 0)
 
 
 @inner
-def _rotate_token(a: _Arguments, token: int) -> None:
+def _rotate_token(a: _Arguments, token: int, _: int) -> None:
     num_heads, num_kv_heads, size = a.num_heads, a.num_kv_heads, a.head_dim
     first = a.heads + token * num_heads * size * 4
     for head in range(num_heads - num_kv_heads):

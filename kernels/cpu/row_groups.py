@@ -1,7 +1,7 @@
-"""Groups of rows that are multiplied by one matrix of a stack each.
+"""Groups of rows: each group is multiplied by one matrix of a stack.
 
-A product with one matrix is one group of all rows.  What experts are given is many: which, and how
-many rows each, is known when the step runs, so that threads read it from memory.
+A product with one matrix has one group of all rows.  A product with experts has many: which, and
+with how many rows, is known only when the step runs, so threads read the groups from memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
 
 
 class Table(NamedTuple):
-    """Shared state that threads read; tasks that make groups write it."""
+    """The groups as threads read them; the tasks that form groups write them."""
 
     num_groups: int
-    matrices: int  # [G] int32: which of the stack
+    matrices: int  # [G] int32 number of each group's matrix in the stack
     starts: int  # [G + 1] int32: group g has rows [starts[g], starts[g + 1])
-    tokens: int  # see `Groups`; likewise the next
+    tokens: int  # see `Groups`; so are shares
     shares: int
 
 
@@ -30,11 +30,11 @@ table_at = records_at(Table)
 
 
 class Groups:
-    """The rows that meet each of `num_matrices`: at first all `num_rows` meet the first.
+    """The rows that are multiplied by each of `num_matrices`: initially all rows by the first.
 
     Attributes:
-        tokens: [num_rows] int32 to which row of y a product `is_by_token` adds a row.
-        shares: [num_rows] float32 as how much of itself.
+        tokens: [num_rows] int32 row of y to which a product `is_by_token` adds each row.
+        shares: [num_rows] float32 factor of each row in that sum.
     """
 
     def __init__(self, num_rows: int, num_matrices: int = 1) -> None:
@@ -58,12 +58,12 @@ class Groups:
 
 @inner
 def next_units(a: Any, thread: int, group: int, unit: int, count: int) -> tuple[int, int, int]:
-    """Take the next units of one matrix: (group, first unit, count).
+    """Take the next units of one matrix: (group, first unit, count); a unit is one or two panels.
 
-    A count of 0: nothing was taken yet, or nothing is left.  The arguments have the fields
-    `groups`, `num_units` of a matrix, `is_by_token`, `num_threads` and `taken`.  Rows that are
-    added to those of their tokens are so in the order of the matrices: who has taken units of the
-    first has them of all.
+    A count of 0 means that nothing was taken yet, or that nothing is left.  The arguments have the
+    fields `groups`, `num_units` of a matrix, `is_by_token`, `num_threads` and `taken`.  Rows are
+    added to those of their tokens in the order of the matrices: a thread that takes units of the
+    first matrix takes the same units of all others.
     """
     num_groups = table_at(a.groups).num_groups
     if a.is_by_token and count and group + 1 < num_groups:
@@ -82,17 +82,17 @@ def rows_of(a: Any, group: int) -> tuple[int, int]:
 
 @inner
 def in_stack(a: Any, group: int, unit: int) -> int:
-    """Return which unit of the stack is this one of a group's matrix: they are numbered on."""
+    """Return the number in the stack of a unit of the group's matrix."""
     matrix = int(ints_at(table_at(a.groups).matrices)[group])
     return matrix * a.num_units + unit  # type: ignore[no-any-return]
 
 
 @inner
 def coming_weights(a: Any, thread: int, group: int, unit: int, size: int) -> int:
-    """Return where the weights lie that a thread likely reads next: here, or in the next product.
+    """Return the address of the weights that a thread likely reads next, to prefetch.
 
-    The arguments are those of `next_units`, with `weight` and what `Operation.weights` asks for;
-    a unit has `size` bytes.
+    It may be in the next product.  The arguments have the fields for `next_units`, `weight`, and
+    those that `Operation` sets; a unit has `size` bytes.
     """
     num_groups, taken = table_at(a.groups).num_groups, atomic_load(address_of(a, "taken"))
     count, total = 1, a.num_units * (1 if a.is_by_token else num_groups)
@@ -110,9 +110,9 @@ def coming_weights(a: Any, thread: int, group: int, unit: int, size: int) -> int
 def add_to_tokens(
     a: Any, sums: int, stride: int, num_panels: int, column: int, begin: int, end: int
 ) -> None:
-    """Add rows [begin, end), which `sums` holds, to those of their tokens from a column on.
+    """Add rows [begin, end) of `sums`, times their shares, to the rows of their tokens in y.
 
-    The arguments have the fields `groups`, `y` and `y_stride`.
+    `column` is the first column.  The arguments have the fields `groups`, `y` and `y_stride`.
     """
     table = table_at(a.groups)
     tokens, shares = ints_at(table.tokens), floats_at(table.shares)
@@ -124,6 +124,6 @@ def add_to_tokens(
 
 
 def first_weights(address: int, num_units: int, num_threads: int, size: int) -> tuple[int, int]:
-    """Return where threads of even and of odd numbers begin to read one matrix."""
+    """Return the addresses at which threads of even and of odd numbers begin to read a matrix."""
     even, odd = (next_chunk(0, num_units, num_units, num_threads, it)[0] for it in range(2))
     return address + even * size, address + odd * size

@@ -1,8 +1,8 @@
-"""Rows as int8 products take them: two planes of int8 and a scale, made in one pass.
+"""Quantize rows for int8 products: two planes of int8 and a scale, in one pass.
 
-A number is scale * (128 * high + low), with 14 bits and a sign where the row's largest is all ones:
-next to that what rounding takes away is nothing, and sums of planes are exact.  A row of them is
-the plane of the high parts, that of the low ones, and in its last four bytes the scale.
+A number is scale * (128 * high + low), which is 14 bits and a sign for the row's largest number, so
+the rounding error is negligible and sums of planes are exact.  A quantized row is the plane of the
+high parts, the plane of the low parts, and in its last four bytes the scale.
 """
 
 from __future__ import annotations
@@ -12,41 +12,53 @@ from typing import Any, NamedTuple
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kernels.cpu.intrinsics import instruction
 from kernels.cpu.linear import ELEMENTS
+from kernels.cpu.llvm import (
+    F32,
+    I8,
+    I16,
+    I32,
+    Loop,
+    call,
+    i64,
+    in_order,
+    load,
+    splat,
+    store,
+    vector_of,
+)
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gated
-from kernels.cpu.simd import BFLOAT16, PANEL, Loop, i64
+from kernels.cpu.simd import BFLOAT16, PANEL
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.threads import for_each_row
 
-# What dtypes of rows are numbered on from `kernels.cpu.simd.ELEMENTS`.
+# The number of int8 rows, which follows those of `kernels.cpu.simd.ELEMENTS`.
 INT8 = len(ELEMENTS)
-# The largest number of a row: in its high plane 127, which w has at most as well.
+# The largest integer of a row: 127 in its high plane, as large as any weight.
 LARGEST = 127 * 128
-# Inputs of a step of the products; a line more keeps rows from lying a power of two apart.
+# Inputs of a step of the products.  A row is one step longer, so that rows are not a power of two
+# apart.
 _STEP = 64
 _LANES = PANEL
-_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
-_BYTES, _SHORTS = ir.VectorType(_I8, _LANES), ir.VectorType(_I16, _LANES)
-_INTS, _FLOATS = ir.VectorType(_I32, _LANES), ir.VectorType(_F32, _LANES)
-# A float32 from here on is a whole number, and its last bits are that number.
+_BYTES, _SHORTS = ir.VectorType(I8, _LANES), ir.VectorType(I16, _LANES)
+_INTS, _FLOATS = ir.VectorType(I32, _LANES), ir.VectorType(F32, _LANES)
+# Adding this to a float32 rounds it to an integer, which is then in the last bits.
 _WHOLE, _WHOLE_BITS = 1.5 * 2**23, 0x4B400000
 _INFINITY_BITS = 0x7F800000
-# Rows whose largest is less are zero: the inverse of their scale has no float32.
+# Rows whose largest number is smaller are zero: the inverse of their scale is no float32.
 _LEAST = 2.0**-100
 
 
 def room_for_planes(num_rows: int, size: int) -> torch.Tensor:
-    """Return room for so many rows: [num_rows, 2 (size in whole steps + 64)] int8."""
+    """Return a buffer for quantized rows: [num_rows, 2 (size in whole steps + 64)] int8."""
     return torch.empty(num_rows, 2 * (-(-size // _STEP) * _STEP + _STEP), dtype=torch.int8)
 
 
 class _Arguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     x: int
     element: int
@@ -57,18 +69,17 @@ class _Arguments(NamedTuple):
 
 
 def to_planes(x: torch.Tensor, out: torch.Tensor) -> Operation:
-    """Make out = x, each row as two planes and a scale.
+    """Return the operation that quantizes each row of x to two int8 planes and a scale in out.
 
     Args:
-        x: [T, K] float32 or bfloat16, rows as far apart as they like, K of whole panels.
-        out: [T, ...] of `room_for_planes`, for K or more.
+        x: [T, K] float32 or bfloat16, with any row stride, K a multiple of PANEL.
+        out: [T, ...] created by `room_for_planes` for K or more.
     """
     assert x.dtype in (torch.float32, torch.bfloat16) and x.stride(1) == 1
     assert x.shape[1] % PANEL == 0 and len(x) == len(out)
     assert out.dtype is torch.int8 and out.shape[1] >= 2 * (x.shape[1] + 4)
     arguments = _Arguments(
         num_rows=len(x),
-        at_a_time=rows_at_a_time(len(x)),
         size=x.shape[1],
         x=x.data_ptr(),
         element=ELEMENTS[x.dtype],
@@ -80,17 +91,17 @@ def to_planes(x: torch.Tensor, out: torch.Tensor) -> Operation:
 
 
 def _to_planes(a: _Arguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            round_row(a.element, a.x + row * a.x_stride, a.size, a.out, row, a.out_stride)
+    for_each_row(a, _round_row, 0)
+
+
+@inner
+def _round_row(a: _Arguments, row: int, _: int) -> None:
+    round_row(a.element, a.x + row * a.x_stride, a.size, a.out, row, a.out_stride)
 
 
 @inner
 def round_row(element: int, x: int, size: int, out: int, row: int, out_stride: int) -> None:
-    """Write `size` numbers, a multiple of PANEL, as planes and scale: the row `row` of out."""
+    """Quantize `size` numbers, a multiple of PANEL, to row number `row` of out."""
     to = out + row * out_stride
     if element == BFLOAT16:
         _round_bfloat16(x, size, to, out_stride)
@@ -100,50 +111,47 @@ def round_row(element: int, x: int, size: int, out: int, row: int, out_stride: i
 
 @instruction(types.void, *[types.int64] * 4)
 def _round_float32(b: ir.IRBuilder, x: Any, size: Any, to: Any, stride: Any) -> None:
-    def load(index: Any) -> Any:
-        return _load(b, b.add(x, b.mul(index, i64(4))), _INTS)
+    def bits_at(index: Any) -> Any:
+        return load(b, b.add(x, b.mul(index, i64(4))), _INTS, 1)
 
-    _round(b, load, size, to, stride)
+    _round(b, bits_at, size, to, stride)
 
 
 @instruction(types.void, *[types.int64] * 4)
 def _round_bfloat16(b: ir.IRBuilder, x: Any, size: Any, to: Any, stride: Any) -> None:
-    def load(index: Any) -> Any:
-        short = _load(b, b.add(x, b.mul(index, i64(2))), _SHORTS)
-        return b.shl(b.zext(short, _INTS), _all(_INTS, 16))
+    def bits_at(index: Any) -> Any:
+        short = load(b, b.add(x, b.mul(index, i64(2))), _SHORTS, 1)
+        return b.shl(b.zext(short, _INTS), vector_of(_INTS, 16))
 
-    _round(b, load, size, to, stride)
+    _round(b, bits_at, size, to, stride)
 
 
-def _round(b: ir.IRBuilder, load: Any, size: Any, to: Any, stride: Any) -> None:
-    """Write a row of which `load` gives the bits of the float32 from an index on."""
+def _round(b: ir.IRBuilder, bits_at: Any, size: Any, to: Any, stride: Any) -> None:
+    """Quantize a row; `bits_at` returns the bits of _LANES float32 numbers from an index on."""
     loop = Loop(b, size, _LANES)
-    most = loop.carry(_all(_INTS, 0))
-    # Without their signs, bits are ordered as numbers are, and those of a NaN come last.
-    most = _larger(b, most, b.and_(load(loop.index), _all(_INTS, 0x7FFFFFFF)))
+    most = loop.carry(vector_of(_INTS, 0))
+    # Without their signs, bits are ordered as numbers are, and NaN is the largest.
+    most = _larger(b, most, b.and_(bits_at(loop.index), vector_of(_INTS, 0x7FFFFFFF)))
     loop.end([most])
-    reduce = f"llvm.vector.reduce.smax.v{_LANES}i32"
-    kind = ir.FunctionType(_I32, [_INTS])
-    bits = b.call(cgutils.get_or_insert_function(b.module, kind, reduce), [most])
-    largest, limit = b.bitcast(bits, _F32), ir.Constant(_F32, float(LARGEST))
-    is_nothing = b.fcmp_ordered("<", largest, ir.Constant(_F32, _LEAST))
-    zero = ir.Constant(_F32, 0.0)
-    inverse = _splat(b, b.select(is_nothing, zero, b.fdiv(limit, largest)))
+    bits = call(b, f"vector.reduce.smax.v{_LANES}i32", I32, most)
+    largest, limit = b.bitcast(bits, F32), ir.Constant(F32, float(LARGEST))
+    is_nothing = b.fcmp_ordered("<", largest, ir.Constant(F32, _LEAST))
+    zero = ir.Constant(F32, 0.0)
+    inverse = splat(b, b.select(is_nothing, zero, b.fdiv(limit, largest)), _LANES)
     scale = b.select(is_nothing, zero, b.fdiv(largest, limit))
-    # Whatever its integers are, a row that is not finite has no result.
-    is_finite = b.icmp_signed("<", bits, ir.Constant(_I32, _INFINITY_BITS))
-    scale = b.select(is_finite, scale, ir.Constant(_F32, float("nan")))
-    b.store(scale, b.inttoptr(b.add(to, b.sub(stride, i64(4))), _F32.as_pointer()), align=4)
+    # A row that is not finite gets the scale NaN, so its results are NaN.
+    is_finite = b.icmp_signed("<", bits, ir.Constant(I32, _INFINITY_BITS))
+    scale = b.select(is_finite, scale, ir.Constant(F32, float("nan")))
+    store(b, scale, b.add(to, b.sub(stride, i64(4))))
     low_plane = b.add(to, b.lshr(stride, i64(1)))
     loop = Loop(b, size, _LANES)
-    exact = _in_order(b, b.fmul(b.bitcast(load(loop.index), _FLOATS), inverse))
-    whole = b.bitcast(b.fadd(exact, _all(_FLOATS, _WHOLE)), _INTS)
-    whole = b.sub(whole, _all(_INTS, _WHOLE_BITS))
-    high = b.ashr(b.add(whole, _all(_INTS, 64)), _all(_INTS, 7))
-    low = b.sub(whole, b.shl(high, _all(_INTS, 7)))
+    exact = in_order(b, b.fmul(b.bitcast(bits_at(loop.index), _FLOATS), inverse))
+    whole = b.bitcast(b.fadd(exact, vector_of(_FLOATS, _WHOLE)), _INTS)
+    whole = b.sub(whole, vector_of(_INTS, _WHOLE_BITS))
+    high = b.ashr(b.add(whole, vector_of(_INTS, 64)), vector_of(_INTS, 7))
+    low = b.sub(whole, b.shl(high, vector_of(_INTS, 7)))
     for part, plane in ((high, to), (low, low_plane)):
-        at = b.inttoptr(b.add(plane, loop.index), _BYTES.as_pointer())
-        b.store(b.trunc(part, _BYTES), at, align=1)
+        store(b, b.trunc(part, _BYTES), b.add(plane, loop.index), 1)
     loop.end([])
 
 
@@ -158,53 +166,31 @@ def finish_sums(
     added: Any,
     out: Any,
 ) -> None:
-    """Write PANEL sums of products in float32: (128 high + low) scales + bias + what is added.
+    """Dequantize PANEL int32 sums to float32: (128 high + low) scales + bias + added.
 
-    All are addresses.  The int32 sums of the low plane lie `stride` bytes after those of the high
-    one; `bias` and `added` are 0 for none.
+    All arguments but `stride` are addresses; `bias` and `added` are 0 for none.  The sums of the
+    low plane are `stride` bytes after those of the high plane.
     """
-    high, low = (b.sitofp(_load(b, at, _INTS), _FLOATS) for at in (sums, b.add(sums, stride)))
-    # 128 times a float32 is exact, so that it is the same whether rounded before it is added.
-    total = _in_order(b, b.fadd(b.fmul(high, _all(_FLOATS, 128.0)), low))
-    row = _splat(b, b.load(b.inttoptr(x_scale, _F32.as_pointer()), align=4))
-    scales = _in_order(b, b.fmul(_load(b, w_scales, _FLOATS), row))
-    value = _in_order(b, b.fmul(total, scales))
+    high, low = (b.sitofp(load(b, at, _INTS, 1), _FLOATS) for at in (sums, b.add(sums, stride)))
+    # A product with 128 is exact, so the sum is the same whether or not the compiler fuses both.
+    total = in_order(b, b.fadd(b.fmul(high, vector_of(_FLOATS, 128.0)), low))
+    row = splat(b, load(b, x_scale, F32), _LANES)
+    scales = in_order(b, b.fmul(load(b, w_scales, _FLOATS, 1), row))
+    value = in_order(b, b.fmul(total, scales))
     for more in (bias, added):
         is_there = b.icmp_signed("!=", more, i64(0))
-        terms = _load(b, b.select(is_there, more, w_scales), _FLOATS)
-        value = _in_order(b, b.fadd(value, b.select(is_there, terms, _all(_FLOATS, 0.0))))
-    b.store(value, b.inttoptr(out, _FLOATS.as_pointer()), align=4)
+        terms = load(b, b.select(is_there, more, w_scales), _FLOATS, 1)
+        value = in_order(b, b.fadd(value, b.select(is_there, terms, vector_of(_FLOATS, 0.0))))
+    store(b, value, out)
 
 
 @instruction(types.void, *[types.int64] * 3, *[types.float32] * 4)
 def gate_floats(
     b: ir.IRBuilder, gate: Any, up: Any, out: Any, linear: Any, cubic: Any, limit: Any, shift: Any
 ) -> None:
-    """Write activation(gate) * up of PANEL numbers each as float32; see `gated`."""
-    product = gated(b, gate, up, linear, cubic, limit, shift)
-    b.store(product, b.inttoptr(out, _FLOATS.as_pointer()), align=4)
+    """Write activation(gate) * up of PANEL numbers as float32; see `gated`."""
+    store(b, gated(b, gate, up, linear, cubic, limit, shift), out)
 
 
 def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     return b.select(b.icmp_signed(">", x, y), x, y)
-
-
-def _in_order(b: ir.IRBuilder, x: Any) -> Any:
-    """Return a result that no optimization takes apart: tasks are compiled so that it may."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS])
-    name = f"llvm.arithmetic.fence.v{_LANES}f32"
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), [x])
-
-
-def _load(b: ir.IRBuilder, address: Any, kind: ir.VectorType) -> Any:
-    return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
-
-
-def _all(kind: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _splat(b: ir.IRBuilder, scalar: Any) -> Any:
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return b.shuffle_vector(first, undefined, _all(_INTS, 0))

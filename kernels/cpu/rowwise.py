@@ -1,6 +1,6 @@
-"""The steps between the matrices of a transformer, each in one pass over float32 rows on the CPU.
+"""The operations between a transformer's matrix products, each in one pass over float32 rows.
 
-Torch makes three to six passes, and as many tensors, of each of these.
+Torch needs three to six passes, and as many tensors, for each of these.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from kernels.cpu.program import Operation
 from kernels.cpu.rows_int8 import INT8, round_row
 from kernels.cpu.simd import BFLOAT16, FLOAT32, PANEL, bytes_of, narrow
 from kernels.cpu.simd_int8 import QUAD
-from kernels.cpu.tasks import allocate, comparing, give_back, inner
-from kernels.cpu.threads import rows_at_a_time, take
+from kernels.cpu.tasks import allocate, comparing, free, inner
+from kernels.cpu.threads import for_each_row
 
 _MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
 
 class _NormArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     x: int
     out: int
@@ -56,19 +55,18 @@ def norm(
     *,
     is_added: bool = False,
 ) -> Operation:
-    """Make out = x / sqrt(mean(x^2) + eps) * weight, of the rows named or of all.
+    """Return the operation out = x / sqrt(mean(x^2) + eps) * weight for some rows or all.
 
-    If `is_added`, what out was, float32, is added.
+    If `is_added`, the result is added to the float32 `out`.
 
     Args:
-        x: [T, K] float32, contiguous; `weight` [K] likewise.
-        out: [R, K] float32 or bfloat16, rows as far apart as they like, or what
-            `Int8Weight.inputs` returns for K or more.
-        rows: [R] int32 rows of x; None where R is T.
+        x: [T, K] float32, contiguous; `weight` is [K], also float32.
+        out: [R, K] float32 or bfloat16 with any row stride, or a buffer from `Int8Weight.inputs`
+            for K or more.
+        rows: [R] int32 rows of x; None for all, where R is T.
     """
     arguments = _NormArguments(
         num_rows=len(out),
-        at_a_time=rows_at_a_time(len(out)),
         size=x.shape[1],
         x=x.data_ptr(),
         out=out.data_ptr(),
@@ -85,13 +83,8 @@ def norm(
 
 def _norm(a: _NormArguments, _thread: int) -> None:
     scratch = allocate(a.size * 4)
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            break
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _norm_row(a, row, scratch)
-    give_back(scratch)
+    for_each_row(a, _norm_row, scratch)
+    free(scratch)
 
 
 @inner
@@ -118,7 +111,6 @@ def _norm_row(a: _NormArguments, row: int, scratch: int) -> None:
 
 class _GateArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     gate_up: int
     out: int
@@ -130,7 +122,7 @@ class _GateArguments(NamedTuple):
 
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Operation:
-    """Make out = activation(gate) * up.
+    """Return the operation out = activation(gate) * up.
 
     Args:
         gate_up: [T, 2 K] float32, contiguous: gate first, then up.
@@ -138,7 +130,6 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Op
     """
     arguments = _GateArguments(
         num_rows=len(out),
-        at_a_time=rows_at_a_time(len(out)),
         size=out.shape[1],
         gate_up=gate_up.data_ptr(),
         out=out.data_ptr(),
@@ -148,16 +139,11 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Op
 
 
 def _gate(a: _GateArguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _gate_row(a, row)
+    for_each_row(a, _gate_row, 0)
 
 
 @inner
-def _gate_row(a: _GateArguments, row: int) -> None:
+def _gate_row(a: _GateArguments, row: int, _: int) -> None:
     size = a.size
     gate = floats_at(a.gate_up + row * size * 8)
     up = floats_at(a.gate_up + row * size * 8 + size * 4)
@@ -174,16 +160,15 @@ def _gate_row(a: _GateArguments, row: int) -> None:
 
 class _EmbedArguments(NamedTuple):
     num_rows: int
-    at_a_time: int
     size: int
     token_ids: int
     table: int
     element: int
-    scales: int  # of int8, one a row
+    scales: int  # of an int8 table, one for each row
     panel_bytes: int
-    together: int  # elements of a row that lie side by side
-    row_stride: int  # from a row to the next of its panel
-    stride: int  # from those elements of a row to the next
+    together: int  # adjacent elements of a row
+    row_stride: int  # from a row to the next in its panel
+    stride: int  # from one group of adjacent elements of a row to the next
     factor: float
     out: int
     taken: int = 0
@@ -195,10 +180,10 @@ def embed(
     out: torch.Tensor,
     factor: float = 1.0,
 ) -> Operation:
-    """Make out = the rows of weight times a factor, as float32.
+    """Return the operation that writes rows of weight, times a factor, to out as float32.
 
     Args:
-        token_ids: [T] int32; below zero: a row of zeros.
+        token_ids: [T] int32; a negative id gives a row of zeros.
         weight: [V, K], contiguous, or packed.
         out: [T, K] float32, contiguous.
     """
@@ -214,7 +199,6 @@ def embed(
     scales = weight.scales if isinstance(weight, Int8Weight) else None
     arguments = _EmbedArguments(
         num_rows=len(token_ids),
-        at_a_time=rows_at_a_time(len(token_ids)),
         size=size,
         token_ids=token_ids.data_ptr(),
         table=table.data_ptr(),
@@ -231,16 +215,11 @@ def embed(
 
 
 def _embed(a: _EmbedArguments, _thread: int) -> None:
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _embed_row(a, row)
+    for_each_row(a, _embed_row, 0)
 
 
 @inner
-def _embed_row(a: _EmbedArguments, row: int) -> None:
+def _embed_row(a: _EmbedArguments, row: int, _: int) -> None:
     size, element, stride, together = a.size, a.element, a.stride, a.together
     out = floats_at(a.out + row * size * 4)
     token_id = np.int64(ints_at(a.token_ids)[row])
@@ -266,7 +245,7 @@ def _embed_row(a: _EmbedArguments, row: int) -> None:
 
 @comparing
 def largest(numbers: Any, start: int, stop: int, least: Any) -> Any:
-    """Return the largest of some numbers, but not less than `least`."""
+    """Return the largest of numbers[start:stop] and `least`."""
     for i in range(start, stop):
         least = numbers[i] if numbers[i] > least else least
     return least

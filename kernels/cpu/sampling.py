@@ -1,10 +1,10 @@
-"""One token of each row of logits on the CPU: `kernels.draw` in a few passes over the row.
+"""Draw one token from each row of logits on the CPU: `kernels.draw` in a few passes over a row.
 
-Torch makes a tensor of float64 for each step of the way and sorts for top_p: with 32 rows longer
-than the model takes.  Here a thread takes a row, and the row's weights stay in its cache.  The
-logit at which a filter's border lies is found digit by digit, from histograms of the logits' bits,
-not by sorting: so no row, however flat, takes much longer than another.  What is computed, to the
-bit, `kernels.contract.SAMPLING` says; csrc/sampling.cu computes the same.
+Torch creates a float64 tensor for each step of the computation and sorts for top_p: with 32 rows
+that takes longer than the model.  Here a thread takes a row, and the row's weights stay in its
+cache.  The threshold of a filter is found by radix select, from histograms of the logits' bits, not
+by sorting: so no row, however flat, takes much longer than another.  `kernels.contract.SAMPLING`
+specifies the result to the bit; csrc/sampling.cu computes the same.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kernels.cpu.intrinsics import (
     record_at,
     weight_of,
 )
-from kernels.cpu.tasks import allocate, exact, give_back, inner, record_of
+from kernels.cpu.tasks import allocate, exact, free, inner, record_of
 from kernels.cpu.threads import take
 
 _LOG2_E = 1.4426950408889634
 _MOST = float(np.finfo(np.float64).max)
 _UNIT = float(1 << WEIGHT_BITS)
-# Digits of the 32 bits by which logits are ordered: 11, 11 and 10.
+# Digits of radix select: the 32 bits that order logits as 11, 11 and 10.
 _DIGIT, _FIRST_SHIFT = 11, 21
 _RADIX = 1 << _DIGIT
-# The least int32: what orders logits is made positive by it.
+# The least int32; subtracting it makes the order of a logit non-negative.
 _LEAST = -(1 << 31)
-# Weights that are added up at a time, to find the one that is drawn.
+# Weights that are summed at a time, to find the token that is drawn.
 _PART = 512
 _SETTINGS_BYTES = SAMPLING.itemsize
 
@@ -81,7 +81,7 @@ def draw(
             drawn=drawn.data_ptr(),
         )
     )
-    # Not as a program: making one for a single run takes longer than drawing from a short row.
+    # Not as a program: building one for a single run takes longer than drawing from a short row.
     threads.run(_draw_rows, arguments.ctypes.data)
     return drawn
 
@@ -91,7 +91,7 @@ def _draw_rows(a: _Arguments, _thread: int) -> None:
     histogram = weights + a.size * 8
     orders = histogram + _RADIX * 8
     gathered = orders + a.size * 4
-    places = gathered + a.size * 4
+    indices = gathered + a.size * 4
     while True:
         row = take(a, 1)
         if row >= a.num_rows:
@@ -100,32 +100,32 @@ def _draw_rows(a: _Arguments, _thread: int) -> None:
         logits, size = a.logits + row * a.row_stride, a.size
         if a.allowed:
             bits = a.allowed + row * a.num_words * 4
-            size = _gather(logits, size, bits, a.num_words, gathered, places)
+            size = _gather(logits, size, bits, a.num_words, gathered, indices)
             logits = gathered
-        place = -1
+        index = -1
         if size:
-            place = _order(logits, orders, size)
+            index = _order(logits, orders, size)
             if settings.temperature != 0.0:
-                most = np.float64(floats_at(logits)[place])
+                most = np.float64(floats_at(logits)[index])
                 _weigh(logits, most, settings.temperature, weights, size)
                 _filter(orders, weights, size, settings, histogram)
-                place = _find(weights, size, settings.uniform)
+                index = _find(weights, size, settings.uniform)
             if a.allowed:
-                place = ints_at(places)[place]
-        longs_at(a.drawn)[row] = place
-    give_back(weights)
+                index = ints_at(indices)[index]
+        longs_at(a.drawn)[row] = index
+    free(weights)
 
 
 @inner
 def _gather(
-    logits: int, size: int, allowed: int, num_words: int, gathered: int, places: int
+    logits: int, size: int, allowed: int, num_words: int, gathered: int, indices: int
 ) -> int:
-    """Write the allowed logits, and where they are, side by side; return how many they are."""
-    logit, bits, kept, place = (
+    """Write the allowed logits and their token ids without gaps; return how many there are."""
+    logit, bits, kept, index = (
         floats_at(logits),
         ints_at(allowed),
         floats_at(gathered),
-        ints_at(places),
+        ints_at(indices),
     )
     num = 0
     for word in range(min(num_words, (size + 31) // 32)):
@@ -133,23 +133,24 @@ def _gather(
         if rest == 0:
             continue
         for i in range(first, min(first + 32, size)):
-            # Every one is written: to go round some would be a guess of the processor's each.
+            # Write every logit, and advance after allowed ones only: a branch would often be
+            # mispredicted.
             kept[num] = logit[i]
-            place[num] = i
+            index[num] = i
             num += (rest >> (i - first)) & 1
     return num
 
 
 @inner
 def _order(logits: int, orders: int, size: int) -> int:
-    """Write what orders the logits; return the place of the largest, the first of equals."""
-    bits, order, most, place = ints_at(logits), ints_at(orders), np.int32(_LEAST), 0
+    """Write the order of each logit; return the index of the largest, the first of equals."""
+    bits, order, most, index = ints_at(logits), ints_at(orders), np.int32(_LEAST), 0
     for i in range(size):
         order[i] = order_of(bits[i])
         most = order[i] if order[i] > most else most
-    while order[place] != most:
-        place += 1
-    return place
+    while order[index] != most:
+        index += 1
+    return index
 
 
 @exact
@@ -163,15 +164,15 @@ def _weigh(logits: int, most: float, temperature: float, weights: int, size: int
 
 @inner
 def _filter(orders: int, weights: int, size: int, settings: Any, histogram: int) -> None:
-    """Zero the weights that do not pass."""
+    """Set the weights that do not pass the filters to 0."""
     weight = longs_at(weights)
     if 0 < settings.top_k < size:
-        border = _border(orders, weights, size, settings.top_k, True, histogram)
-        _drop(orders, weights, size, border)
+        threshold = _threshold(orders, weights, size, settings.top_k, True, histogram)
+        _drop(orders, weights, size, threshold)
     if settings.top_p < 1.0:
         wanted = np.int64(settings.top_p * np.float64(_sum(weight, 0, size)))
-        border = _border(orders, weights, size, max(np.int64(1), wanted), False, histogram)
-        _drop(orders, weights, size, border)
+        threshold = _threshold(orders, weights, size, max(np.int64(1), wanted), False, histogram)
+        _drop(orders, weights, size, threshold)
     if settings.min_p > 0.0:
         least = np.int64(settings.min_p * _UNIT)
         for i in range(size):
@@ -179,19 +180,22 @@ def _filter(orders: int, weights: int, size: int, settings: Any, histogram: int)
 
 
 @inner
-def _drop(orders: int, weights: int, size: int, border: int) -> None:
-    """Zero the weights of logits under a border."""
-    order, weight, least = ints_at(orders), longs_at(weights), np.int32(border)
+def _drop(orders: int, weights: int, size: int, threshold: int) -> None:
+    """Set the weights of logits below a threshold to 0."""
+    order, weight, least = ints_at(orders), longs_at(weights), np.int32(threshold)
     for i in range(size):
         weight[i] = weight[i] if order[i] >= least else 0
 
 
 @inner
-def _border(
+def _threshold(
     orders: int, weights: int, size: int, wanted: Any, is_count: bool, histogram: int
 ) -> int:
-    """Return the largest border not under which are `wanted` logits, or weights of that sum; the
-    least there is where all are not enough."""
+    """Return the largest threshold such that enough logits are not below it, by radix select.
+
+    With `is_count`, enough means `wanted` logits; otherwise logits whose weights sum to `wanted`.
+    If all logits are not enough, return the least threshold.
+    """
     order, weight, sums = ints_at(orders), longs_at(weights), longs_at(histogram)
     shift, prefix = _FIRST_SHIFT, 0
     while True:
@@ -224,7 +228,7 @@ def _sum(weight: Any, first: int, last: int) -> int:
 
 @inner
 def _find(weights: int, size: int, uniform: float) -> int:
-    """Return the first place at which the cumulated weight exceeds a share of the whole."""
+    """Return the first index at which the cumulative weight exceeds `uniform` times the sum."""
     weight, first = longs_at(weights), 0
     rest = np.int64(uniform * np.float64(_sum(weight, 0, size)))
     while first + _PART < size:

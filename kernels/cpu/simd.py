@@ -1,9 +1,9 @@
-"""Inner loops that Numba would not vectorize by itself, written as LLVM instructions.
+"""Inner loops that Numba would not vectorize by itself, written as LLVM IR.
 
-Each builder returns a function for compiled loops over addresses (int64) in bytes.  16-bit elements
-are widened in registers: memory moves half the bytes, every product and sum is float32.  Vectors
-are 8 wide, or as wide as a panel; LLVM splits or joins them for the host.  Addresses need the
-alignment of their element only.
+Each builder returns a function for compiled loops that takes addresses (int64) and strides in
+bytes.  16-bit elements are widened in registers: memory transfers half the bytes, and every product
+and sum is float32.  Vectors are 8 wide, or as wide as a panel; LLVM splits or joins them for the
+processor.  Addresses need only the alignment of their element.
 """
 
 from __future__ import annotations
@@ -14,47 +14,58 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
+from kernels.cpu.llvm import (
+    F32,
+    I16,
+    I32,
+    Loop,
+    fma,
+    i64,
+    in_order,
+    load,
+    shuffled,
+    splat,
+    store,
+    vector_of,
+)
 from kernels.cpu.tasks import inner
 
 WIDTH = 8
-# Columns of a panel: a vector of AVX-512, two of AVX2.
+# Columns of a panel: one vector of AVX-512, two of AVX2.
 PANEL = 16
-# Pairs of inputs that are added up before their sum is (see `pair_product`).
+# Pairs of inputs that are summed before the result is added to the accumulator (see
+# `pair_product`).
 PAIRS = 16
-# What weights, keys and values may be kept in; a loop is told which by its number here.
+# Dtypes of weights, keys and values; a loop takes the number of one as `element`.
 ELEMENTS = ("float32", "bfloat16", "float16")
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F32 = ir.FloatType()
-_VECTOR = ir.VectorType(_F32, WIDTH)
-_QUAD = ir.VectorType(_F32, 4)
-_INTS, _HALVES = ir.VectorType(_I32, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
-_STORED = {"float32": _F32, "bfloat16": _I16, "float16": ir.HalfType()}
+_VECTOR, _INTS = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+_HALVES = ir.VectorType(ir.HalfType(), WIDTH)
+_STORED = {"float32": F32, "bfloat16": I16, "float16": ir.HalfType()}
 
 
 @inner
 def bytes_of(element: int) -> int:
-    """Return the bytes of an element, given by its number."""
+    """Return the size in bytes of an element, given by its number."""
     return 4 if element == FLOAT32 else 2
 
 
 def panel_product(
     max_rows: int, num_panels: int = 1, *, prefetch: bool = False
 ) -> Callable[..., Any]:
-    """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
+    """Return a function that computes y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL].
 
     The function takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
-    panel_stride, later, later_stride): strides are bytes from k to k + 1 in w, from row to row in x
-    and y, and from panel to panel in w; x and y are float32, and y's panels lie side by side.  It
-    computes the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the
-    order of k, however many there are: a row alone is the same bits as that row among others.  With
-    `prefetch` it asks meanwhile for what is at `later` and as many panels, `later_stride` bytes on
-    with each k.
+    panel_stride, later, later_stride).  Strides are in bytes: from k to k + 1 in w, between rows of
+    x and of y, and between panels of w.  x and y are float32, and the panels of y are adjacent.
+    The first min(rows, max_rows) rows are computed, plus the earlier y if `is_added`; depth is
+    positive.  Every row is summed in the order of k, so it has the same bits alone and among other
+    rows.  With `prefetch` the function also prefetches as many panels from `later` on,
+    `later_stride` bytes for each k.
     """
 
     @instruction(types.void, *[types.int64] * 13)
@@ -77,7 +88,7 @@ def _write_each(
     lines: list[Any],
     write: Callable[[str, list[Any], list[Any]], None],
 ) -> None:
-    """Write a loop for each kind of element and number of rows, and the way to the right one."""
+    """Emit a loop for each element type and number of rows, and the switch that selects one."""
     end = b.append_basic_block("end")
     kinds = [b.append_basic_block(kind) for kind in ELEMENTS]
     to_kind = b.switch(element, kinds[-1])
@@ -96,10 +107,11 @@ def write_each_size(
     lines: list[Any],
     write: Callable[[list[Any], list[Any]], None],
 ) -> None:
-    """Write a loop for each number of rows, given where they begin, and the way to the right one.
+    """Emit a loop for each number of rows, and the switch that selects one.
 
     Args:
-        lines: x, from row to row of x, y, from row to row of y.
+        lines: Address of x, its row stride, address of y, its row stride.
+        write: Emits a loop, given the addresses of its rows of x and of y.
     """
     x, x_stride, y, y_stride = lines
     end = b.append_basic_block("end")
@@ -126,9 +138,9 @@ def _product(
     x_rows: list[Any],
     y_rows: list[Any],
 ) -> None:
-    """Write the loop of `panel_product` for these rows."""
+    """Emit the loop of `panel_product` for these rows."""
     w, w_stride, panel_stride, depth = operands
-    # A vector at a time: LLVM loads what it splits whole, and takes it apart in each round.
+    # Load a vector at a time: LLVM loads a longer one at once, and splits it in each iteration.
     lanes = PANEL if "+avx512f" in target_features() else WIDTH
     of_panel = PANEL // lanes
     cells = [(r, c) for r in range(len(x_rows)) for c in range(num_panels * of_panel)]
@@ -145,9 +157,9 @@ def _product(
         for p in range(num_panels):
             write_prefetch(b, b.add(later, b.mul(panel_stride, i64(p))))
     offset = b.mul(loop.index, i64(4))
-    values = [_broadcast(b, b.add(row, offset), lanes) for row in x_rows]
+    values = [splat(b, load(b, b.add(row, offset), F32), lanes) for row in x_rows]
     totals = [
-        _fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
+        fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
     ]
     loop.end(totals)
     for (r, c), total in zip(cells, totals, strict=True):
@@ -155,12 +167,13 @@ def _product(
 
 
 def pair_product(max_rows: int) -> Callable[..., Any]:
-    """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], plus what y was, from bfloat16.
+    """Return a function for y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL] from bfloat16.
 
-    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added): a step is
-    PAIRS pairs of k, of which w has `[16, PANEL, 2]` and a row of x `[16, 2]`; y is float32.  It
-    computes the first min(rows, max_rows) rows, in the order of a tile of the processor (see
-    `kernels.cpu.amx`): a step's products of even and of odd k are added up by themselves.
+    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added).  A step has PAIRS
+    pairs of k, for which w has `[16, PANEL, 2]` and a row of x `[16, 2]`; y is float32.  The first
+    min(rows, max_rows) rows are computed, plus the earlier y if `is_added`, in the order of the
+    processor's tiles (see `kernels.cpu.amx`): a step's products of even and of odd k are summed
+    separately.
     """
 
     @instruction(types.void, *[types.int64] * 8)
@@ -175,7 +188,7 @@ def pair_product(max_rows: int) -> Callable[..., Any]:
 def _pair_product(
     b: ir.IRBuilder, w: Any, num_steps: Any, is_added: Any, x_rows: list[Any], y_rows: list[Any]
 ) -> None:
-    """Write the loops of `pair_product` for these rows."""
+    """Emit the loops of `pair_product` for these rows."""
     cells = [(r, c) for r in range(len(x_rows)) for c in range(PANEL // WIDTH)]
     has_sums = b.icmp_signed("!=", is_added, i64(0))
     starts = [b.select(has_sums, _load(b, y_rows[r], c), _zero()) for r, c in cells]
@@ -191,14 +204,14 @@ def _pair_product(
     values = [_pair(b, b.add(row, offset), None) for row in x_rows]
     totals = [
         [
-            _fma(b, weights[c][half], values[r][half], total)
+            fma(b, weights[c][half], values[r][half], total)
             for (r, c), total in zip(cells, so_far, strict=True)
         ]
         for half, so_far in enumerate((even, odd))
     ]
     pairs.end(totals[0] + totals[1])
     sums = [
-        _in_order(b, b.fadd(total, _in_order(b, b.fadd(first, second))))
+        in_order(b, b.fadd(total, in_order(b, b.fadd(first, second))))
         for total, first, second in zip(sums, *totals, strict=True)
     ]
     steps.end(sums)
@@ -206,32 +219,25 @@ def _pair_product(
         _store(b, total, y_rows[r], c)
 
 
-def _in_order(b: ir.IRBuilder, x: Any) -> Any:
-    """Return a sum that no optimization takes apart: tasks are compiled so that it may."""
-    kind = ir.FunctionType(_VECTOR, [_VECTOR])
-    name = f"llvm.arithmetic.fence.v{WIDTH}f32"
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), [x])
-
-
 def _pair(b: ir.IRBuilder, address: Any, index: int | None) -> tuple[Any, Any]:
-    """Return the first and the second bfloat16 of a vector of pairs; of one pair in every lane."""
+    """Return the first and the second bfloat16 of each pair of a vector, widened to float32.
+
+    Without an index, one pair is repeated in every lane.
+    """
     if index is None:
-        pair = b.load(b.inttoptr(address, _I32.as_pointer()), align=4)
-        undefined = ir.Constant(_INTS, ir.Undefined)
-        first = b.insert_element(undefined, pair, ir.Constant(_I32, 0))
-        bits = b.shuffle_vector(first, undefined, _ints(0))
+        bits = splat(b, load(b, address, I32), WIDTH)
     else:
-        at = b.add(address, i64(index * WIDTH * 4))
-        bits = b.load(b.inttoptr(at, _INTS.as_pointer()), align=4)
-    high = b.and_(bits, _ints(0xFFFF0000))
-    return b.bitcast(b.shl(bits, _ints(16)), _VECTOR), b.bitcast(high, _VECTOR)
+        bits = load(b, b.add(address, i64(index * WIDTH * 4)), _INTS)
+    high, low = b.and_(bits, vector_of(_INTS, 0xFFFF0000)), b.shl(bits, vector_of(_INTS, 16))
+    return b.bitcast(low, _VECTOR), b.bitcast(high, _VECTOR)
 
 
 def key_dots(max_rows: int) -> Callable[..., Any]:
-    """Return y[r, j] = sum over d of x[r, d] w[j, d], for four keys j and min(rows, max_rows) rows.
+    """Return a function that computes y[r, j] = sum over d of x[r, d] w[j, d] for four keys j.
 
-    The function takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys
-    lie where they like; depth is a positive multiple of WIDTH.  Sums are taken in one order.
+    The function takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows). Keys may be
+    at any address; depth is a positive multiple of WIDTH.  The first min(rows, max_rows) rows are
+    computed, and sums are added in a fixed order.
     """
 
     @instruction(types.void, *[types.int64] * 11)
@@ -246,24 +252,24 @@ def key_dots(max_rows: int) -> Callable[..., Any]:
 def _dots(
     b: ir.IRBuilder, keys: list[Any], depth: Any, element: str, x_rows: list[Any], y_rows: list[Any]
 ) -> None:
-    """Write the loop of `key_dots` for these rows."""
+    """Emit the loop of `key_dots` for these rows."""
     loop = Loop(b, depth, WIDTH)
     sums = [[loop.carry(_zero()) for _ in keys] for _ in x_rows]
     step, offset = (b.mul(loop.index, i64(size)) for size in (ELEMENT_BYTES[element], 4))
     weights = [_load(b, b.add(key, step), 0, element) for key in keys]
     values = [_load(b, b.add(row, offset), 0) for row in x_rows]
     totals = [
-        [_fma(b, w, value, total) for w, total in zip(weights, row, strict=True)]
+        [fma(b, w, value, total) for w, total in zip(weights, row, strict=True)]
         for value, row in zip(values, sums, strict=True)
     ]
     loop.end([total for row in totals for total in row])
     for y, row in zip(y_rows, totals, strict=True):
-        b.store(_sums(b, row), b.inttoptr(y, _QUAD.as_pointer()), align=4)
+        store(b, _sums(b, row), y)
 
 
 @instruction(types.void, types.int64, types.int64, types.int64, types.int64)
 def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) -> None:
-    """Write float32 as the nearest 16-bit elements, the even one of two; a multiple of WIDTH."""
+    """Round float32 to the nearest 16-bit elements, ties to even; count a multiple of WIDTH."""
     kinds = {BFLOAT16: b.append_basic_block("bfloat16"), FLOAT16: b.append_basic_block("float16")}
     end = b.append_basic_block("end")
     b.cbranch(b.icmp_signed("==", element, i64(BFLOAT16)), kinds[BFLOAT16], kinds[FLOAT16])
@@ -272,8 +278,7 @@ def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) 
         loop = Loop(b, count, WIDTH)
         x = _load(b, b.add(source, b.mul(loop.index, i64(4))), 0)
         short = rounded(b, x) if kind == BFLOAT16 else b.fptrunc(x, _HALVES)
-        at = b.add(target, b.mul(loop.index, i64(2)))
-        b.store(short, b.inttoptr(at, short.type.as_pointer()), align=2)
+        store(b, short, b.add(target, b.mul(loop.index, i64(2))), 2)
         loop.end([])
         b.branch(end)
     b.position_at_end(end)
@@ -281,128 +286,64 @@ def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) 
 
 @instruction(types.void, types.int64, types.int64, types.float32)
 def add_scaled(b: ir.IRBuilder, target: Any, source: Any, scale: Any) -> None:
-    """Add `scale` times PANEL float32 at an address to those at another."""
-    undefined = ir.Constant(_zero(PANEL).type, ir.Undefined)
-    first = b.insert_element(undefined, scale, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, PANEL), [0] * PANEL)
-    scales = b.shuffle_vector(first, undefined, zeros)
-    total = _fma(b, scales, _load(b, source, 0, lanes=PANEL), _load(b, target, 0, lanes=PANEL))
-    _store(b, total, target, 0)
+    """Add `scale` times PANEL float32 numbers at `source` to those at `target`."""
+    added, before = (_load(b, at, 0, lanes=PANEL) for at in (source, target))
+    store(b, fma(b, splat(b, scale, PANEL), added, before), target)
 
 
 def rounded(b: ir.IRBuilder, x: Any) -> Any:
-    """Return the bits of the nearest bfloat16 of each lane; those of a NaN, quiet, for a NaN.
+    """Return the bits of the nearest bfloat16 of each lane; NaN becomes a quiet NaN.
 
-    A processor that has an instruction for it (AVX512-BF16) takes numbers below 2^-126 for zero.
+    A processor that has an instruction for it (AVX512-BF16) flushes numbers below 2^-126 to zero.
     """
     lanes = x.type.count
-    shorts, ints = ir.VectorType(_I16, lanes), ir.VectorType(_I32, lanes)
+    shorts, ints = ir.VectorType(I16, lanes), ir.VectorType(I32, lanes)
     if "+avx512bf16" in target_features():
         return b.bitcast(b.fptrunc(x, ir.VectorType(_Bfloat(), lanes)), shorts)
 
-    def all_are(value: int) -> ir.Constant:
-        return ir.Constant(ints, [value] * lanes)
-
     bits = b.bitcast(x, ints)
-    last = b.and_(b.lshr(bits, all_are(16)), all_are(1))
-    up = b.add(bits, b.add(last, all_are(0x7FFF)))
-    # The carry of a NaN could make it a number.
-    kept = b.select(b.fcmp_unordered("uno", x, x), b.or_(bits, all_are(0x400000)), up)
-    return b.trunc(b.lshr(kept, all_are(16)), shorts)
+    last = b.and_(b.lshr(bits, vector_of(ints, 16)), vector_of(ints, 1))
+    up = b.add(bits, b.add(last, vector_of(ints, 0x7FFF)))
+    # Rounding up could turn the bits of a NaN into another number.
+    kept = b.select(b.fcmp_unordered("uno", x, x), b.or_(bits, vector_of(ints, 0x400000)), up)
+    return b.trunc(b.lshr(kept, vector_of(ints, 16)), shorts)
 
 
 class _Bfloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
 
-class Loop:
-    """A loop of `step`s over [0, count) that runs at least once, with values carried along."""
-
-    def __init__(self, b: ir.IRBuilder, count: Any, step: int) -> None:
-        self._b, self._count, self._step = b, count, step
-        self._before = b.block
-        self._body = b.append_basic_block("loop")
-        b.branch(self._body)
-        b.position_at_end(self._body)
-        self._carried: list[Any] = []
-        self.index = b.phi(_I64)
-        self.index.add_incoming(i64(0), self._before)
-
-    def carry(self, start: Any) -> Any:
-        value = self._b.phi(start.type)
-        value.add_incoming(start, self._before)
-        self._carried.append(value)
-        return value
-
-    def end(self, following: list[Any]) -> None:
-        """Close the loop with each carried value's next one; they can be used after it."""
-        b = self._b
-        index = b.add(self.index, i64(self._step))
-        last = b.block
-        self.index.add_incoming(index, last)
-        for value, after in zip(self._carried, following, strict=True):
-            value.add_incoming(after, last)
-        done = b.append_basic_block("done")
-        b.cbranch(b.icmp_signed("<", index, self._count), self._body, done)
-        b.position_at_end(done)
-
-
-def i64(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
-
-
-def _ints(value: int) -> ir.Constant:
-    return ir.Constant(_INTS, [value] * WIDTH)
-
-
 def _zero(lanes: int = WIDTH) -> ir.Constant:
-    return ir.Constant(ir.VectorType(_F32, lanes), [0.0] * lanes)
+    return vector_of(ir.VectorType(F32, lanes), 0.0)
 
 
 def _load(
     b: ir.IRBuilder, address: Any, index: int, element: str = "float32", *, lanes: int = WIDTH
 ) -> Any:
     """Load the index-th vector at an address, as float32."""
-    stored, floats = (ir.VectorType(kind, lanes) for kind in (_STORED[element], _F32))
-    at = b.add(address, i64(index * lanes * ELEMENT_BYTES[element]))
-    value = b.load(b.inttoptr(at, stored.as_pointer()), align=ELEMENT_BYTES[element])
+    stored, floats = (ir.VectorType(kind, lanes) for kind in (_STORED[element], F32))
+    size = ELEMENT_BYTES[element]
+    value = load(b, b.add(address, i64(index * lanes * size)), stored, size)
     if element == "bfloat16":
-        ints = ir.VectorType(_I32, lanes)
-        shifted = b.shl(b.zext(value, ints), ir.Constant(ints, [16] * lanes))
-        return b.bitcast(shifted, floats)
+        ints = ir.VectorType(I32, lanes)
+        return b.bitcast(b.shl(b.zext(value, ints), vector_of(ints, 16)), floats)
     return b.fpext(value, floats) if element == "float16" else value
 
 
 def _store(b: ir.IRBuilder, value: Any, address: Any, index: int) -> None:
-    at = b.add(address, i64(index * value.type.count * 4))
-    b.store(value, b.inttoptr(at, value.type.as_pointer()), align=4)
-
-
-def _broadcast(b: ir.IRBuilder, address: Any, lanes: int) -> Any:
-    scalar = b.load(b.inttoptr(address, _F32.as_pointer()), align=4)
-    undefined = ir.Constant(ir.VectorType(_F32, lanes), ir.Undefined)
-    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
-
-
-def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    kind = ir.FunctionType(x.type, [x.type] * 3)
-    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{x.type.count}f32")
-    return b.call(function, [x, y, z])
+    store(b, value, b.add(address, i64(index * value.type.count * 4)))
 
 
 def _sums(b: ir.IRBuilder, vectors: list[Any]) -> Any:
-    """Add up each of four vectors: halves, then lanes (0, 2) and (1, 3), then these two."""
-    halves = [b.fadd(_lanes(b, v, v, [0, 1, 2, 3]), _lanes(b, v, v, [4, 5, 6, 7])) for v in vectors]
+    """Sum each of four vectors: first halves, then lanes (0, 2) and (1, 3), then these two sums."""
+    halves = [
+        b.fadd(shuffled(b, v, v, [0, 1, 2, 3]), shuffled(b, v, v, [4, 5, 6, 7])) for v in vectors
+    ]
     left, right = [
-        b.fadd(_lanes(b, left, right, [0, 4, 1, 5]), _lanes(b, left, right, [2, 6, 3, 7]))
+        b.fadd(shuffled(b, left, right, [0, 4, 1, 5]), shuffled(b, left, right, [2, 6, 3, 7]))
         for left, right in (halves[:2], halves[2:])
     ]
-    return b.fadd(_lanes(b, left, right, [0, 1, 4, 5]), _lanes(b, left, right, [2, 3, 6, 7]))
-
-
-def _lanes(b: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
-    return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+    return b.fadd(shuffled(b, left, right, [0, 1, 4, 5]), shuffled(b, left, right, [2, 3, 6, 7]))

@@ -1,8 +1,8 @@
-"""Compiles Python loops to native code, and lays out their named arguments in memory.
+"""Compile Python loops to native code, and lay out their named arguments in memory.
 
-A task is a function of a module, over the module's globals: `def _norm(a: NormArguments, thread:
-int) -> None`.  The class of its arguments is declared once: Python fills one in, `record_of` lays
-it out as a NumPy record, and the compiled loop reads `a.eps` from there.
+A task is a module-level function, which may use the module's globals: `def _norm(a: NormArguments,
+thread: int) -> None`.  Its argument class describes both the Python object and the NumPy record,
+made by `record_of`, from which the compiled loop reads `a.eps`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from kernels.cpu import intrinsics
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# (arguments, number of the thread it runs on: 0 for the caller)
+# The parameters are the arguments and the number of the thread: 0 for the caller.
 Task = Callable[[Any, int], None]
 Record = npt.NDArray[np.void]
-# An int64 that many threads write, on a cache line of its own.
+# An int64 that many threads write, on its own cache line.
 Shared = NewType("Shared", int)
 
 _LOG = logging.getLogger("kernels")
 _SOURCES = Path(__file__).parent
 CACHE_LINE = 64
-# A product and a sum may be rounded once, sums reordered.
+# A product and a sum may be fused, and sums may be reordered.
 FASTMATH = {"contract", "reassoc", "nsz"}
-# Division as NumPy has it: a check for zero in a loop keeps it from being vectorized.
+# Division as in NumPy: a check for zero in a loop keeps the loop from being vectorized.
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 _FIELD_TYPES: dict[Any, Any] = {
     int: np.int64,
@@ -52,22 +52,30 @@ _FIELD_TYPES: dict[Any, Any] = {
 }
 
 
-def inner(function: Callable[P, R]) -> Callable[P, R]:
-    """Let tasks call a function; it is compiled into them.
-
-    Always: a function that is left standing is compiled once by itself and once more within each
-    task, maybe to sums in another order.  Which of them runs would depend on what was compiled in
-    this process and what came from the cache on disk, and two workers would differ in a last bit.
-    """
-    compilable: Callable[P, R] = njit(forceinline=True, **_OPTIONS)(function)
+def _inlined(function: Callable[P, R], fastmath: Any) -> Callable[P, R]:
+    options = {**_OPTIONS, "fastmath": fastmath}  # without it the caller's flags apply
+    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
     return compilable
+
+
+def inner(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function into the tasks that call it; it is always inlined.
+
+    A function that is not inlined is compiled once by itself and once more within each task, maybe
+    with another order of sums.  Which of them runs would depend on what was compiled in this
+    process and what came from the cache on disk, and two workers would differ in a last bit.
+    """
+    return _inlined(function, FASTMATH)
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
-    """`inner` for numbers that must be the same to the bit elsewhere: each operation is rounded."""
-    options = {**_OPTIONS, "fastmath": False}  # what is not said, a caller says
-    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
-    return compilable
+    """Act as `inner` for results that must be bit-identical elsewhere: round each operation."""
+    return _inlined(function, False)
+
+
+def comparing(function: Callable[P, R]) -> Callable[P, R]:
+    """Act as `inner` for comparisons: a maximum is vectorized only if NaN may be ignored."""
+    return _inlined(function, FASTMATH | {"nnan"})
 
 
 _aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))
@@ -76,31 +84,24 @@ _free = types.ExternalFunction("free", types.void(types.int64))
 
 @inner
 def allocate(num_bytes: int) -> int:
-    """Return where a task has so many bytes for itself, on a cache line, until `give_back`.
+    """Allocate `num_bytes` on a cache line for a task, until `free`.
 
-    Not an array: Numba gives an array back where its name is used last, and a task goes on with the
-    address.
+    It is not an array: Numba frees an array after the last use of its name, but the task still uses
+    its address.
     """
     address: int = _aligned_alloc(CACHE_LINE, (num_bytes // CACHE_LINE + 1) * CACHE_LINE)
     return address
 
 
 @inner
-def give_back(address: int) -> None:
-    """Give back what `allocate` returned."""
+def free(address: int) -> None:
+    """Free memory from `allocate`."""
     _free(address)
-
-
-def comparing(function: Callable[P, R]) -> Callable[P, R]:
-    """`inner` for comparisons of numbers: a maximum is vectorized only if NaN may be forgotten."""
-    options = {**_OPTIONS, "fastmath": FASTMATH | {"nnan"}}
-    compilable: Callable[P, R] = njit(forceinline=True, **options)(function)
-    return compilable
 
 
 @cache
 def layout_of(kind: type) -> np.dtype[np.void]:
-    """Return how the annotated fields of a class lie in memory, 8 bytes each, in their order."""
+    """Return the memory layout of a class's annotated fields, 8 bytes each, in their order."""
     names, formats, offsets, end = [], [], [], 0
     for name, hint in get_type_hints(kind).items():
         if hint is Shared:
@@ -115,18 +116,18 @@ def layout_of(kind: type) -> np.dtype[np.void]:
 
 
 def record_of(arguments: tuple[Any, ...]) -> Record:
-    """Return arguments, an instance of a NamedTuple, as a record of one: [1]."""
+    """Convert a NamedTuple of arguments to a structured array of length 1."""
     return np.array([arguments], layout_of(type(arguments)))
 
 
 def records_at(kind: type) -> Callable[[int], Any]:
-    """Return the function that gives compiled loops the record of such a class at an address."""
+    """Return a function that gives compiled loops the record of this class at an address."""
     return intrinsics.record_at(numba.from_dtype(layout_of(kind)))
 
 
 @cache
 def compiled(task: Task) -> Any:
-    """Compile a task: `address` is that of a native function of (address of arguments, thread)."""
+    """Compile a task; its `address` is a native function of (address of arguments, thread)."""
     kind = next(iter(get_type_hints(task).values()))
     signature = (numba.from_dtype(layout_of(kind)), types.int64), types.void
     native = _CachedFunction(task, signature, locals={}, options={"nopython": True, **_OPTIONS})
@@ -135,8 +136,8 @@ def compiled(task: Task) -> Any:
 
 
 @cache
-def say_not_kept(reason: str) -> None:
-    """Say once in a process why every start of it takes so long."""
+def warn_not_cached(reason: str) -> None:
+    """Warn once per process that compiled loops cannot be cached."""
     _LOG.warning(
         "compiled loops cannot be kept in %s (%s), so each start compiles them anew; make room "
         "there, or set XDG_CACHE_HOME to a directory of this user that no other can write to",
@@ -153,11 +154,10 @@ class _CachedFunction(CFunc):
 
 
 class _Cache:
-    """The kept code of a task, as `CFunc` asks for it; Numba's own cache unpickles what it finds.
+    """The cached code of a task, as `CFunc` expects it; Numba's own cache would unpickle files.
 
-    Processes that start together want the same tasks: where nothing is kept, one process compiles
-    it and the others wait.  The lock is let go when `held` closes, or when the process ends,
-    however it does.
+    Processes that start together need the same tasks: if a task is not cached, one process compiles
+    it and the others wait.  The lock is released when `held` closes, or when the process ends.
     """
 
     def __init__(self, task: Task, held: ExitStack) -> None:
@@ -168,7 +168,7 @@ class _Cache:
 
     def load_overload(self, signature: Any, context: Any) -> Any:
         """Return the cached code, without importing Numba's compiler (0.15 s in each process)."""
-        rtsys.initialize(context)  # what some loops are linked to
+        rtsys.initialize(context)  # some loops are linked to it
         processor = context.codegen().magic_tuple()
         self._name = f"{self._task.__module__}.{self._task.__qualname__}-{_short(processor)}"
         self._key = _key(self._task, str(signature), processor)
@@ -179,24 +179,24 @@ class _Cache:
             if code is None:
                 self._held.enter_context(directory.locked(self._name))
                 code = directory.load(self._name, self._key)
-        except (OSError, RuntimeError) as error:  # nowhere to keep it
-            say_not_kept(getattr(error, "strerror", None) or str(error))
+        except (OSError, RuntimeError) as error:  # there is no place for a cache
+            warn_not_cached(getattr(error, "strerror", None) or str(error))
             return None
         self._directory = directory
-        return None if code is None else _linked(code, context)
+        return None if code is None else _load_code(code, context)
 
     def save_overload(self, _: Any, result: Any) -> None:
-        """Keep what was compiled."""
+        """Save compiled code in the cache."""
         if self._directory is not None:
             try:
                 self._directory.save(self._name, self._key, _code_of(result))
             except OSError as error:
-                say_not_kept(error.strerror or str(error))
+                warn_not_cached(error.strerror or str(error))
 
 
 def _code_of(result: Any) -> bytes:
-    """Serialize compiled code for `_linked`: a line of JSON, then two modules."""
-    # Nothing in it belongs to this process: no addresses, no Python objects.
+    """Serialize compiled code for `_load_code`: a line of JSON, then two modules."""
+    # The code must not depend on this process: no addresses, no Python objects.
     assert not result.library.has_dynamic_globals
     assert not any(it.consts for it in result._find_referenced_environments())  # noqa: SLF001
     name, kind, (native, bitcode) = result.library.serialize_using_object_code()
@@ -204,8 +204,8 @@ def _code_of(result: Any) -> bytes:
     return b"".join([json.dumps(head).encode(), b"\n", native, bitcode])
 
 
-def _linked(code: bytes, context: Any) -> Any:
-    """Return what `CFunc` needs to know of compiled code, once it is in memory."""
+def _load_code(code: bytes, context: Any) -> Any:
+    """Load compiled code into memory; return what Numba's `CFunc` needs of it."""
     line, _, modules = code.partition(b"\n")
     name, kind, size, wrapper = json.loads(line)
     state = name, kind, (modules[:size], modules[size:])
@@ -214,7 +214,7 @@ def _linked(code: bytes, context: Any) -> Any:
 
 
 def _key(task: Task, signature: str, processor: tuple[str, ...]) -> bytes:
-    """Return a digest of all that the code of a task depends on."""
+    """Return a digest of everything on which the code of a task depends."""
     releases = sys.version, numba.__version__, llvmlite.__version__
     said = repr((task.__qualname__, signature, processor, releases))
     return digest_of(said.encode() + _sources(task.__code__.co_filename))
@@ -222,7 +222,7 @@ def _key(task: Task, signature: str, processor: tuple[str, ...]) -> bytes:
 
 @cache
 def _sources(path: str) -> bytes:
-    """Return a digest of the file of a task, and of those that it may be made of."""
+    """Return a digest of a task's file and of the files whose functions may be inlined into it."""
     return digest_of(
         b"".join(it.read_bytes() for it in (Path(path), *sorted(_SOURCES.glob("*.py"))))
     )

@@ -1,14 +1,14 @@
-"""Runs compiled tasks on several threads that share the work.
+"""Run compiled tasks on several threads that share the work.
 
-A task is a loop of which every thread runs a part.  Its arguments have a field `taken`, 0 at first:
-how much of the loop threads have taken.  Each takes the next rounds until none are left (`take`),
-or runs of them from both ends (`take_chunk`).
+A task is a loop whose iterations are divided among threads.  Its arguments have a field `taken`,
+initially 0, that counts the iterations taken so far.  Each thread takes the next ones until none
+are left (`take`), or chunks from both ends (`take_chunk`).
 
-The caller works too and waits for no one who has not begun: a helper that the system runs late, on
-cores that others want as well, finds the gate closed and costs nothing.  OpenMP's teams (torch's)
-wait for every member at every end instead; with a second worker on the same two cores that is a
-time slice each, two hundred times a step.  A helper without work looks for some for about 100 us
-and then sleeps.
+The caller works too, and does not wait for helpers that have not started: a helper that the system
+schedules late, on cores that others use as well, finds the gate closed and costs nothing.  OpenMP's
+teams (torch's) wait for every member at the end of every loop instead; with a second worker on the
+same two cores that takes a time slice each, two hundred times a step.  A helper without work polls
+for about 100 us, then sleeps.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from kernels.cpu.intrinsics import (
 )
 from kernels.cpu.tasks import CACHE_LINE, Shared, Task, compiled, inner, layout_of
 
-# The gate is one number: how many helpers are inside, whether it is open, and of which task it is.
+# The gate is one integer: how many helpers are inside, whether it is open, and the task's number.
 _INSIDE, _OPEN, _NEXT = (1 << 16) - 1, 1 << 16, 1 << 17
-# Looks at a word, some 25 ns each, before a thread lets others have its core.
+# Polls of a word, some 25 ns each, before a thread yields its core.
 PATIENCE = 4000
-# The most that a thread takes at a time.
+# The most iterations that a thread takes at a time.
 MAX_CHUNK = 8
-# A count of chunks taken has those from the front in its low half, from the back in its high one.
+# `taken` of chunks counts what was taken from the front in its low half, from the back in its high
+# half.
 _BACK = 1 << 32
 
 _sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
@@ -52,32 +53,39 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @dataclass
 class _Board:
-    """Where the threads of a team meet."""
+    """The state shared by the threads of a team."""
 
     gate: Shared
-    task: int  # its native function
+    task: int  # address of its native function
     arguments: int  # their address
     sleepers: Shared  # helpers that sleep, or are about to
-    semaphore: Shared  # on which they do: a sem_t
-
-
-def rows_at_a_time(num_rows: int) -> int:
-    """Return the number of rows that a thread takes at a time; a row is some microseconds."""
-    return max(1, min(MAX_CHUNK, num_rows // MAX_CHUNK))
+    semaphore: Shared  # the sem_t on which they sleep
 
 
 @inner
 def take(arguments: Any, count: int) -> int:
-    """Take the next `count` rounds of a loop; return the first of them, maybe past the end."""
+    """Take the next `count` iterations of a loop; return the first, which may be past the end."""
     first: int = fetch_add(address_of(arguments, "taken"), count)
     return first
+
+
+@inner
+def for_each_row(arguments: Any, work: Callable[..., None], scratch: int) -> None:
+    """Call `work(arguments, row, scratch)` for the rows that this thread takes."""
+    at_a_time = max(1, min(MAX_CHUNK, arguments.num_rows // MAX_CHUNK))
+    while True:
+        first = take(arguments, at_a_time)
+        if first >= arguments.num_rows:
+            return
+        for row in range(first, min(first + at_a_time, arguments.num_rows)):
+            work(arguments, row, scratch)
 
 
 @inner
 def take_chunk(
     arguments: Any, total: int, run: int, num_threads: int, thread: int
 ) -> tuple[int, int]:
-    """Take what `next_chunk` says: (first, count), count 0 if nothing is left."""
+    """Take the chunk that `next_chunk` returns: (first, count), count 0 if nothing is left."""
     address = address_of(arguments, "taken")
     while True:
         taken = atomic_load(address)
@@ -88,19 +96,19 @@ def take_chunk(
 
 
 def next_chunk(taken: int, total: int, run: int, num_threads: int, thread: int) -> tuple[int, int]:
-    """Return (first, count) of a thread's next chunk: even threads from the front, odd ones back.
+    """Return (first, count) of a thread's next chunk: even threads go forward, odd ones backward.
 
-    Each reads on where it was, so what it asked memory for early is what it takes.  Two that take
-    in turns from one end now and then swap, and both find what the other asked for: a fifth of the
-    time of a step with one row.  Towards the middle chunks become smaller, and nobody waits long
-    for the last.  Of more than two threads several share an end.  `total` is made of runs of `run`,
-    and a chunk lies within one.
+    Each thread continues where it stopped, so it takes what it has prefetched.  Two threads that
+    took chunks from one end would now and then swap, and each would need what the other has
+    prefetched: a fifth of the time of a step with one row.  Towards the middle chunks become
+    smaller, so no thread waits long for the last.  With more than two threads, several share an
+    end.  `total` consists of runs of `run` iterations, and a chunk lies within one run.
     """
     front, back = taken % _BACK, taken // _BACK
     left = total - front - back
     if left == 0:
         return front, 0
-    # A power of two: a product does not meet an odd number of panels at once.
+    # A power of two, because a product does not take an odd number of panels at a time.
     count = MAX_CHUNK
     while num_threads * count > left and count > 1:
         count //= 2
@@ -115,12 +123,12 @@ compiled_next_chunk = inner(next_chunk)
 
 
 def run(task: Task, arguments: int, num_threads: int = 0) -> None:
-    """Run a task on the arguments at an address; `num_threads` 0 is as many as torch uses.
+    """Run a task on the arguments at an address; `num_threads` 0 means as many as torch uses.
 
     Returns when all is done.  The interpreter lock is released meanwhile.
     """
     team = team_of(num_threads or torch.get_num_threads())
-    # Another engine of this process may be using the helpers.
+    # Another engine in this process may be using the helpers.
     if team is not None and team.lock.acquire(blocking=False):
         try:
             team.run(task, arguments)
@@ -132,13 +140,13 @@ def run(task: Task, arguments: int, num_threads: int = 0) -> None:
 
 @cache
 def team_of(num_threads: int) -> Team | None:
-    """Return the team of so many threads with the caller; None where the caller works alone."""
-    # Elsewhere semaphores have other names; one thread is slower, not wrong.
+    """Return the team of `num_threads` threads, caller included; None if the caller works alone."""
+    # On other systems semaphores have other names; one thread is slower, but correct.
     return Team(num_threads - 1) if num_threads > 1 and sys.platform == "linux" else None
 
 
 class Team:
-    """Helper threads that live as long as the process; the caller of a task holds `lock`."""
+    """Helper threads that live as long as the process; the thread that runs a task holds `lock`."""
 
     def __init__(self, num_helpers: int) -> None:
         self.lock = Lock()
@@ -151,22 +159,22 @@ class Team:
         ctypes.CDLL(None).sem_init(ctypes.c_void_p(board["semaphore"].ctypes.data), 0, 0)
         self._lead, help_ = native(_lead), native(_help)
 
-        def live(thread: int) -> None:
+        def run_helper(thread: int) -> None:
             help_(board.ctypes.data, thread)
 
         for thread in range(1, num_helpers + 1):
-            Thread(target=live, args=(thread,), name="kernels", daemon=True).start()
+            Thread(target=run_helper, args=(thread,), name="kernels", daemon=True).start()
 
     def run(self, task: Task, arguments: int) -> None:
-        """Run a task here and on every helper that comes in time."""
-        # Nobody is inside the gate, so nobody reads these.
+        """Run a task on this thread and on every helper that starts in time."""
+        # No helper is inside the gate, so none reads these fields now.
         self._task[0], self._arguments[0] = compiled(task).address, arguments
         self._lead(self._board, 0)
 
 
 @inner
 def wait_for_none(address: int, mask: int) -> None:
-    """Wait until no bit of the mask is set in the int64 at an address."""
+    """Wait until the int64 at an address has no bit of the mask."""
     waited = 0
     while atomic_load(address) & mask:
         pause()
@@ -181,7 +189,7 @@ def native(task: Task) -> Callable[[int, int], None]:
 
 
 def _lead(board: _Board, thread: int) -> None:
-    """Open the gate, work, close it, wait for those inside."""
+    """Open the gate, run the task, close the gate, and wait for the helpers inside."""
     gate = address_of(board, "gate")
     exchange(gate, atomic_load(gate) + _NEXT + _OPEN)
     for _ in range(exchange(address_of(board, "sleepers"), 0)):
@@ -192,7 +200,7 @@ def _lead(board: _Board, thread: int) -> None:
 
 
 def _help(board: _Board, thread: int) -> None:
-    """Enter whenever the gate is open for a task not seen yet; for ever."""
+    """Run each new task whose gate is open; never return."""
     gate = address_of(board, "gate")
     seen, waited = 0, 0
     while True:
@@ -207,8 +215,8 @@ def _help(board: _Board, thread: int) -> None:
             waited += 1
             pause()
         else:
-            # Announced first, then looked again: the leader opens first, then wakes.  A wake-up
-            # that comes too late ends the next sleep early, no more.
+            # Count as a sleeper first, then check again: the leader opens the gate first, then
+            # wakes sleepers.  A wake-up that comes too late only ends the next sleep early.
             fetch_add(address_of(board, "sleepers"), 1)
             state = atomic_load(gate)
             if not (state & _OPEN and state // _NEXT != seen):

@@ -1,7 +1,8 @@
-"""Multiplies any number of rows by panels in tiles, prefetching the next weights.
+"""Multiply any number of rows by panels in tiles, and prefetch the next weights.
 
-32 rows meet two panels in registers, 16 rows or fewer up to four.  Memory is slower than tiles: so
-that it is never idle, the first few lots of rows each ask for a part of what comes next.
+Rows are taken in lots of 32, which are multiplied with two panels in registers; a lot of 16 rows or
+fewer is multiplied with up to four.  Memory is slower than tiles: so that it is never idle, each of
+the first few lots prefetches a part of the next weights.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from kernels.cpu import amx
 from kernels.cpu.amx import ROW_BYTES, STEP_BYTES, TILE_ROWS
 from kernels.cpu.tasks import inner
 
-# Rows that meet two panels at a time.
+# Rows of a lot.
 TWO_TILES = 2 * TILE_ROWS
 
 
 @inner
 def num_together(rows: int, panels: int) -> int:
-    """Return how many of so many panels meet the rows at a time."""
+    """Return how many of these panels are multiplied with the rows at a time."""
     if panels >= 4 and rows <= TILE_ROWS:
         return 4
     return 2 if panels >= 2 else 1
 
 
 def rows_product(*, of_bytes: bool) -> Callable[..., None]:
-    """Return y[r, p, :16] = sum over k of x[r, k] w[p, k, :16], plus what y was, by tiles.
+    """Return a function that computes y[r, p, :16] = sum over k of x[r, k] w[p, k, :16] by tiles.
 
     The function takes (num_panels, w, x, x_stride, y, y_stride, rows, num_steps, near, is_added,
-    later): as many panels as `num_together` says, and otherwise what `amx.tile_product` takes.  The
-    rows are some whole lots of 32, or one that is not; `amx.configure` has been told which.  Of
-    several lots it takes `near` steps at a time: their weights stay in the first cache meanwhile.
+    later): as many panels as `num_together` returns, otherwise the arguments of `amx.tile_product`.
+    The rows are whole lots of 32, or one smaller lot, as set by `amx.configure`.  Several lots are
+    multiplied `near` steps at a time, whose weights stay in the L1 cache.
     """
     one_tile, two_tiles = _one_tile(of_bytes=of_bytes), _two_tiles(of_bytes=of_bytes)
 
@@ -40,7 +41,7 @@ def rows_product(*, of_bytes: bool) -> Callable[..., None]:
         panel_bytes = num_steps * STEP_BYTES
         lots = -(-rows // TWO_TILES)
         parts = 4 if lots >= 4 else 2 if lots >= 2 else 1
-        # One lot meets each weight once, in the order in which memory has them.
+        # One lot reads each weight once, in the order of memory.
         together = near if lots > 1 else num_steps
         for step in range(0, num_steps, together):
             steps, start = min(together, num_steps - step), step * STEP_BYTES
@@ -78,7 +79,7 @@ def _one_tile(*, of_bytes: bool) -> Callable[..., None]:
 
 def _two_tiles(*, of_bytes: bool) -> Callable[..., None]:
     by_one = amx.tile_product(2, 1, prefetch=1, of_bytes=of_bytes)
-    asking_none, asking_all, asking_half, asking_quarter = (
+    prefetch_none, prefetch_all, prefetch_half, prefetch_quarter = (
         amx.tile_product(2, 2, prefetch=part, of_bytes=of_bytes) for part in (0, 1, 2, 4)
     )
 
@@ -87,12 +88,12 @@ def _two_tiles(*, of_bytes: bool) -> Callable[..., None]:
         if num_panels == 1:
             by_one(*operands)
         elif parts == 0:
-            asking_none(*operands)
+            prefetch_none(*operands)
         elif parts == 1:
-            asking_all(*operands)
+            prefetch_all(*operands)
         elif parts == 2:
-            asking_half(*operands)
+            prefetch_half(*operands)
         else:
-            asking_quarter(*operands)
+            prefetch_quarter(*operands)
 
     return product

@@ -1,7 +1,7 @@
-"""Cuts a step's attention into work items, once for all layers.
+"""Split a step's attention into work items, once for all layers.
 
-A work item is some consecutive queries of one sequence; threads take an item and a KV head at a
-time, those that take long first.
+A work item is some consecutive queries of one sequence; a thread takes an item and a KV head at a
+time, the most expensive items first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kernels.cpu.program import Operation
 from kernels.cpu.tasks import Record, inner, layout_of, records_at
 from kernels.cpu.threads import take
 
-# Rows (queries by the heads that share a KV head) of an item: queries, sums and scores fit the
-# second cache.
+# The most rows (queries times the heads that share a KV head) of an item: their queries, sums and
+# scores fit the L2 cache.
 MAX_ROWS = 192
 
 
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass
 class Step:
-    """Where a step's batch lies, and the items that were made of it."""
+    """Addresses of a step's batch, and the work items that it was split into."""
 
     tables: int
     num_columns: int  # of the block tables
@@ -51,10 +51,10 @@ ITEM_BYTES = layout_of(Item).itemsize
 
 
 class WorkItems:
-    """The work items of the step that is to be run; operations made once follow each `set`."""
+    """The work items of the next step; operations use the batch of the latest `set`."""
 
     def __init__(self, shared: int) -> None:
-        """`shared` query heads share a KV head."""
+        """`shared`: how many query heads share a KV head."""
         self._step: Record = np.zeros(1, layout_of(Step))
         self._step["max_queries"] = max(1, MAX_ROWS // shared)
         self._items: Record = np.empty(0, layout_of(Item))
@@ -62,17 +62,17 @@ class WorkItems:
 
     @property
     def items(self) -> Record:
-        """The items of the last run, those that take long first."""
+        """The items of the last run, the most expensive first."""
         return self._items[: self._step["num_items"][0]]
 
     @property
     def address(self) -> int:
-        """Where compiled loops find the step's record."""
+        """Address of the step's record, for compiled loops."""
         address: int = self._step.ctypes.data
         return address
 
     def set(self, batch: PagedBatch) -> None:
-        """Say which batch the next run of `plan` is to cut."""
+        """Set the batch that the next run of `plan` splits."""
         self._batch = batch
         if len(batch.slots) > len(self._items):
             self._items = np.empty(len(batch.slots), layout_of(Item))
@@ -84,7 +84,7 @@ class WorkItems:
         step["items"] = self._items.ctypes.data
 
     def plan(self) -> Operation:
-        """Return the operation that plans the items, to run before those that read them."""
+        """Return the operation that plans the items; run it before those that read them."""
         return Operation(_plan, _PlanArguments(self.address), (self,))
 
 
@@ -94,7 +94,7 @@ class _PlanArguments(NamedTuple):
 
 
 def _plan(a: _PlanArguments, _thread: int) -> None:
-    """Cut every sequence; one thread does it all."""
+    """Split every sequence into items; a single thread does all of it."""
     if take(a, 1) > 0:
         return
     step = step_at(a.step)
@@ -103,7 +103,7 @@ def _plan(a: _PlanArguments, _thread: int) -> None:
     for sequence in range(step.num_sequences):
         first, last = np.int64(starts[sequence]), np.int64(starts[sequence + 1])
         past = context_lens[sequence] - last
-        # From the end, where they are longest: each finds its place at once.
+        # From the end, where items cost most, so that each is inserted near its place at once.
         left = last - first
         while left > 0:
             num_queries = (left - 1) % step.max_queries + 1

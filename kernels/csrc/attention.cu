@@ -1,9 +1,9 @@
-// Causal attention to paged KV: prompts, chunks of prompts and generation, with one kernel.
+// Causal attention to paged KV with one kernel: prompts, chunks of prompts and decode.
 //
 // The G query heads of one KV head are packed: row r of a sequence is query r / G, head r % G.  A
-// thread block attends with one tile of rows to one range of keys, given by a work item.  Few rows
-// (generation) leave few tiles, so their keys are split over several blocks; each leaves a partial
-// result, and the last of a tile's blocks to arrive combines them.
+// thread block computes one tile of rows over one range of keys, given by a work item.  Few rows
+// (decode) make few tiles, so their keys are split over several blocks; each writes a partial
+// result, and the last of a tile's blocks to finish combines them.
 #include "attention.cuh"
 
 // A thread block is ROWS_W x KEYS_W warps: each has 16 M rows, and KEYS_W warps divide the BN keys
@@ -14,9 +14,9 @@
 //
 // 1. Copy the tile of Q, the numbers of the first blocks, and the first STAGES - 1 tiles of K and V.
 // 2. For each tile of keys, while the next ones are copied: s = Q K^T; scale, cap and mask s;
-//    weights and sums (above); o += weights V.
-// 3. Put the rows of all warps into shared memory, and combine those of KEYS_W warps.
-// 4. Of split keys: publish the partial result, take a ticket; the last block combines all parts.
+//    compute weights and their sums (`weigh`); o += weights V.
+// 3. Write the rows of all warps to shared memory, and combine those of KEYS_W warps.
+// 4. If keys are split, publish the partial result and take a ticket; the last block combines all.
 template <typename T, int D, int ROWS_W, int M, int KEYS_W, int BN, int STAGES>
 __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a) {
   constexpr int WM = 16 * M, BM = WM * ROWS_W, THREADS = ROWS_W * KEYS_W * 32;
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   const int v_offset = (a.num_kv_heads << a.block_bits) * D;
   const int block_size = 2 * a.num_layers * v_offset;
 
-  // `find` copies the numbers of the blocks that a tile's keys are in, `load` the keys and values.
-  // The numbers are in the ring ahead of K, in the chunk that ends a row, so that no copy of KV
-  // waits for the block table.
+  // `find` copies the numbers of the blocks of a tile's keys, `load` the keys and values.  The
+  // numbers are stored in the ring before K is, in the chunk that ends each row, so that no copy of
+  // KV waits for the block table.
   auto slot_of = [&](int tile) { return ring + tile % STAGES * 2 * BN * LD; };
   auto find = [&](int tile) {
     for (int row = thread; row < BN; row += THREADS) {
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     copy_async(q_tile + row * LD + chunk * 8, from, row < it.count);
   }
   auto position_of = [&](int row) -> int& { return *(int*)(q_tile + row * LD + D); };
-  for (int row = thread; row < BM; row += THREADS)  // likewise where a row ends
+  for (int row = thread; row < BM; row += THREADS)  // also in the chunk that ends a row
     position_of(row) = it.position(row);
   copies_commit();
   copies_wait<0>();
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     copies_commit();  // also when empty: the waits below count groups
   }
 
-  // Where this lane's rows of the matrices begin, of Q, and in a tile of K and of V.
+  // Where this lane's rows of the matrices begin: in Q, and in a tile of K and of V.
   const T* const q_row = q_tile + (warp_row + lane % 16) * LD + lane / 16 * 8;
   const int k_row = (warp_key + lane % 8 + lane / 16 * 8) * LD + lane / 8 % 2 * 8;
   const int v_row = (BN + warp_key + lane % 16) * LD + lane / 16 * 8;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
       find(tile + 2 * (STAGES - 1));
     }
     copies_commit();
-    if (warp_row >= it.count) continue;  // this warp's rows are nobody's: it only copies
+    if (warp_row >= it.count) continue;  // this warp has no rows: it only copies
     const T *const keys = slot_of(tile) + k_row, *const values = slot_of(tile) + v_row;
 
     float s[M][KN / 8][4];
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     }
 
 #pragma unroll
-    for (int n = 0; n < KN / 16; n++) {  // sums of Q K^T lie in registers as an operand has to
+    for (int n = 0; n < KN / 16; n++) {  // Q K^T is in registers in the layout of an operand
       u32 p[M][4];
 #pragma unroll
       for (int m = 0; m < M; m++)
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
     }
   }
 
-  // Every warp leaves its rows in shared memory, which the tiles no longer need.
+  // Every warp writes its rows to shared memory, which the tiles no longer need.
   float* const rows = (float*)shared;
   copies_wait<0>();
   __syncthreads();
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   finish<T, D, BM, KEYS_W, WM, THREADS>(a, item, it, rows, thread);
 }
 
-// The same formula for dtypes and head sizes that have no tiles: one warp for one query and head,
+// The same formula for dtypes and head sizes that have no tiles: one warp for each query and head,
 // key by key, in any dtype and any D up to 256.
 template <typename T>
 __global__ void __launch_bounds__(32) attend_plain(const Attention a) {

@@ -1,4 +1,4 @@
-// The parts that the kernels of attention share: arguments, rows, the softmax, writing results.
+// The parts that the attention kernels share: arguments, rows, the softmax, writing results.
 #pragma once
 #include "prims.cuh"
 
@@ -7,12 +7,12 @@ struct Attention {
   const void* pool;   // [N, L, 2, Hkv, B, D]
   void* out;          // [T, Hq, D]
   float* parts;       // [slots, Hkv, tile rows, D + 4]: partial results, see `combine`
-  u32* tickets;       // [slots, Hkv]: how many blocks of a tile have left theirs, by its first slot
+  u32* tickets;       // [slots, Hkv]: how many of a tile's blocks are done, at its first slot
   const int* starts;    // [S + 1]
   const int* contexts;  // [S]
   const int* tables;    // [S, M]
-  // [items, 7]: sequence or -1, first row, first key, end of keys; slot or -1, and of its tile the
-  // first slot and the number of slots
+  // [items, 7]: sequence or -1, first row, first key, end of keys; slot or -1 if keys are not
+  // split, the first slot and the number of slots of its tile
   const int* work;
   const float* sinks;   // [Hq] or null: scores without a value
   int num_heads, num_kv_heads, head_dim, num_layers, layer, block_bits, num_columns, window;
@@ -21,7 +21,7 @@ struct Attention {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// cap * tanh(score / cap), of which no exponent is too large: 2^x ends at infinity and at 0.
+// cap * tanh(score / cap); no exponent overflows, because 2^x saturates at infinity and at 0.
 PRIM float capped(const Attention& a, float score) {
   return a.cap - __fdividef(2 * a.cap, 1 + power_of_two(2 * LOG2_E / a.cap * score));
 }
@@ -30,7 +30,7 @@ PRIM float sink_of(const Attention& a, int head) {
   return a.sinks ? a.sinks[head] * LOG2_E : MINUS_INFINITY;
 }
 
-// The result of a row for some keys: values times weights, not yet divided by the sum of weights.
+// A row's partial result for some keys: weighted values, not yet divided by the sum of weights.
 // Weights are powers of 2 of scores less the highest one.  In memory: D values, `top`, `sum`.
 struct alignas(16) Four { float at[4]; };
 struct Partial {
@@ -38,7 +38,7 @@ struct Partial {
   float top, sum;
 };
 
-// Combine the values from `d` on of `count` results that lie `stride` apart, and a sink's weight.
+// Combine four values, from `d` on, of `count` partial results `stride` floats apart, and a sink.
 template <int D>
 PRIM Partial combine(const float* first, int count, long long stride, int d, float sink) {
   float top = sink;
@@ -57,19 +57,19 @@ PRIM Partial combine(const float* first, int count, long long stride, int d, flo
   return all;
 }
 
-// Where the K of (block, head, offset) begins; V lies Hkv * B * D further.
+// Return the offset of K of (block, head, offset) in the pool; V is Hkv * B * D further on.
 PRIM long long key_offset(const Attention& a, int block, int head, int offset, int head_dim) {
   long long row = ((long long)block * a.num_layers + a.layer) * 2 * a.num_kv_heads + head;
   return ((row << a.block_bits) + offset) * head_dim;
 }
 
-// Make scores of 16 rows weights, in place: of its row h (`lane / 4 + 8 * h`) a lane has
-// `s[.][2 * h]` and the next, of two keys in each eight.  `shrink` is what older weights count now.
+// Turn the scores of 16 rows into weights, in place.  Of row `lane / 4 + 8 * h` a lane has `s[.][2
+// * h]` and the next: two keys in every eight.  `shrink` is set to the factor for older weights.
 template <int EIGHTS, typename Position>
 PRIM void weigh(const Attention& a, float (*s)[4], float* top, float* sum, float* shrink,
                 bool is_whole, int first_key, const Position& position_of) {
   const int lane = threadIdx.x % 32;
-  float scale = a.scale;  // what is left to multiply scores by
+  float scale = a.scale;  // what scores still have to be multiplied by
   if (a.cap != 0) {
 #pragma unroll
     for (int i = 0; i < EIGHTS * 4; i++) s[i / 4][i % 4] = capped(a, s[i / 4][i % 4] * scale);
@@ -111,7 +111,7 @@ PRIM void weigh(const Attention& a, float (*s)[4], float* top, float* sum, float
   }
 }
 
-// Write the part of 16 rows that a lane has in registers to shared memory, from `rows` on.
+// Write a lane's part of the results of 16 rows from registers to shared memory, at `rows`.
 template <int D>
 PRIM void leave_rows(float* rows, float (*o)[4], const float* top, float* sum) {
   const int lane = threadIdx.x % 32;
@@ -129,9 +129,9 @@ PRIM void leave_rows(float* rows, float (*o)[4], const float* top, float* sum) {
   }
 }
 
-// The rows of an item: queries of a sequence, each with the heads that share a KV head.
+// The rows of an item: queries of a sequence, in each head that shares the KV head.
 struct Rows {
-  int kv_head, group, first_row, first_token, count, first_position;  // `count` from the first on
+  int kv_head, group, first_row, first_token, count, first_position;  // `count` from first_row on
 
   PRIM Rows(const Attention& a, const int* item)
       : kv_head(blockIdx.y), group(a.num_heads / a.num_kv_heads), first_row(item[1]) {
@@ -142,15 +142,16 @@ struct Rows {
   }
   PRIM int head(int row) const { return kv_head * group + (first_row + row) % group; }
   PRIM int position(int row) const { return first_position + (first_row + row) / group; }
-  // Where it lies in query and out.
+  // Return the offset of a row in query and out.
   PRIM long long offset(const Attention& a, int row, int head_dim) const {
     const int token = first_token + (first_row + row) / group;
     return ((long long)token * a.num_heads + head(row)) * head_dim;
   }
 };
 
-// Write the results of BM rows, which lie in shared memory; of each there are KEYS_W, all of the first
-// WM rows, then the second's: of WM rows each warp has one.  Where keys are split, the last combines.
+// Write the results of BM rows, which are in shared memory.  Of each row there are KEYS_W partial
+// results: those of the first WM rows, one set for each warp, then those of the next WM rows.  If
+// keys are split, the thread block that is last combines the parts.
 template <typename T, int D, int BM, int KEYS_W, int WM, int THREADS>
 PRIM void finish(const Attention& a, const int* item, const Rows& it, const float* rows, u32 thread) {
   constexpr int LDO = D + 4;
@@ -159,7 +160,7 @@ PRIM void finish(const Attention& a, const int* item, const Rows& it, const floa
     return a.parts + (((long long)slot * a.num_kv_heads + it.kv_head) * BM + row) * LDO;
   };
   auto write = [&](int row, int d, const float* first, int count, long long stride) {
-    // Of keys that are split, every part would count the sink: it counts here, once.
+    // The sink is added here, once: every part of split keys would count it.
     const float sink = sink_of(a, it.head(row));
     const Partial all = combine<D>(first, count, stride, d, sink);
     const float *value = all.value.at, share = 1 / all.sum;
@@ -180,10 +181,10 @@ PRIM void finish(const Attention& a, const int* item, const Rows& it, const floa
     if (d == 0) publish((Four*)(in_slot(slot, row) + D), Four{mine.top, mine.sum});
   }
   if (slot < 0) return;
-  __threadfence();  // what this thread published, others see before the ticket
+  __threadfence();  // others see what this thread published before the ticket
   __syncthreads();
   u32* ticket = a.tickets + (long long)first_slot * a.num_kv_heads + it.kv_head;
-  // The last one's makes it 0 again, for the next launch.
+  // The last increment wraps the ticket to 0, for the next launch.
   if (!__syncthreads_or(thread == 0 && atomicInc(ticket, num_slots - 1) == num_slots - 1)) return;
   __threadfence();
   const long long stride = in_slot(1, 0) - in_slot(0, 0);

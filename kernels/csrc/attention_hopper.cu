@@ -1,23 +1,24 @@
-// Causal attention with many rows on Hopper: by `wgmma`, whose operands lie in shared memory.
+// Causal attention with many rows on Hopper by `wgmma`, whose operands are in shared memory.
 //
-// Work items, rows and results are those of attention.cu.  One warpgroup copies, two multiply, 64 rows
-// each.  Q is loaded once, K and V of 128 keys go through a ring of two tiles; each half of a slot has
-// two barriers, one for full and one for free again.  A multiplying warpgroup starts the products for
-// the scores of the next tile and for the values of this one together, and turns the scores into
-// weights while the values are added.
+// Work items, rows and results are those of attention.cu.  One warpgroup copies, two multiply, 64
+// rows each.  Q is loaded once; K and V go through a ring of two slots, each of which has 128 keys;
+// each half of a slot (K or V) has two barriers, one for full and one for free again.  A
+// multiplying warpgroup starts the products for the scores of the next tile and for the values of
+// this one together, and turns the scores into weights while the values are added.
 //
-// A tile lies as `wgmma` takes it with a swizzle of 128 bytes: in panels of 64 of the D values, a
-// row of a panel being 128 bytes, whose eight chunks of 16 bytes are permuted by the row's number.
-// The pool's blocks are not permuted, so copies of 16 bytes (`cp.async`) put every chunk in its place,
-// whatever the block size; a bulk copy would keep the order of a block's rows.
+// A tile has the layout that `wgmma` takes with a swizzle of 128 bytes: panels of 64 of the D
+// values, where a row of a panel is 128 bytes, whose eight chunks of 16 bytes are permuted by the
+// row's number.  The pool's blocks are not permuted, so copies of 16 bytes (`cp.async`) write every
+// chunk to its position, whatever the block size; a bulk copy would keep the order of a block's
+// rows.
 #include "attention.cuh"
 
 #if defined(SHIM) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr u32 ROW = 128;  // bytes, of a panel
 constexpr u32 NO_ROW = ~0u;
 
-// The descriptor of a matrix that begins at an address: eight rows after eight, `panel` bytes after
-// so many; PTX ISA, "matrix descriptor", says which bits these are.
+// Return the descriptor of the matrix at an address: groups of eight rows are adjacent, panels are
+// `panel` bytes apart; PTX ISA, "matrix descriptor", defines its bits.
 PRIM u64 matrix_at(u32 address, u32 panel) {
   return (u64)1 << 62 | (u64)(8 * ROW / 16) << 32 | (u64)(panel / 16) << 16 | address / 16;
 }
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(384, 1) attend_wide(const Attention a) {
   constexpr int AT_ONCE = COPYING / CHUNKS;  // rows that the copying threads load at once
   static_assert(D % 64 == 0 && AT_ONCE * CHUNKS == BN, "a thread finds the block of one row");
   SHARED_BYTES(shared);
-  // Where the swizzle begins anew.
+  // Aligned to the period of the swizzle.
   unsigned char* const q_tile = shared + (0u - shared_address(shared)) % (8 * ROW);
   unsigned char* const ring = q_tile + TILE;  // [STAGES][K, V]
   u64* const full = (u64*)(ring + 2 * STAGES * TILE);  // of each half of a slot
@@ -62,8 +63,8 @@ __global__ void __launch_bounds__(384, 1) attend_wide(const Attention a) {
     const int* table = a.tables + item[0] * a.num_columns;
     const T* const keys = (const T*)a.pool + chunk * 8;
     const T* const values = keys + (u64)(a.num_kv_heads << a.block_bits) * D;
-    // A thread finds one row of a tile for all that copy a part of it: its block, and with that its
-    // number in the pool, which has fewer than 2^32 rows.
+    // A thread finds one row of a tile for all threads that copy a part of it: its block, and with
+    // that its row number in the pool, which has fewer than 2^32 rows.
     auto key_of = [&](int tile) { return key_begin + tile * BN + first + chunk * AT_ONCE; };
     auto find = [&](int tile) {
       const int key = key_of(tile);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(384, 1) attend_wide(const Attention a) {
     for (int tile = 0; tile < num_tiles; tile++) {
       const u32 next = row_of(tile + 1, block);
       block = find(tile + 2);  // ahead, so that no copy waits for the block table
-      if (tile + 1 < num_tiles) load(tile + 1, false, next);  // they are given back first
+      if (tile + 1 < num_tiles) load(tile + 1, false, next);  // K's slots are freed before V's
       load(tile, true, row);
       row = next;
     }
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(384, 1) attend_wide(const Attention a) {
   u32 p[BN / 16][4];
 #pragma unroll
   for (int d = 0; d < D / 8; d++) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0;
-  bool is_lost = false;  // a barrier was waited for in vain
+  bool is_lost = false;  // a wait for a barrier has timed out
 
   auto wait = [&](int tile, bool is_v) {
     is_lost |= !barrier_wait(full + half_of(tile, is_v), phase_of(tile));
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(384, 1) attend_wide(const Attention a) {
     products_wait<1>();
     products_done<BN / 8>(s);
     release(tile, false);
-    make_weights(tile);  // while the values before are added
+    make_weights(tile);  // while the previous values are added
     products_wait<0>();
     products_done<D / 8>(o);
     release(tile - 1, true);
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(384, 1) attend_wide(const Attention a) {
   ask_values(num_tiles - 1);
   products_wait<0>();
   products_done<D / 8>(o);
-  if (is_lost) sum[0] = sum[1] = MINUS_INFINITY - MINUS_INFINITY;  // NaN, for all to see
+  if (is_lost) sum[0] = sum[1] = MINUS_INFINITY - MINUS_INFINITY;  // NaN, so that it shows
 
   float* const rows = (float*)q_tile;
   __syncthreads();  // nobody multiplies what these rows replace

@@ -1,14 +1,14 @@
-// Pieces of memory that another worker may write to: copied and digested in one pass.
+// Copies and digests pieces (chunks) of memory, to which another worker may write, in one pass.
 #include "prims.cuh"
 
 struct Pieces {
   const void* source;
-  const u64* places;   // [n] where each piece begins, in bytes from `source`
-  void* target;        // null: nothing is copied
-  const u64* targets;  // [n] where each piece goes, in bytes from `target`
+  const u64* places;   // [n] offset of each piece from `source`, in bytes
+  void* target;        // null: only digest
+  const u64* targets;  // [n] offset of each copy from `target`, in bytes
   u64* sums;           // [n, parts]; the digest is their sum modulo 2^64
   u64 seed;
-  int num_units, num_parts;  // units of 16 bytes in a piece; thread blocks for a piece
+  int num_units, num_parts;  // units of 16 bytes in a piece; thread blocks per piece
 };
 
 struct alignas(16) Unit {
@@ -17,17 +17,17 @@ struct alignas(16) Unit {
 
 constexpr int THREADS = 128, UNITS = 8;  // units that a thread loads before it uses the first
 
-// The term of a word in the digest (SPEC 6.8).  It is a bijection of the word, another one at each
-// place, so that a single wrong word always changes the digest.
+// The term of a word in the digest (SPEC 6.8).  It is a bijection of the word, a different one at
+// each position, so that a single wrong word always changes the digest.
 PRIM u64 mix(u64 word, u64 place, u64 seed) {
   u64 x = (word ^ seed) + (place + 1) * 0x9E3779B97F4A7C15ull;
   x = (x ^ x >> 32) * 0xD6E8FEB86659FD93ull;
   return x ^ x >> 29;
 }
 
-// Copy pieces and sum the terms of their words; one thread block for each part of a piece.  A word is
-// loaded once, for the copy and for the digest, so the digest is of the copy even if another worker
-// writes to the source meanwhile.
+// Copy pieces and sum the terms of their words, one thread block for each part of a piece.  A word
+// is loaded once, for the copy and for the digest, so the digest matches the copy even if another
+// worker writes to the source meanwhile.
 __global__ void __launch_bounds__(THREADS) copy_pieces(const Pieces a) {
   SHARED_BYTES(shared);
   u64* sums = (u64*)shared;

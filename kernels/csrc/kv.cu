@@ -1,8 +1,8 @@
-// Queries, keys and values between the model, the paged pool and the wire.
+// Moves queries, keys and values between the model, the paged pool and the wire.
 #include "prims.cuh"
 
 struct Heads {
-  const void* heads;      // [T, Hq + 2 Hkv, D]: a token's queries, keys and values in one run
+  const void* heads;      // [T, Hq + 2 Hkv, D]: a token's queries, keys and values, contiguous
   void* query;            // [T, Hq, D]
   void* pool;             // [N, L, 2, Hkv, B, D]
   const int* slots;       // [T]
@@ -14,15 +14,15 @@ struct Heads {
   float eps;
 };
 
-// Norm and rotate one step's heads of one layer, which the projection left in a row for each token.
-// Queries go to `query`, keys and values to their slots in the pool.
+// Norm and rotate one step's heads of one layer, as the projection wrote them, a row for each token.
+// Queries are written to `query`, keys and values to their slots in the pool.
 //   norm, over the D dimensions of a query or key: x / sqrt(mean(x^2) + eps) * weight
 //   rotation, x of dimension d and y of d + D / 2: (x, y) -> (x cos - y sin, y cos + x sin)
 // Both are computed in float32, and the result is rounded once.  Values are copied.
 //
-// `lanes` neighbouring threads share one head of one token and sum its squares by shuffles.  Each
-// has WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the
-// half is no multiple of 16.  If D / 2 / WIDE is no power of two, the last lanes have no dimensions.
+// `lanes` adjacent threads share one head of one token and sum its squares by shuffles.  Each has
+// WIDE dimensions of the lower half and the same of the upper one: 16 bytes each, or 8 where the half
+// is no multiple of 16.  If D / 2 / WIDE is no power of two, the last lanes have no dimensions.
 // Heads follow one another over warps and thread blocks, token by token.
 template <typename T, int WIDE>
 __global__ void __launch_bounds__(128) rotate_and_append(const Heads a) {
@@ -94,9 +94,9 @@ struct Move {
   int first_head, num_moved_heads;
 };
 
-// Copy a rectangle of one sequence's KV out of its blocks into a contiguous segment, or back, eight
-// values a thread, converted between the two dtypes.  blockIdx.y is a row of the segment: (layer, K
-// or V, head).
+// Copy a rectangle of one sequence's KV from its blocks to a contiguous segment, or back, eight
+// values per thread, converted between the two dtypes. blockIdx.y is a row of the segment: (layer,
+// K or V, head).
 template <typename POOL, typename WIRE, bool INTO_POOL>
 __global__ void __launch_bounds__(128) move(const Move a) {
   const int eights = a.head_dim / 8, i = blockIdx.x * 128 + threadIdx.x;

@@ -1,5 +1,5 @@
-// The few instructions that C++ cannot say, one name each.  Kernels use these and nothing below
-// them, so that the same kernels run on a CPU in the tests, where SHIM gives other bodies.
+// The few instructions that C++ cannot express, with one name each.  Kernels use only these, so
+// that the same kernels run on a CPU in the tests, where SHIM replaces their bodies.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -25,7 +25,7 @@ PRIM void copy_async(void* to, const void* from, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// The same of one 32-bit number.
+// Copy one 32-bit number in the same way.
 PRIM void copy_number_async(void* to, const int* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(valid ? 4 : 0)
@@ -49,7 +49,8 @@ PRIM void load_transposed(u32* r, const void* row) {
                : "r"(shared_address(row)) : "memory");
 }
 
-// c[16x8] += a[16x16] b[16x8] over a warp; PTX ISA, mma.m16n8k16, says which lane holds what.
+// c[16x8] += a[16x16] b[16x8] over a warp; PTX ISA, mma.m16n8k16, defines which lane has which
+// element.
 #define MMA(type)                                                                              \
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                  \
                "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"                            \
@@ -74,7 +75,7 @@ PRIM u64 bits_of(double x) { return __double_as_longlong(x); }
 PRIM double double_of(u64 bits) { return __longlong_as_double(bits); }
 // A product that the compiler does not fuse with an addition.
 PRIM double multiply_rounded(double x, double y) { return __dmul_rn(x, y); }
-// The float32 with these bits; a cast in C++ may be compiled to take subnormals for 0.
+// Widen the float32 with these bits; a C++ cast may be compiled to flush subnormals to 0.
 PRIM double widen_exactly(u32 bits) {
   double y;
   asm("cvt.f64.f32 %0,%1;" : "=d"(y) : "f"(__uint_as_float(bits)));
@@ -82,7 +83,7 @@ PRIM double widen_exactly(u32 bits) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// A barrier in shared memory: a phase of it ends when so many have arrived.
+// A barrier in shared memory: a phase of it ends after `count` arrivals.
 PRIM void barrier_make(u64* barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
                : "memory");
@@ -90,12 +91,12 @@ PRIM void barrier_make(u64* barrier, u32 count) {
 PRIM void barrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Arrive when all copies that this thread has asked for are done.
+// Arrive when all copies that this thread has started are complete.
 PRIM void copies_arrive(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
-// Wait for the end of a phase, even or odd; of some seconds in which it does not end, return false.
+// Wait for the end of a phase, even or odd; return false if it does not end within some seconds.
 PRIM bool barrier_wait(u64* barrier, u32 parity) {
   constexpr long long PATIENCE = 1ll << 33;  // cycles
   u32 is_over;
@@ -109,16 +110,16 @@ PRIM bool barrier_wait(u64* barrier, u32 parity) {
   return is_over;
 }
 
-// Make copies that were waited for visible to the products of matrices in shared memory.
+// Make completed copies visible to the products of matrices in shared memory.
 PRIM void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Registers of a thread from here on, of all warps of a warpgroup alike.
+// Set the registers of a thread from here on; all warps of a warpgroup must do the same.
 template <int COUNT>
 PRIM void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT>
 PRIM void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
-// Products of a warpgroup run on while the warps do; they may not touch the operands in registers
+// Products of a warpgroup are asynchronous: its warps must not touch the operands in registers
 // between `products_begin` and the wait.
 PRIM void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 PRIM void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -126,15 +127,15 @@ template <int PENDING>
 PRIM void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Sums that were waited for: the compiler may read them from here on, and no sooner.
+// Mark sums as complete: the compiler may read them from here on, and no sooner.
 template <int EIGHTS>
 PRIM void products_done(float (*c)[4]) {
 #pragma unroll
   for (int i = 0; i < 4 * EIGHTS; i++) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
 }
 
-// c[64xN] += a[64x16] b[16xN] over a warpgroup, a warp having 16 rows as of `multiply`; N is 64 or
-// 128.  In shared memory matrices are given by descriptors, see attention_hopper.cu.
+// c[64xN] += a[64x16] b[16xN] over a warpgroup; a warp has 16 rows as in `multiply`; N is 64 or
+// 128.  Matrices in shared memory are given by descriptors, see attention_hopper.cu.
 #define SUMS4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define SUMS32(i) SUMS4(i), SUMS4(i + 1), SUMS4(i + 2), SUMS4(i + 3), SUMS4(i + 4), SUMS4(i + 5), \
                   SUMS4(i + 6), SUMS4(i + 7)
@@ -143,14 +144,14 @@ PRIM void products_done(float (*c)[4]) {
 #define NAMES64 NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"  \
                 "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define WGMMA(n, type) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " "
-// The rows of b lie as a's, which is what K is to Q; if not `add`, c is what it was no more.
+// The rows of b are stored like those of a, as K is like Q; without `add`, c is overwritten.
 #define SCORES(T, type)                                                                          \
   PRIM void multiply_shared(T, float (*c)[4], u64 a, u64 b, bool add) {                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %66, 0;\n" WGMMA("128", type)                 \
                  "{" NAMES64 "}, %64, %65, p, 1, 1, 0, 0;\n}"                                    \
                  : SUMS32(0), SUMS32(8) : "l"(a), "l"(b), "r"((u32)add));                        \
   }
-// b lies as it is, a row of N after the other, which is what V is to weights.
+// b is stored row by row, N values each, as V is.
 #define VALUES(T, type)                                                                          \
   PRIM void multiply_values(T, float (&c)[8][4], const u32* a, u64 b) {                          \
     asm volatile(WGMMA("64", type) "{" NAMES32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"          \
@@ -174,12 +175,12 @@ VALUES(fp16, "f16")
 #undef VALUES
 #endif
 
-// Write what other thread blocks will read in this launch, after a `__threadfence`.
+// Write data that other thread blocks read in this launch; a `__threadfence` must follow.
 template <typename T>
 PRIM void publish(T* to, T value) { *to = value; }
 #endif
 
-// Values that a thread reads or writes at once, up to 16 bytes an instruction.
+// Values that a thread loads or stores at once, up to 16 bytes per instruction.
 template <typename T, int WIDE>
 struct alignas(WIDE * sizeof(T) < 16 ? WIDE * sizeof(T) : 16) Wide {
   T values[WIDE];
@@ -190,7 +191,7 @@ PRIM float widen(bf16 x) { return __bfloat162float(x); }
 PRIM float widen(fp16 x) { return __half2float(x); }
 PRIM float widen(fp8 x) { return (float)x; }
 
-// Round to nearest, ties to even; what does not fit becomes infinity, in fp8 the largest: as torch does.
+// Round to nearest, ties to even; overflow becomes infinity, in fp8 the largest value, as in torch.
 template <typename T>
 PRIM T narrow(float x);
 template <>

@@ -1,6 +1,6 @@
-// The operators between the matrix products of a transformer: the norm of rows and the gate of the
-// feed-forward.  WIDE values are read and written at once: 16 bytes, or one value where rows do not
-// begin at multiples of 16 bytes.
+// The operators between a transformer's matrix products: the RMS norm of rows and the gate of the
+// feed-forward layer.  A thread loads and stores WIDE values at once: 16 bytes, or one value where
+// rows do not begin at multiples of 16 bytes.
 #include "prims.cuh"
 
 struct Norm {
@@ -12,7 +12,7 @@ struct Norm {
   float eps;
 };
 
-// The sum over a thread block of whole warps, the same in each thread.
+// Return the sum of x over a thread block of whole warps, the same in each thread.
 PRIM float sum_of_block(float x) {
   SHARED_BYTES(shared);
   float* const sums = (float*)shared;  // one of each warp
@@ -25,8 +25,9 @@ PRIM float sum_of_block(float x) {
   return x;
 }
 
-// Make out = x / sqrt(mean(x^2) + eps) * weight; a thread block for each row.  With y, x += y comes
-// first and is rounded as it is stored: the norm is of the very residual that the next layer reads.
+// Compute out = x / sqrt(mean(x^2) + eps) * weight, one thread block for each row.  With y, x += y
+// comes first and is rounded as it is stored: the norm is of the same residual that the next layer
+// reads.
 template <typename T, int WIDE>
 __global__ void __launch_bounds__(512) rms_norm(const Norm a) {
   typedef Wide<T, WIDE> Unit;

@@ -1,9 +1,11 @@
-// Draws one token for each row of logits, one thread block a row.  kernels/contract.py states every
-// operation at SAMPLING, to the bit, and kernels/cpu/sampling.py computes the same.  All sums are of
-// integers, so threads may add in any order.  Each pass reads the row again, from the L2 cache.
+// Draws one token for each row of logits, one thread block per row. kernels/contract.py specifies
+// every operation at SAMPLING, to the bit, and kernels/cpu/sampling.py computes the same.  All sums
+// are of integers, so threads may add in any order.  Each pass reads the row again, from the L2
+// cache.
 //
-// Passes of `draw`: the largest key; with top_k and top_p four each for a `border`, one for each digit
-// of a key, the first digit first; the sum of the weights that pass; the token.
+// Passes of `draw`: the largest key; for top_k and for top_p a radix select (`threshold`) of four
+// passes, one for each digit of a key, the most significant first; the sum of the weights that
+// pass; the token.
 #include "prims.cuh"
 
 // A row of SAMPLING.
@@ -40,9 +42,9 @@ __constant__ double POWER_SERIES[13] = {
     2.5678435993488206e-11,
 };
 
-// Shared memory.  A histogram has the amounts by digit, as halves of 64-bit sums, in a column for each
-// lane of a warp.  A column is one bank, so lanes with equal digits, which most have, do not wait for
-// each other.
+// Shared memory.  A histogram has a 64-bit sum for each digit, in two halves, in a column for each
+// lane of a warp.  A column is one bank, so lanes with equal digits, which most have, do not wait
+// for each other.
 struct Shared {
   u32 low[RADIX][32], high[RADIX][32];
   u64 sums[32];  // one of each warp
@@ -56,7 +58,7 @@ struct Found {
   u64 rest;    // the wanted sum less the values of the threads before this one
 };
 
-// A row as its thread block sees it.
+// One row of logits, as its thread block processes it.
 struct Row {
   Shared& shared;
   const u32* logits;  // their bits
@@ -64,8 +66,8 @@ struct Row {
   int size, num_words, run;  // each warp has a run of `run` tokens, a multiple of 32
   double largest, factor;    // see `weight`
 
-  // The key of a logit with these bits: unsigned, ordered as logits are.  No logit has the key 0,
-  // which stands for a token that is not allowed.
+  // The key of a logit with these bits: unsigned, and ordered as logits are.  No logit has the key
+  // 0, which stands for a token that is not allowed.
   PRIM static u32 order(u32 bits) {
     const u32 magnitude = bits & 0x7fffffff;
     const u32 ordered = bits == magnitude ? bits | 0x80000000 : ~bits;
@@ -96,7 +98,7 @@ struct Row {
     return bits_of(power + base) - bits_of(base);
   }
 
-  // Call use(token, key) for each allowed token of the row, in the threads' own order.
+  // Call use(token, key) for each allowed token of the row; threads divide the tokens.
   template <typename Use>
   PRIM void each(Use use) const {
     const int first = threadIdx.x / 32 * run, last = min(first + run, size);
@@ -115,7 +117,7 @@ struct Row {
     }
   }
 
-  // The largest x of the thread block's threads.
+  // Return the largest x of the thread block's threads.
   PRIM u64 largest_of(u64 x) const {
     for (int mask = 16; mask; mask /= 2) x = max(x, from_lane_xor(x, mask));
     __syncthreads();  // all threads have read the sums of the last call
@@ -125,7 +127,7 @@ struct Row {
     return x;
   }
 
-  // The first thread such that the values of it and of those before it sum to wanted(sum of all).
+  // Find the first thread such that the values up to its own sum to wanted(sum of all).
   template <typename Wanted>
   PRIM Found find(u64 value, Wanted wanted) const {
     const int lane = threadIdx.x % 32, own = threadIdx.x / 32;
@@ -152,11 +154,12 @@ struct Row {
     return {shared.thread, shared.rest};
   }
 
-  // The largest key such that the amounts of the keys from it on sum to wanted(sum of all), or `least`
-  // if there is none.  Keys under `least` do not count.  A radix search: `prefix` are the digits that
-  // are known, and a pass sums the amounts by the next digit of the keys that begin with them.
+  // Radix select: return the largest key such that the amounts of the keys from it on sum to
+  // wanted(sum of all), or `least` if there is none.  Keys under `least` do not count.  `prefix`
+  // has the digits found so far; a pass sums amounts by the next digit of the keys that begin with
+  // them.
   template <typename Amount, typename Wanted>
-  PRIM u32 border(u32 least, Amount amount, Wanted wanted) const {
+  PRIM u32 threshold(u32 least, Amount amount, Wanted wanted) const {
     u32 prefix = 0;
     u64 rest = 0;
     for (int shift = 32 - DIGIT; shift >= 0; shift -= DIGIT) {
@@ -197,9 +200,9 @@ struct Row {
     u32 least = 1;
     auto weighed = [&](u32 key) { return weight(key); };
     if (0 < of.top_k && of.top_k < size)
-      least = border(least, [](u32) { return (u64)1; }, [&](u64) { return (u64)of.top_k; });
+      least = threshold(least, [](u32) { return (u64)1; }, [&](u64) { return (u64)of.top_k; });
     if (of.top_p < 1.0)
-      least = border(least, weighed, [&](u64 all) { return max(share_of(of.top_p, all), (u64)1); });
+      least = threshold(least, weighed, [&](u64 all) { return max(share_of(of.top_p, all), (u64)1); });
     const u64 lightest = share_of(of.min_p, (u64)1 << 42);
     auto passing = [&](u32 key) {
       const u64 found = key < least ? 0 : weight(key);
@@ -230,7 +233,7 @@ struct Row {
   }
 };
 
-// Find the largest logit, which decides at temperature 0 or without settings; else draw.
+// Write the first of the largest logits at temperature 0 or without settings; draw otherwise.
 __global__ void __launch_bounds__(1024, 1) draw(const Draw a) {
   SHARED_BYTES(shared);
   const long long number = blockIdx.x;

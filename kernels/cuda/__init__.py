@@ -1,1 +1,1 @@
-"""The operators on NVIDIA GPUs: csrc/*.cu, what is decided on the host, and KV on its way out."""
+"""The operators on NVIDIA GPUs: launches of csrc/*.cu, and copies of KV to and from the host."""

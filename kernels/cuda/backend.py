@@ -1,8 +1,9 @@
-"""The operators on an NVIDIA GPU: csrc/*.cu compiled by NVRTC through CuPy.  The only cupy here.
+"""The operators on an NVIDIA GPU: csrc/*.cu compiled by NVRTC through CuPy.
 
-CuPy compiles and loads a kernel when it is first needed, and its binding of the driver starts it on
-torch's current stream.  CuPy is imported no sooner, so this module can be imported anywhere;
-`require_device` says what is missing.  A pool that `launch.check_pool` refuses is a KernelError.
+CuPy compiles and loads a kernel when it is first needed, and its driver binding launches the kernel
+on torch's current stream.  Only this module imports CuPy, and no sooner than needed, so the module
+can be imported anywhere; `require_device` reports what is missing.  A pool that `launch.check_pool`
+rejects is a KernelError.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from kernels.reference import expert_mlp as expert_mlp
 from kernels.reference import route as route
 
 _LOG = logging.getLogger("kernels")
-# mma.sync with bf16 and cp.async are of Ampere.
+# mma.sync with bf16 and cp.async need Ampere.
 MIN_CAPABILITY = (8, 0)
-# wgmma is of Hopper alone: what NVRTC makes for sm_90a runs on no other architecture.
+# wgmma needs Hopper: code that NVRTC compiles for sm_90a runs on no other architecture.
 HOPPER = (9, 0)
 OPTIONS = {"attention_hopper": ("-arch=sm_90a",)}
-# As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
+# How many blocks of `launch.MAX_GATE_THREADS` a multiprocessor of Ampere or Hopper can run.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # A kernel with more dynamic shared memory needs an attribute, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
@@ -48,7 +49,7 @@ _prompts: dict[tuple[object, ...], prompts.Table] = {}
 
 
 def require_device(index: int = 0) -> None:
-    """Raise KernelError unless kernels can be compiled for and run on that GPU; says what to do."""
+    """Raise KernelError, with advice, unless kernels can be compiled for and run on this GPU."""
     if not torch.cuda.is_available():
         built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
         raise KernelError(
@@ -114,7 +115,7 @@ def attend(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by our kernels, to sequences of many rows that way; else as `paged_attention`."""
+    """Compute `paged_attention` by our kernels; `way` is used for sequences of many rows."""
     query, device = query.contiguous(), gpu(pool.device.index or 0)
     out = torch.empty_like(query)
     launches = launch.attention(
@@ -136,11 +137,11 @@ def attend(
 def measure_prompts(
     pool: torch.Tensor, num_heads: int, seconds: prompts.Seconds | None = None
 ) -> prompts.Table:
-    """Time prompts each way; from now on `paged_attention` takes the fastest on such pools.
+    """Time prompt attention by each method; from then on `paged_attention` uses the fastest.
 
     Args:
-        seconds: Returns the time of a way and a length; by default it runs them on the pool's
-            device.
+        seconds: Returns how long a method takes for a prompt of a given length; by default it runs
+            the method on the pool's device.
     """
     seconds = seconds or partial(prompts.seconds, attend, pool, num_heads)
     table = prompts.measure(seconds, has_wide=_has_wide(pool, num_heads))
@@ -149,9 +150,9 @@ def measure_prompts(
 
 
 def _has_wide(pool: torch.Tensor, num_heads: int) -> bool:
-    """Whether `attend_wide` may be used: verified, on Hopper, and equal to `attend` here."""
+    """Return whether `attend_wide` may be used: verified, on Hopper, and equal to `attend` here."""
     dtype, head_dim = pool.dtype, pool.shape[5]
-    # One that faults would end the worker at its start.
+    # A kernel that faults would end the worker at startup.
     if not is_verified("attend_wide", "attention_hopper"):
         return False
     if dtype not in launch.TILED_DTYPES or head_dim not in WIDE_HEAD_DIMS:
@@ -169,7 +170,7 @@ def _has_wide(pool: torch.Tensor, num_heads: int) -> bool:
 
 
 def is_verified(kernel: str, source: str) -> bool:
-    """Whether `scripts/gpu_check` has found a kernel to be right on a GPU as it is now."""
+    """Return whether `scripts/gpu_check` found this version of a kernel to be right on a GPU."""
     text = (resources.files("kernels") / "verified.json").read_text()
     found = json.loads(text)["kernels"].get(kernel, {"passed": False})
     return bool(found["passed"] and found["hash"] == source_hash(source))
@@ -238,11 +239,11 @@ def draw(
 
 
 def start(place: torch.device, launches: list[Launch]) -> None:
-    """Start launches on torch's current stream of a device."""
+    """Launch kernels on torch's current stream of a device."""
     device = place.index or 0
     driver = _cupy().cuda.driver
-    # Read anew each time, for a recording uses another stream.  Only its handle: making torch's
-    # object of a stream takes longer than the launch.
+    # Read the stream each time, because a graph capture uses another one.  Read only its handle:
+    # creating torch's stream object takes longer than the launch.
     stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
     # Another device may be current on this thread; on a thread that is new to CUDA none is.
     context, before = _context(device), driver.ctxGetCurrent()
@@ -264,18 +265,18 @@ def start(place: torch.device, launches: list[Launch]) -> None:
 
 
 def note_started(device: int, name: str) -> None:
-    """Remember what a device was given last, a kernel or a graph: CUDA reports errors late."""
+    """Record the last launch on a device, a kernel or a graph: CUDA reports errors late."""
     _started[device] = name
 
 
 def last_started(device: int) -> str | None:
-    """Return what was noted last; None if nothing was."""
+    """Return the last recorded launch on a device; None if there was none."""
     return _started.get(device)
 
 
 @cache
 def _cupy() -> Any:
-    """Import CuPy, and have it keep compiled kernels where no other user can write to them."""
+    """Import CuPy, and make it cache compiled kernels where no other user can write to them."""
     if "CUPY_CACHE_DIR" not in os.environ:
         try:
             place = compiled_code().expanduser() / "cuda"
@@ -294,25 +295,25 @@ def _cupy() -> Any:
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Return the multiprocessors of a device, and the shared memory of each."""
+    """Return the number of multiprocessors of a device, and the shared memory of each."""
     it = torch.cuda.get_device_properties(device)
     return Gpu(int(it.multi_processor_count), int(it.shared_memory_per_multiprocessor))
 
 
 @cache
 def _context(device: int) -> int:
-    """Return the driver's context of a device, the one that torch and CuPy share."""
+    """Return the driver's context of a device, which torch and CuPy share."""
     cuda = _cupy().cuda
     with cuda.Device(device):
-        cuda.runtime.free(0)  # makes the context current if nothing has asked for it yet
+        cuda.runtime.free(0)  # creates the context if necessary, and makes it current
         return int(cuda.driver.ctxGetCurrent())
 
 
 @cache
 def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
-    """Compile and load one instantiation, and keep it; `ptr` is the driver's handle.
+    """Compile and load one instantiation, once; `ptr` of the result is the driver's handle.
 
-    CuPy keeps the binary on disk under a hash of the text.
+    CuPy caches the binary on disk under a hash of the source text.
     """
     module = _cupy().RawModule(
         code=source_text(source),
@@ -328,7 +329,7 @@ def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
 
 @cache
 def source_text(source: str) -> str:
-    """Return a kernel file with its headers in it: CuPy's cache does not see included files."""
+    """Return a kernel file with its headers inlined: CuPy's cache ignores included files."""
     folder = resources.files("kernels") / "csrc"
 
     def text(name: str) -> str:

@@ -1,6 +1,7 @@
-"""Streams for copies between a pool and the host, beside the stream that computes.
+"""CUDA streams for copies between a pool and the host, beside the stream that computes.
 
-`Lane` is all that `kernels.cuda.staging` asks of a device; the tests have one made of the CPU.
+`Lane` is the interface to a device that `kernels.cuda.staging` needs; tests implement it on the
+CPU.
 """
 
 from __future__ import annotations
@@ -16,59 +17,59 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 
-# Copies that run at a time: while one crosses to the host the kernel of the next packs, and the
-# threads of two more have bytes to digest.  Each holds a buffer on the device.
+# Copies that run at a time: while one is transferred to the host, the kernel of the next packs, and
+# the threads of two more compute digests.  Each needs a buffer on the device.
 IN_FLIGHT = 3
 
 
 class Lane(Protocol):
-    """Runs copies, IN_FLIGHT at a time, beside computation.
+    """A device's streams for copies, which runs IN_FLIGHT copies at a time beside computation.
 
-    What is larger than `max_buffer_bytes` goes some layers at a time where it needs a buffer.
+    A copy that needs a buffer larger than `max_buffer_bytes` is split into groups of layers.
     """
 
     device: torch.device
     max_buffer_bytes: int
 
     def require(self, pool: torch.Tensor) -> None:
-        """Raise KernelError unless `move` can serve such a pool."""
+        """Raise KernelError unless the kernel `move` supports this pool."""
 
     def mark(self) -> None:
-        """Have copies from now on wait for all steps that were started so far, and no later one.
+        """Make copies from now on wait for all steps launched so far, and for no later one.
 
-        The thread that computes calls it after it has started all of a step, before other threads
-        learn which blocks the step has filled or freed.
+        The thread that computes calls this after it has launched all of a step, before other
+        threads learn which blocks the step has filled or freed.
         """
 
     def working(self) -> AbstractContextManager[None]:
-        """Start copies and kernels inside behind the last mark; wait for them at the end."""
+        """Return a context whose copies and kernels run after the last mark and end at its exit."""
 
     def upload(self, block_table: Sequence[int]) -> torch.Tensor:
-        """Return a block table in memory of the device, for any copy."""
+        """Return a block table in device memory, for any copy."""
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory that the device can address; RuntimeError if there is none."""
+        """Return host memory that the device can address; raise RuntimeError if there is none."""
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the device."""
+        """Return an uninitialized tensor in device memory."""
 
     def tensor(self, memory: Any) -> torch.Tensor:
-        """Return memory of the device that torch has not allocated, which the tensor keeps.
+        """Return a tensor of device memory that torch has not allocated, and keep the memory alive.
 
         Args:
-            memory: Has a `__cuda_array_interface__`.
+            memory: An object with a `__cuda_array_interface__`.
         """
 
     def start(self, launches: list[Launch]) -> None:
-        """Start kernels."""
+        """Launch kernels."""
 
 
 class SideStream:
-    """The lane of a CUDA device: streams of high priority beside its default one, where steps run.
+    """The lane of a CUDA device: high-priority streams beside the default one, where steps run.
 
-    A block may be freed while a kernel that was started before still writes to it, so a copy waits
-    for the event of the last mark.  It does not wait for all of the default stream: the step under
-    way touches none of its blocks, and may take long.
+    A block may be freed while a kernel that was launched before still writes to it, so a copy waits
+    for the event of the last mark.  It does not wait for the whole default stream: the running step
+    touches none of the copy's blocks, and may take long.
     """
 
     max_buffer_bytes = 32 << 20
@@ -84,7 +85,7 @@ class SideStream:
     def mark(self) -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._computing)
-        # A new one each time: a copy on another thread may be about to wait for the one before.
+        # A new event each time: a copy on another thread may be about to wait for the previous one.
         self._marked = event
 
     def require(self, pool: torch.Tensor) -> None:
@@ -100,16 +101,16 @@ class SideStream:
                 yield
         finally:
             try:
-                stream.synchronize()  # which raises what has failed on the device
+                stream.synchronize()  # raises the device's errors
             finally:
                 self._idle.put(stream)
 
     def upload(self, block_table: Sequence[int]) -> torch.Tensor:
-        # From pageable memory, so it is there on return, and any stream may read it.
+        # From pageable memory, so the copy is complete on return, and any stream may read it.
         return torch.tensor(block_table, dtype=torch.int32, device=self.device)
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        # Torch keeps freed pinned memory for the next one; asking the driver takes milliseconds.
+        # Torch reuses freed pinned memory; allocating it from the driver takes milliseconds.
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -123,5 +124,5 @@ class SideStream:
 
 
 def lane_of(device: torch.device) -> Lane | None:
-    """Return the lane of a GPU; None where the host reads a pool as it lies."""
+    """Return the lane of a GPU; None for a device whose pools are in host memory."""
     return SideStream(device) if device.type == "cuda" else None

@@ -1,7 +1,7 @@
-"""Copies between buffers of one GPU, with digests, in one kernel: csrc/device_copies.cu.
+"""Copy chunks of one GPU's memory and compute their digest in one kernel: csrc/device_copies.cu.
 
-The digest has 64 bits.  It is not XXH3, which has to read bytes in order: each word is mixed with
-its place, and the results are added up in any order.  It detects mistakes, not forgery.  SPEC 6.8.
+The digest has 64 bits.  It is not XXH3, which must read bytes in order: each word is mixed with its
+position, and the results are summed in any order.  It detects mistakes, not forgery.  See SPEC 6.8.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from kernels.cuda.copy_streams import Lane
 from kernels.cuda.launch import Launch, struct
 
-# The kernel moves so much at a time: places and sizes are multiples of it.
+# The kernel copies this many bytes at a time: offsets and sizes are multiples of it.
 UNIT_BYTES = 16
-# As in the source.
+# Constants of csrc/device_copies.cu.
 _THREADS, _UNITS = 128, 8
 _BITS = (1 << 64) - 1
 
@@ -32,15 +32,16 @@ def copy_pieces(
     target: int = 0,
     targets: Sequence[int] = (),
 ) -> int:
-    """Return the digest of pieces of memory; copy them, too, if there is a `target`.
+    """Return the digest of chunks of memory; if there is a `target`, also copy the chunks.
 
     Args:
-        source: The address that `places` count from, in bytes.
-        size: Bytes of each piece.
-        target: The address that `targets` count from, of a device or of pinned memory; 0: no copy.
+        source: The address to which `places`, offsets in bytes, are relative.
+        size: Bytes of each chunk.
+        target: The address, in device or pinned memory, to which `targets` are relative; 0: no
+            copy.
 
     Raises:
-        ValueError: A place or the size is not a multiple of 16 bytes.
+        ValueError: An offset or the size is not a multiple of 16 bytes.
         RuntimeError: There is no pinned memory, or the device has failed.
     """
     for each in (size, *places, *targets):

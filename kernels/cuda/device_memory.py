@@ -1,10 +1,10 @@
-"""GPU memory that other processes may map by a file descriptor.
+"""GPU memory that other processes can map through a file descriptor.
 
-CUDA's virtual memory management exports a descriptor of an allocation that was made for it.  The
-memory is freed when the last process that has mapped it, or has the descriptor open, unmaps or
-closes it or ends.  So mapped memory stays readable even if the process that made it is killed.
-(CUDA's IPC handles are worse: the memory ends with its process, and what others see then is not
-defined; whoever knows a handle can open it.)  Neither torch nor CuPy has these calls, so ctypes
+CUDA's virtual memory management exports a descriptor of an allocation made for that.  The memory is
+freed when the last process that has mapped it, or has the descriptor open, unmaps or closes it or
+ends.  So mapped memory stays readable even if the process that allocated it is killed.  (CUDA's IPC
+handles are worse: the memory ends with its process, after which reads by others are undefined, and
+any process that has a handle can open it.) Neither torch nor CuPy offers these calls, so ctypes
 calls libcuda; cuda.h documents them.  This has never run on a GPU.
 """
 
@@ -53,12 +53,12 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMemory:
-    """Memory at an `address` of a lane's device.
+    """Memory mapped at an `address` of a lane's device.
 
     Attributes:
         kind: "cuda"; only memory of one kind can be copied into another.
-        about: Describes the memory to a process that maps its descriptor.
-        descriptor: Of memory that this process has allocated; -1 of mapped memory.
+        about: Description of the memory for a process that maps its descriptor.
+        descriptor: File descriptor of memory that this process has allocated; -1 for mapped memory.
     """
 
     kind: Final = "cuda"
@@ -67,7 +67,7 @@ class DeviceMemory:
         """Map the allocation of a handle, and release the handle.
 
         Raises:
-            OSError: A call of libcuda failed; the message has its name and CUDA's sentence.
+            OSError: A call of libcuda failed; the message has its name and CUDA's description.
         """
         self._lane, self._num_bytes = lane, num_bytes
         self.about = f"{self.kind} {num_bytes}".encode()
@@ -87,17 +87,17 @@ class DeviceMemory:
             except OSError:
                 if flags == _READ_WRITE:
                     raise
-                # A driver may not support memory that is only read.
+                # A driver may not support read-only memory.
                 reach(byref(_Access(_DEVICE, device, _READ_WRITE)), c_size_t(1))
             weakref.finalize(self, undo.pop_all().close).atexit = False
         self.address = address.value
 
     @classmethod
     def allocate(cls, lane: Lane, num_bytes: int) -> DeviceMemory:
-        """Allocate memory, rounded up to what CUDA allocates at a time.
+        """Allocate memory, rounded up to CUDA's allocation granularity.
 
         Raises:
-            OSError: There is no room, or the driver has no such memory.
+            OSError: There is not enough memory, or the driver does not support such memory.
         """
         call, device = _calls(lane), lane.device.index or 0
         properties = _Properties(_PINNED, _DESCRIPTOR, _DEVICE, device)
@@ -114,10 +114,10 @@ class DeviceMemory:
 
     @classmethod
     def map(cls, lane: Lane, descriptor: int, about: bytes) -> DeviceMemory:
-        """Map memory of another process, to read.  The descriptor is still the caller's to close.
+        """Map memory of another process for reading; the caller must still close the descriptor.
 
         Raises:
-            OSError: `about` or the descriptor is of other memory, or our GPU cannot read it.
+            OSError: `about` or the descriptor belongs to other memory, or this GPU cannot read it.
         """
         kind, _, size = about.decode("ascii", "replace").partition(" ")
         if kind != cls.kind or not (size.isdecimal() and 0 < int(size) < 1 << 63):
@@ -137,23 +137,23 @@ class DeviceMemory:
         return {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
 
     def digest(self, places: Sequence[int], size: int, seed: int) -> int:
-        """Wait for the last marked step, then return the digest of pieces of this size."""
+        """Wait for the last marked step, then return the digest of the `size`-byte chunks there."""
         return copy_pieces(self._lane, self.address, places, size, seed)
 
     def copy(
         self, places: Sequence[int], size: int, target: Any, targets: Sequence[int], seed: int
     ) -> int:
-        """Copy pieces to other memory of this kind or a `Room`; return the digest of the copies."""
+        """Copy chunks to other memory of this kind or a `Room`; return the digest of the copies."""
         memory = self._lane, self.address
         return copy_pieces(*memory, places, size, seed, target.address, targets)
 
     def room(self, num_bytes: int) -> Room:
-        """Return memory of the host for copies."""
+        """Return a buffer in host memory for copies."""
         return Room(self._lane, num_bytes)
 
 
 class Room:
-    """Memory of the host, `bytes`, that a lane's device can write to."""
+    """A buffer in host memory, `bytes`, to which a lane's device can write."""
 
     def __init__(self, lane: Lane, num_bytes: int) -> None:
         pinned = lane.pinned(torch.Size((num_bytes,)), torch.uint8)
@@ -176,7 +176,7 @@ def _calls(lane: Lane) -> Callable[..., None]:
             raise OSError(f"{name}: {(sentence.value or b'error').decode()} ({result})")
 
     def call_in_context(name: str, *arguments: Any) -> None:
-        call("cuCtxSetCurrent", context)  # of this thread, whichever it is
+        call("cuCtxSetCurrent", context)  # of the calling thread
         call(name, *arguments)
 
     call("cuInit", 0)

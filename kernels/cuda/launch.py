@@ -1,8 +1,8 @@
-"""Host side of each launch: the kernel, its grid and its arguments.
+"""The host side of each kernel launch: the kernel, its grid and its arguments.
 
-An operator becomes a list of `Launch`; `backend.py` gives them to the device, the tests to the
-same kernels compiled for the CPU.  Outside of CUDA graphs every launch pays for what is done here,
-so what the layers of a step have in common is worked out once.
+An operator becomes a list of `Launch`; `backend.py` launches them on the device, and tests run the
+same kernels compiled for the CPU.  Without CUDA graphs every launch costs the time spent here, so
+what the layers of a step have in common is computed once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def struct(pointers: str, ints: str, floats: str = "") -> type[Structure]:
     """Return the type of a kernel's argument: its fields by kind, in the order of the source."""
 
     class Arguments(Structure):
-        __slots__ = ()  # a misspelt field is an error, and no attribute that the kernel never sees
+        __slots__ = ()  # a misspelt field is an error, not an attribute that the kernel ignores
         _fields_ = [
             (name, kind)
             for names, kind in ((pointers, c_void_p), (ints, c_int), (floats, c_float))
@@ -75,16 +75,16 @@ _WARP = 32
 
 
 class Launch(NamedTuple):
-    """One kernel to start.
+    """One kernel launch.
 
     Attributes:
         source: "attention", "kv" or another file of csrc/.
-        kernel: the instantiation, as C++ names it.
+        kernel: the instantiation, by its C++ name.
         grid: thread blocks by x and y.
-        threads: of a thread block.
+        threads: threads of a thread block.
         shared_bytes: dynamic shared memory of a thread block.
-        arguments: the struct that the kernel is given.
-        keep: the tensors it points to, which must live until the kernel has run.
+        arguments: the struct that is passed to the kernel.
+        keep: the tensors to which it points, which must live until the kernel has run.
     """
 
     source: str
@@ -101,7 +101,7 @@ class Planned(NamedTuple):
 
     Attributes:
         items: `work.items` on the device.
-        parts: [slots * Hkv, tile rows, D + 4] float32, room for partial results.
+        parts: [slots * Hkv, tile rows, D + 4] float32, a buffer for partial results.
         tickets: [slots * Hkv] int32, how many parts of a tile are written; a launch leaves 0 there.
     """
 
@@ -118,8 +118,8 @@ class OnDevice:
 
     Attributes:
         tensors: tensors of the batch on the device, by name: "slots", "starts", ...
-        works: the work items of attention, by window and query heads.
-        attending: the launches of attention without the fields that layers do not share.
+        works: the work items of attention, by window and number of query heads.
+        attending: the launches of attention without the fields that differ between layers.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class OnDevice:
 
 
 def check_pool(pool: torch.Tensor) -> None:
-    """Raise KernelError unless the CUDA kernels can serve such a pool."""
+    """Raise KernelError unless the CUDA kernels support this pool."""
     _check_shape(pool.shape, pool.dtype)
     if not pool.is_contiguous():
         raise KernelError("the pool is not contiguous")
@@ -155,15 +155,18 @@ def rotate_and_append(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> list[Launch]:
-    """Norm and rotate a step's heads: queries into `query`, keys and values into their slots.
+    """Return the launch that norms and rotates a step's heads, and writes them.
+
+    Queries are written to `query`, keys and values to their slots in the pool.
 
     Args:
-        heads: [T, Hq + 2 Hkv, D], a token's in one run, which begins at a multiple of 16 bytes.
-        rotation: [T, 2, D / 2] float32; `norm` [Hq + Hkv, D] float32.
+        heads: [T, Hq + 2 Hkv, D]; the heads of a token are contiguous, and begin at a multiple of
+            16 bytes.
+        rotation: [T, 2, D / 2] float32; `norm` is [Hq + Hkv, D] float32.
         query: [T, Hq, D].
 
     Raises:
-        KernelError: A tensor has another dtype or other strides; or see `check_pool`.
+        KernelError: A tensor has another dtype or other strides, or `check_pool` rejects the pool.
     """
     check_pool(pool)
     num_tokens, num_rows, head_dim = heads.shape
@@ -203,15 +206,15 @@ def move(
     *,
     into_pool: bool,
 ) -> list[Launch]:
-    """Copy a rectangle between a sequence's blocks and a contiguous segment on one device.
+    """Return the launch that copies a rectangle between a sequence's blocks and a segment.
 
     Args:
         block_table: It is uploaded, unless it is int32 on the pool's device already.
-        segment: [l, 2, h, t, D] for the layers, heads and tokens of the rectangle, of any dtype of
-            `DTYPE_NAMES`; values are converted.
+        segment: [l, 2, h, t, D], contiguous and on the same device, for the layers, heads and
+            tokens of the rectangle, of any dtype of `DTYPE_NAMES`; values are converted.
 
     Raises:
-        KernelError: No kernel serves such a pool or segment.
+        KernelError: The kernel does not support this pool or segment.
     """
     check_pool(pool)
     if segment.dtype not in DTYPE_NAMES:
@@ -244,15 +247,16 @@ def attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Attend to a layer of the pool as `kernels.paged_attention` does: up to two launches, one with
-    the tile for sequences of few rows and one with that for many.
+    """Return the launches that compute `kernels.paged_attention` over a layer of the pool.
+
+    There are up to two: one with the tile for sequences of few rows, one with that for many.
 
     Args:
-        query: [T, Hq, D] in the pool's dtype, contiguous; `out` likewise.
-        gpu: The device, which decides tiles and splits.
+        query: [T, Hq, D] in the pool's dtype, contiguous; so is `out`.
+        gpu: The device's properties, which decide tiles and splits.
 
     Raises:
-        KernelError: No kernel serves such a pool or query, or `scale` is not above 0.
+        KernelError: The kernels do not support this pool or query, or `scale` is not above 0.
     """
     if query.dtype != pool.dtype or not query.is_contiguous():
         raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
@@ -281,13 +285,13 @@ def norm(
     out: torch.Tensor,
     y: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Make out = x / sqrt(mean(x^2) + eps) * weight; with `y`, x += y in place before that.
+    """Return the launch out = x / sqrt(mean(x^2) + eps) * weight; with `y`, x += y comes first.
 
     Args:
-        x: [..., K]; `y` and `out` likewise, all of one dtype; `weight` [K] float32.
+        x: [..., K]; `y` and `out` have its shape and dtype; `weight` is [K] float32.
 
     Raises:
-        KernelError: A tensor is not of that shape and dtype, or is not contiguous.
+        KernelError: A tensor has another shape or dtype, or is not contiguous.
     """
     rows = {"x": x, "out": out} | ({} if y is None else {"y": y})
     dtype, shape = x.dtype, x.shape
@@ -307,14 +311,14 @@ def norm(
 def gate(
     gate_up: torch.Tensor, out: torch.Tensor, activation: Activation, *, wanted_blocks: int
 ) -> list[Launch]:
-    """Make out = activation(gate) * up.
+    """Return the launch out = activation(gate) * up.
 
     Args:
-        gate_up: [..., 2 K]: gate first, then up; `out` [..., K] of the same dtype.
-        wanted_blocks: How many thread blocks fill the device; more rows are taken in turns.
+        gate_up: [..., 2 K]: gate first, then up; `out` is [..., K] of the same dtype.
+        wanted_blocks: How many thread blocks fill the device; a block may compute several rows.
 
     Raises:
-        KernelError: A tensor is not of that shape and dtype, or is not contiguous.
+        KernelError: A tensor has another shape or dtype, or is not contiguous.
     """
     dtype, shape = out.dtype, out.shape
     *outer, size = shape
@@ -341,7 +345,7 @@ def _attending(
     cap: float | None,
     gpu: tiling.Gpu,
 ) -> list[Launch]:
-    """Return a step's launches of attention without the fields in which its layers differ."""
+    """Return a step's launches of attention without the fields that differ between layers."""
     check_pool(pool)
     if not scale > 0:
         raise KernelError(f"scale is {scale}, not above 0")
@@ -377,7 +381,7 @@ def _works(
     window: int | None,
     gpu: tiling.Gpu,
 ) -> list[Planned]:
-    """Plan the step, for sequences of few rows and for those of many."""
+    """Plan the work items of a step: sequences of few rows, and those of many."""
     starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = num_heads // num_kv_heads
@@ -401,7 +405,7 @@ def _works(
 
 
 def on_device(tile: tiling.AnyTile, work: tiling.Work, pool: torch.Tensor) -> Planned:
-    """Upload work, and make room for its partial results."""
+    """Upload a tile schedule; allocate its partial results and completion counters."""
     num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
     tickets = torch.zeros(work.num_slots * num_kv_heads, dtype=torch.int32, device=device)
     (items,) = upload([work.items], device)
@@ -415,7 +419,7 @@ def on_device(tile: tiling.AnyTile, work: tiling.Work, pool: torch.Tensor) -> Pl
 
 
 def is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether tensor cores compute attention of this dtype and head size."""
+    """Return whether tensor cores compute attention of this dtype and head size."""
     return dtype in TILED_DTYPES and head_dim in TILED_HEAD_DIMS
 
 
@@ -437,7 +441,7 @@ def _copy(arguments: Structure) -> Structure:
 
 
 def point(arguments: Structure, **tensors: torch.Tensor) -> int:
-    """Write the addresses of tensors to the fields of their names; return all addresses, or-ed."""
+    """Set the fields with these names to the tensors' addresses; return all addresses, or-ed."""
     bits = 0
     for name, tensor in tensors.items():
         at = tensor.data_ptr()
@@ -449,7 +453,7 @@ def point(arguments: Structure, **tensors: torch.Tensor) -> int:
 def _on_device(
     batch: PagedBatch, pool: torch.Tensor, name: str, tensor: torch.Tensor
 ) -> torch.Tensor:
-    """Upload a tensor of the batch once for all layers."""
+    """Return a tensor of the batch on the device, uploaded once for all layers."""
     tensors = batch.scratch.of(OnDevice).tensors
     if name not in tensors:
         (tensors[name],) = upload([tensor.numpy()], pool.device)
@@ -460,7 +464,7 @@ def _width(size: int, dtype: torch.dtype, bits: int) -> int:
     """Return how many values a thread can load at once from every row of every tensor.
 
     Args:
-        bits: The bits of all tensors' addresses, from `point`.
+        bits: The addresses of all tensors, or-ed by `point`.
     """
     width = WIDE_BYTES // dtype.itemsize
     return 1 if bits % WIDE_BYTES or size % width else width

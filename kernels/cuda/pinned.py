@@ -1,7 +1,7 @@
-"""Uploads and downloads of a step through pinned memory, without blocking the host.
+"""Upload and download a step's arrays through pinned memory, without blocking the host.
 
-Torch allocates the pinned memory, and reuses it only when the copies from or to it have ended.  So
-each step has memory of its own, and the host may plan the next one while this one is copied.
+Torch allocates pinned memory, and reuses it only after the copies from or to it are complete.  So
+each step has its own memory, and the host may plan the next step while this one is copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 def upload(tables: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
-    """Start one copy of tables of any shape and one dtype to a device; return them there."""
+    """Start one copy of tables of any shape and one dtype to a device; return them as tensors."""
     sizes = [table.size for table in tables]
     packed = _pinned(sum(sizes), getattr(torch, tables[0].dtype.name), device)
     np.concatenate([table.reshape(-1) for table in tables], out=packed.numpy())
@@ -26,7 +26,7 @@ def upload(tables: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
 
 
 def put(tables: Sequence[tuple[torch.Tensor, Ints]]) -> None:
-    """Write tables to tensors of their shapes and dtype on one device, as `upload` does."""
+    """Write tables to tensors of their shapes and dtype on one device, in one upload."""
     targets = [target for target, _ in tables]
     sources = upload([table for _, table in tables], targets[0].device)
     pairs = [*zip(targets, sources, strict=True)]
@@ -39,7 +39,7 @@ def put(tables: Sequence[tuple[torch.Tensor, Ints]]) -> None:
 
 
 class Download:
-    """A row of integers on its way to the host."""
+    """A row of integers that is being copied to the host."""
 
     def __init__(self, row: torch.Tensor) -> None:
         """Start the copy of a row, [R]."""
@@ -49,7 +49,7 @@ class Download:
         self._end.record(torch.cuda.current_stream(row.device))
 
     def read(self) -> list[int]:
-        """Wait for the copy, and for nothing that was started later.
+        """Wait for the copy, but for nothing that was launched later, and return the integers.
 
         Raises:
             RuntimeError: The device has failed.

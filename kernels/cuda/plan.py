@@ -1,9 +1,9 @@
 """The plan of a decode step in device memory at fixed addresses, for CUDA graphs.
 
-A graph repeats its launches with the pointers and the grids of the day it was recorded.  So there
-is room for the most sequences, work items and partial results that its size can have.  Sequences
-that a step lacks generate into a spare block; work items that it lacks have sequence -1, and their
-thread blocks end at once.
+A graph repeats its launches with the pointers and the grids with which it was captured.  So buffers
+are large enough for the most sequences, work items and partial results that a graph of its size can
+have.  Sequences that a step lacks generate into a spare block; work items that it lacks have
+sequence -1, and their thread blocks end at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ NOTHING = -1
 
 
 class FixedPlan:
-    """A `PagedBatch` of `num_sequences` that each generate one token; `tables` says which.
+    """A `PagedBatch` of `num_sequences` that each decode one token; `tables` plans each step.
 
     Attributes:
-        batch: What the operators take; its scratch holds all that they would upload.
+        batch: The argument of the operators; its scratch has all that they would upload.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class FixedPlan:
         spare_block: int,
         gpu: tiling.Gpu,
     ) -> None:
-        """Allocate on the pool's device.
+        """Allocate the plan on the pool's device.
 
         Args:
-            num_columns: Of the block tables: blocks of the longest sequence.
-            spare_block: A block of the pool that no sequence owns.
+            num_columns: Columns of the block tables: the blocks of the longest sequence.
+            spare_block: A block of the pool that no sequence has.
         """
         self._pool = pool
         self._group = num_heads // pool.shape[3]
@@ -71,7 +71,7 @@ class FixedPlan:
                 held.works[window, num_heads] = [room]
 
     def _room(self, num_sequences: int) -> Planned:
-        """Return room for the most items there can be."""
+        """Allocate buffers for the most work items that there can be."""
         num_kv_heads = self._pool.shape[3]
         most_tiles = num_sequences * -(-self._group // self._tile.rows)
         most_items = max(most_tiles, self._wanted_blocks // num_kv_heads)
@@ -79,11 +79,11 @@ class FixedPlan:
         return on_device(self._tile, tiling.Work(items, most_items), self._pool)
 
     def tables(self, batch: PagedBatch) -> list[tuple[torch.Tensor, tiling.Ints]]:
-        """Plan a step of at most `max_sequences` sequences with one token each.
+        """Plan a step of at most `num_sequences` sequences with one token each.
 
         Returns:
             (device tensor, table) pairs: the caller writes each table to its tensor (`pinned.put`)
-            before it calls this again.
+            before the next call.
         """
         mine, count = self.batch, len(batch.slots)
         columns = batch.block_tables.shape[1]

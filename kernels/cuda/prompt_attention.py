@@ -1,8 +1,8 @@
-"""Attention of prompts: the quicker of our kernels, or torch's where that is quicker still.
+"""Choose the fastest attention for prompts: one of our kernels, or torch's.
 
 Torch's FlashAttention reads dense keys, so each sequence's blocks are gathered first; the measured
-time includes that.  Our kernel computes whatever has a past, a window, a cap or sinks.  cuDNN's
-attention is left out, for it makes a plan for each new length, and the step would wait for that.
+time includes that.  Sequences with a past, a window, a cap or sinks always use our kernel. cuDNN's
+attention is not used, because it makes a plan for each new length, for which the step would wait.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.contract import PagedBatch, Scratch
 from kernels.cuda.pinned import upload
 
-# The least of so many times counts; the first run compiles.
+# The shortest of this many runs counts; the first run compiles.
 REPEATS = 5
-# Tokens; a prompt takes the way of the longest of these that is not longer than the prompt.
+# Tokens; a prompt uses the method of the longest of these that is not longer than the prompt.
 LENGTHS = (256, 1024, 4096)
-# (context, queries) on which our two kernels must agree: chunks, ragged tails, keys that are split.
+# (context, queries) for which our two kernels must agree: chunks, ragged tails, split keys.
 TRIALS = [(700, 300), (129, 129), (2100, 70), (64, 64)]
 
 
 class Way(Enum):
-    """The code that attends to a prompt: `attend`, `attend_wide` of Hopper, or torch's."""
+    """A method of prompt attention: the kernel `attend`, Hopper's `attend_wide`, or torch's."""
 
     OURS = "ours"
     WIDE = "wide"
     FLASH = "flash"
 
 
-# From each length on, ascending, the way of prompts that long.  The first entry has length 0 and is
-# one of our kernels, which also computes every step that is not made of whole prompts.
+# The method for prompts from each length on, ascending.  The first entry has length 0 and is one of
+# our kernels, which also computes every step that is not made of whole prompts.
 Table = tuple[tuple[int, Way], ...]
 Seconds = Callable[[Way, int], float]
-# Attends by one of our kernels; after the way come the arguments of `paged_attention`.
+# Computes attention by one of our kernels: takes a method, then the arguments of `paged_attention`.
 Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(slots=True)
 class Chosen:
-    """The choice for a step and the uploads that it needs, made by the first layer for all.
+    """The method for a step and the uploads that it needs, chosen by the first layer for all.
 
     Attributes:
         way: None until the first layer chooses.
@@ -59,7 +59,7 @@ class Chosen:
 
 
 def kind(pool: torch.Tensor, num_heads: int) -> tuple[object, ...]:
-    """Return the key of a table: all that decides the time of a prompt, but for its length."""
+    """Return the key of a table: everything but its length that decides a prompt's time."""
     return pool.device, pool.dtype, num_heads, *pool.shape[3:]
 
 
@@ -74,7 +74,7 @@ def measure(seconds: Seconds, lengths: Sequence[int] = LENGTHS, *, has_wide: boo
 
 
 def seconds(attend: Attend, pool: torch.Tensor, num_heads: int, way: Way, length: int) -> float:
-    """Return the seconds of a prompt that way; infinity if it runs out of memory or fails."""
+    """Measure how long a prompt takes; infinity if it runs out of memory or fails."""
     try:
         query, own, batch = _random([(length, length)], pool, num_heads)
         call = partial(attend, way, query, own, 0, batch, 1.0, None)
@@ -86,12 +86,12 @@ def seconds(attend: Attend, pool: torch.Tensor, num_heads: int, way: Way, length
 
 
 def agree(attend: Attend, pool: torch.Tensor, num_heads: int) -> bool:
-    """Whether our two kernels return the same for random prompts, within rounding."""
+    """Return whether our two kernels agree on random prompts, within rounding."""
     query, own, batch = _random(TRIALS, pool, num_heads)
     limit = 4 * torch.finfo(pool.dtype).eps
     for window in (None, 100):
         ours, wide = (
-            # A scale of 1 makes few keys outweigh the others: each of them counts.
+            # With a scale of 1 few keys outweigh the others, so each of them counts.
             attend(way, query, own, 0, replace(batch, scratch=Scratch()), 1.0, window)
             for way in (Way.OURS, Way.WIDE)
         )
@@ -103,10 +103,10 @@ def agree(attend: Attend, pool: torch.Tensor, num_heads: int) -> bool:
 def _random(
     lens: list[tuple[int, int]], pool: torch.Tensor, num_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Return random queries, a pool of one layer, and the batch for the (context, queries) given.
+    """Return random queries, a pool of one layer, and the batch for these (context, queries).
 
-    The pool is a new one, as the worker's may be too small.  It is random, for a GPU multiplies
-    zeros faster.
+    The pool is a new one, because the worker's may be too small.  It is random, because a GPU
+    multiplies zeros faster.
     """
     counts = [-(-context // pool.shape[4]) for context, _ in lens]
     tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
@@ -133,7 +133,7 @@ def _elapsed_s(call: Callable[[], torch.Tensor]) -> float:
 
 
 def choose(table: Table, batch: PagedBatch) -> Way:
-    """Return the way of a step: of its shortest prompt, or the first if any sequence has a past."""
+    """Return a step's method: its shortest prompt's, or the first if a sequence has a past."""
     chosen = batch.scratch.of(Chosen)
     if chosen.way is None:
         tokens = batch.query_starts.diff()
@@ -143,7 +143,7 @@ def choose(table: Table, batch: PagedBatch) -> Way:
 
 
 def flash(query: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
-    """Attend to each sequence's own tokens by torch's FlashAttention.
+    """Compute attention of each sequence to its own tokens by torch's FlashAttention.
 
     Args:
         query: [T, Hq, D].

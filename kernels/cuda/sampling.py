@@ -1,4 +1,4 @@
-"""Launches sampling.cu: a thread block for each row, on tensors of the device."""
+"""Launch sampling.cu: one thread block for each row, on tensors of the device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kernels.cuda import launch
 from kernels.cuda.launch import Launch, struct
 
 DRAW = struct("logits settings allowed drawn", "size stride num_words")
-# Threads of a block: one for each value of a digit at least; more the longer the row.
+# Threads of a block: at least one for each value of a digit; more for longer rows.
 MIN_THREADS, MAX_THREADS, TOKENS_OF_A_THREAD = 256, 1024, 32
-# `Shared` of sampling.cu: two halves of the sums of 256 digits in 32 columns, the sums of 32 warps,
-# and what was found.
+# Size of `Shared` in sampling.cu: two halves of the sums of 256 digits in 32 columns, the sums of
+# 32 warps, and the result of `find`.
 SHARED_BYTES = 2 * 256 * 32 * 4 + 32 * 8 + 16
 
 
@@ -21,7 +21,10 @@ def draw(
     allowed: torch.Tensor | None,
     drawn: torch.Tensor,
 ) -> list[Launch]:
-    """Write a token for each row to `drawn`, [R] int64; see `kernels.draw` for the others."""
+    """Return the launch that writes a token for each row to `drawn`, [R] int64.
+
+    `kernels.draw` explains the other arguments.
+    """
     num_rows, size = logits.shape
     if not num_rows:
         return []

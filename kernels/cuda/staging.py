@@ -1,15 +1,15 @@
-"""Copies KV between a device's pool and host memory, by the method that suits the size.
+"""Copy KV between a device's pool and host memory, by the method that suits the size.
 
     plain   the kernel packs on the device, the driver copies that to pageable memory by itself
     direct  the kernel writes pinned memory, which it can address: one step, for small segments
-    staged  the kernel packs into a buffer on the device, one DMA takes that to pinned memory
+    staged  the kernel packs into a buffer on the device, one DMA copies that to pinned memory
 
-Unpacking goes the same ways backwards; what arrived is copied into pinned memory first.  At the
-start every way is timed at a few sizes, and each copy takes the way that was faster near its own.
-Copies run on a lane (`lane.py`) beside what computes and are done on return; several threads may
-copy at a time, for every copy has buffers of its own.  A copy waits for the step after which it may
-touch its blocks, and for no later one: see `Lane.mark`.  Nothing here is for pools in the host's
-memory, which `kernels.pack_kv` reads as they lie.
+Unpacking uses the same methods backwards; the received segment is first copied into pinned memory.
+At startup every method is timed at a few sizes, and each copy uses the method that was faster near
+its own size.  Copies run on a lane (`copy_streams.py`) beside computation and are complete on
+return; several threads may copy at a time, because every copy has its own buffers.  A copy waits
+for the step after which it may touch its blocks, and for no later one: see `Lane.mark`.  Pools in
+host memory do not need this module: `kernels.pack_kv` reads them directly.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ from kernels.cuda import launch
 from kernels.cuda.copy_streams import Lane
 
 KIB = 1 << 10
-# Up to the largest segment of the wire; a copy of another size goes as the nearest of them.
+# Up to the largest segment of the wire; a copy of another size uses the method of the nearest.
 SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
-# A DMA takes no multiprocessor from a step: it is chosen up to so many times the best time.
+# A DMA takes no multiprocessor from a step, so it is chosen if it takes up to this times the best
+# time.
 DMA_PATIENCE = 1.1
 REPEATS = 5
-# Block tables that are kept on the device: of as many transfers as run at a time.
+# Block tables that are cached on the device: as many as transfers that run at a time.
 MAX_TABLES = 256
 
 
 class Way(Enum):
-    """How KV goes between a pool and the host."""
+    """A method of copying KV between a pool and the host."""
 
     PLAIN = "plain"
     DIRECT = "direct"
     STAGED = "staged"
 
 
-# The way to take at each measured size in bytes, ascending.
+# The method for each measured size in bytes, ascending.
 Table = tuple[tuple[int, Way], ...]
 ALWAYS_PLAIN: Table = ((1, Way.PLAIN),)
 
 
 class Staging:
-    """Packs and unpacks one pool; made when no request is served yet, for it measures.
+    """Packs and unpacks one pool; create it before requests are served, because it measures.
 
     Attributes:
-        packing: the way by size, out of the pool.
-        unpacking: the way by size, into it.
-        why_plain: what keeps the other ways from being used; empty if nothing does.
+        packing: the method by size, out of the pool.
+        unpacking: the method by size, into it.
+        why_plain: why only the plain method is used; empty if all are.
     """
 
     def __init__(self, pool: torch.Tensor, lane: Lane, sizes: Sequence[int] = ()) -> None:
@@ -79,7 +80,7 @@ class Staging:
         """Copy a rectangle of one sequence's KV to the host, in the order of the wire.
 
         Returns:
-            [l, 2, h, t, D] of the pool's dtype in host memory that nobody else writes to.
+            [l, 2, h, t, D] of the pool's dtype in host memory that is not written to later.
 
         Raises:
             ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
@@ -100,7 +101,7 @@ class Staging:
         """Copy a segment, [l, 2, h, t, D] of the pool's dtype on the host, into blocks.
 
         Raises:
-            ShapeError: The rectangle is not one of the pool, or the segment does not fit it.
+            ShapeError: The rectangle is not within the pool, or the segment does not fit it.
         """
         contract.check_rectangle(self._pool, block_table, layers, tokens, heads)
         contract.check_segment(self._pool, layers, tokens, heads, segment)
@@ -109,13 +110,13 @@ class Staging:
 
 
 class Tables:
-    """Block tables on the device: all segments of a transfer have the same one, the same tuple."""
+    """A cache of block tables on the device: all segments of a transfer have the same tuple."""
 
     def __init__(self, lane: Lane, max_tables: int = MAX_TABLES) -> None:
         self._lane = lane
         self._max_tables = max_tables
         self._lock = Lock()
-        # By id, for to compare the contents would take as long as to upload them.
+        # By id, because comparing the contents would take as long as uploading them.
         self._held: OrderedDict[int, tuple[Sequence[int], torch.Tensor]] = OrderedDict()
 
     def on_device(self, block_table: Sequence[int]) -> torch.Tensor:
@@ -124,7 +125,7 @@ class Tables:
             if found is None:
                 found = block_table, self._lane.upload(block_table)
                 if isinstance(block_table, tuple):  # anything else may change
-                    self._held[id(block_table)] = found  # which keeps the id from being reused
+                    self._held[id(block_table)] = found  # the entry keeps the id from being reused
             else:
                 self._held.move_to_end(id(block_table))
             if len(self._held) > self._max_tables:
@@ -142,7 +143,7 @@ def pack(
     tokens: range,
     tables: Tables | None = None,
 ) -> torch.Tensor:
-    """Copy a rectangle to the host this way; plainly where no pinned memory is left."""
+    """Copy a rectangle to the host by this method; by the plain one if no pinned memory is left."""
     with lane.working():
         segment = None
         if way is not Way.PLAIN:
@@ -171,7 +172,7 @@ def unpack(
     segment: torch.Tensor,
     tables: Tables | None = None,
 ) -> None:
-    """Copy a segment of the host into blocks this way; plainly where no pinned memory is left."""
+    """Copy a host segment into blocks; by the plain method if no pinned memory is left."""
     with lane.working():
         pinned = None
         if way is not Way.PLAIN:
@@ -191,12 +192,12 @@ def unpack(
 
 
 def choose(table: Table, num_bytes: int) -> Way:
-    """Return the way of the measured size that is nearest, by ratio."""
+    """Return the method of the measured size that is nearest by ratio."""
     return min(table, key=lambda entry: abs(math.log(entry[0] / max(1, num_bytes))))[1]
 
 
 def fastest(seconds: Mapping[Way, float]) -> Way:
-    """Return the way that takes least; staged if that is not much slower, see DMA_PATIENCE."""
+    """Return the fastest method, or staged if that is not much slower; see DMA_PATIENCE."""
     best = min(seconds, key=lambda way: seconds[way])
     if seconds.get(Way.STAGED, math.inf) <= DMA_PATIENCE * seconds[best]:
         return Way.STAGED
@@ -208,7 +209,7 @@ def measure(
     sizes: Sequence[int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Table:
-    """Time `copy(way, bytes)`, which returns when it is done, for every way and size."""
+    """Time `copy(way, bytes)`, which returns when it is complete, for every method and size."""
 
     def timed(way: Way, size: int) -> float:
         copy(way, size)  # compiles, and fills the allocators
@@ -223,7 +224,7 @@ def measure(
 
 
 def rectangle_of(num_bytes: int, pool: torch.Tensor) -> tuple[range, range, range]:
-    """Return layers, heads and tokens of about so many bytes: all layers where one token's fit."""
+    """Choose layers, heads and tokens of about `num_bytes`; all layers if one token's fit."""
     layer_bytes = 2 * pool.shape[3] * pool.shape[5] * pool.itemsize
     num_layers = min(pool.shape[1], max(1, num_bytes // layer_bytes))
     tokens = range(max(1, num_bytes // (num_layers * layer_bytes)))
@@ -246,7 +247,7 @@ def _obstacle(pool: torch.Tensor, lane: Lane, num_bytes: int) -> str:
 
 
 def _measured(pool: torch.Tensor, lane: Lane, sizes: Sequence[int]) -> tuple[Table, Table]:
-    # Not in the pool itself: it may be small, and a measurement writes.
+    # Not in the pool itself: it may be small, and a measurement writes to it.
     _, _, tokens = rectangle_of(sizes[-1], pool)
     scratch = pool.new_zeros((-(-len(tokens) // pool.shape[4]), *pool.shape[1:]))
     lane.mark()
@@ -268,7 +269,7 @@ def _measured(pool: torch.Tensor, lane: Lane, sizes: Sequence[int]) -> tuple[Tab
 def _pinned(lane: Lane, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
     try:
         return lane.pinned(shape, dtype)
-    except RuntimeError:  # what torch makes of the driver's refusal
+    except RuntimeError:  # raised by torch if the driver refuses
         return None
 
 

@@ -1,7 +1,8 @@
-"""Cuts attention into work items for thread blocks.  NumPy only; once a step.
+"""Split attention into work items for thread blocks; NumPy only, once per step.
 
-Rows of a sequence are its queries times the query heads that share a KV head.  Sequences of few
-rows use a tile of 16, whose keys are split until there are enough items to fill the device.
+The rows of a sequence are its queries times the query heads that share a KV head.  Sequences of few
+rows use a tile of 16 rows, and their keys are split until there are enough items to fill the
+device.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
 
-# A split shorter than this costs more to merge than it gains: two tiles of keys.
+# A shorter split costs more to merge than it gains: two tiles of keys.
 MIN_SPLIT_KEYS = 128
-# Shared memory of a multiprocessor that CUDA takes for each thread block.
+# Shared memory that CUDA reserves for each thread block.
 RESERVED_BYTES = 1 << 10
 # Registers of a multiprocessor.
 REGISTERS = 1 << 16
-# Heads that are whole panels of 64 values, and leave registers for 128 keys.
+# Head sizes that are whole panels of 64 values, and leave registers for 128 keys.
 WIDE_HEAD_DIMS = (64, 128)
-# Columns of an item.
+# Columns of an item; see attention.cuh.
 ITEM = 7
 
 
@@ -51,21 +52,21 @@ class Tile(NamedTuple):
         return 32 * self.row_warps * self.key_warps
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory: the query tile and the ring, or the float32 results that follow them."""
+        """Return the shared memory for the query tile and the ring, or the results after them."""
         tiles = (self.rows + self.stages * 2 * self.keys) * (head_dim + 8) * 2
         return max(tiles, self.rows * self.key_warps * (head_dim + 4) * 4)
 
     def registers(self, head_dim: int) -> int:
-        """Return how many a thread needs at most."""
+        """Return the most registers that a thread needs."""
         return 168 if self.warp_matrices == 1 and head_dim <= 128 else 256
 
     def kernel(self, dtype: str, head_dim: int) -> tuple[str, str]:
-        """Return the source and the instantiation, as C++ names it."""
+        """Return the source file and the C++ name of the instantiation."""
         return "attention", f"attend<{dtype},{head_dim},{','.join(map(str, self))}>"
 
 
 class WideTile(NamedTuple):
-    """The tile of `attend_wide`, whose third warpgroup copies; the numbers are constants there."""
+    """The tile of `attend_wide`, whose third warpgroup copies; its numbers are constants there."""
 
     rows: int = 128
     keys: int = 128
@@ -73,15 +74,15 @@ class WideTile(NamedTuple):
     threads: int = 384
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Return the bytes of tiles that begin at a multiple of 1024, and of barriers."""
+        """Return the size of tiles that are aligned to 1024 bytes, and of barriers."""
         return 1024 + (self.rows + self.stages * 2 * self.keys) * head_dim * 2 + self.stages * 4 * 8
 
     def registers(self, head_dim: int) -> int:
-        """Return how many a thread has at the start; the warpgroups then divide them anew."""
+        """Return the registers of a thread at the start; warpgroups then redistribute them."""
         return 168
 
     def kernel(self, dtype: str, head_dim: int) -> tuple[str, str]:
-        """Return the source and the instantiation, as C++ names it."""
+        """Return the source file and the C++ name of the instantiation."""
         return "attention_hopper", f"attend_wide<{dtype},{head_dim}>"
 
 
@@ -89,11 +90,11 @@ AnyTile = Tile | WideTile
 
 
 class Gpu(NamedTuple):
-    """The size of a device, which decides tiles and splits: its multiprocessors and their memory.
+    """A device's multiprocessors and their memory, which decide tiles and splits.
 
     Attributes:
         shared_bytes: Shared memory of each multiprocessor.
-        is_wide: Whether `attend_wide`, which only Hopper can run, attends to prompts.
+        is_wide: Whether prompts use `attend_wide`, which only Hopper can run.
     """
 
     multiprocessors: int
@@ -101,18 +102,18 @@ class Gpu(NamedTuple):
     is_wide: bool = False
 
     def blocks(self, tile: AnyTile, head_dim: int) -> int:
-        """Return how many thread blocks fill a multiprocessor."""
+        """Return how many thread blocks fit on a multiprocessor."""
         by_memory = self.shared_bytes // (tile.shared_bytes(head_dim) + RESERVED_BYTES)
         by_registers = REGISTERS // (tile.threads * tile.registers(head_dim))
         return max(1, min(by_memory, by_registers))
 
     def wanted_blocks(self, tile: AnyTile, head_dim: int) -> int:
-        """Return how many fill the device, to which keys are split."""
+        """Return how many thread blocks fill the device: keys are split to get near that number."""
         return self.multiprocessors * self.blocks(tile, head_dim)
 
 
 class Work(NamedTuple):
-    """The work of one launch.
+    """The work items of one launch.
 
     Attributes:
         items: [I, ITEM] int32, one for each thread block; attention.cuh explains the columns.
@@ -124,18 +125,18 @@ class Work(NamedTuple):
 
 
 def few_rows_tile(head_dim: int) -> Tile:
-    """Return the tile of generation: all warps share 16 rows and divide the keys."""
+    """Return the tile for decode: all warps share 16 rows and divide the keys."""
     if head_dim > 128:
         return Tile(1, 1, 2, 32, 2)
     return Tile(1, 1, 4, 64, 3 if head_dim <= 96 else 2)
 
 
 def many_rows_tile(head_dim: int, gpu: Gpu) -> AnyTile:
-    """Return the tile of prompts.
+    """Return the tile for prompts.
 
-    Warps of 32 rows read half as much shared memory for a product as those of 16, but fill the
-    registers: so there are 8 of them on a multiprocessor, two blocks, if they fit.  Larger heads
-    leave no registers for 32 rows.
+    Warps of 32 rows read half as much shared memory per product as those of 16, but need more
+    registers: 8 of them, in two thread blocks, are used if they fit on a multiprocessor.  Larger
+    heads leave no registers for 32 rows.
     """
     if gpu.is_wide and head_dim in WIDE_HEAD_DIMS:
         return WideTile()
@@ -159,10 +160,10 @@ def work(
     window: int | None,
     wanted_blocks: int,
 ) -> Work:
-    """Cut some sequences of a batch into items of one tile of rows and one range of keys.
+    """Split some sequences of a batch into items of one tile of rows and one range of keys.
 
     Args:
-        group: Query heads that share a KV head.
+        group: How many query heads share a KV head.
         wanted_blocks: Thread blocks that fill the device; keys are split to get near it.
     """
     tiles = [
@@ -197,7 +198,7 @@ def _keys(
     tile: AnyTile,
     window: int | None,
 ) -> tuple[int, int]:
-    """Return the range of keys that some row of a tile sees."""
+    """Return the range of keys that the rows of a tile see."""
     num_queries = int(starts[sequence + 1] - starts[sequence])
     first_position = int(contexts[sequence]) - num_queries
     last_row = min(row + tile.rows, num_queries * group) - 1
@@ -206,7 +207,7 @@ def _keys(
 
 
 def _split_keys(lengths: list[int], num_kv_heads: int, wanted_blocks: int) -> int:
-    """Return the shortest split that makes no more blocks than wanted, MIN_SPLIT_KEYS at least."""
+    """Return the shortest split, MIN_SPLIT_KEYS at least, that makes no more blocks than wanted."""
     low, high = MIN_SPLIT_KEYS, max([MIN_SPLIT_KEYS, *lengths])
     while low < high:
         middle = (low + high) // 2

@@ -2,11 +2,11 @@
 
     scripts/gpu_check                               everything; writes kernels/verified.json
     scripts/gpu_check --wheels DIR --out DIR        the same on a machine that has torch, NumPy and
-                                                    CuPy, and no registry for what else it needs
+                                                    CuPy but no registry for the other packages
     scripts/gpu_check --gather-wheels DIR --python 3.12 --present FILE
-                                                    gather those wheels on a machine with a registry
-                                                    and this project's .venv, for that Python, less
-                                                    what `pip list --format=freeze` said there
+                                                    download those packages on a machine with a
+                                                    registry and this project's .venv; FILE is
+                                                    `pip list --format=freeze` of the GPU machine
     scripts/gpu_check --seed 17 --only "verify kv"  a stage, on the inputs of an earlier run
     scripts/gpu_check --backend shim --quick        the same kernels compiled by g++, on the CPU:
                                                     tries this script, says nothing about a GPU
@@ -91,7 +91,7 @@ def _gather(args: argparse.Namespace) -> int:
 
 
 def _put_on_path(packages: Path) -> None:
-    """Have this process, and those that it starts, import from a folder first."""
+    """Make this process and its children import from this folder first."""
     sys.path.insert(1, str(packages))
     earlier = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), earlier)))
@@ -168,15 +168,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="of all inputs; drawn if not given")
     parser.add_argument("--quick", action="store_true", help="few, small inputs; nothing is kept")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check", metavar="DIR")
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages to use besides")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="import packages from this folder too"
+    )
     parser.add_argument(
         "--gather-wheels", type=Path, metavar="DIR", help="only download packages for --wheels"
     )
     parser.add_argument(
-        "--present", type=Path, metavar="FILE", help="pip list --format=freeze of that machine"
+        "--present", type=Path, metavar="FILE", help="pip list --format=freeze of the GPU machine"
     )
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    parser.add_argument("--python", default=here, help="the version that wheels are gathered for")
+    parser.add_argument("--python", default=here, help="Python version to gather wheels for")
     parser.add_argument(
         "--readme", action="store_true", help="only write the table of kernels/README.md"
     )

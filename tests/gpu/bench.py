@@ -16,7 +16,6 @@ from kernels.contract import SILU, Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
-from tests.gpu.inputs import Paged, batch_of
 from tests.gpu.lent import lent
 from tests.gpu.settings import (
     Part,
@@ -36,6 +35,7 @@ from tests.kernels.instances import (
     kv_kernels,
     rowwise_kernels,
 )
+from tests.kernels.scenes import Scene, batch_of
 
 Call = Callable[[], object]
 BF16 = torch.bfloat16
@@ -122,7 +122,7 @@ def pages(
     lens: list[tuple[int, int]],
     heads: tuple[int, int, int],
     num_layers: int = 1,
-) -> Paged:
+) -> Scene:
     """Make (context, queries) sequences in permuted blocks of a random bf16 pool."""
     num_heads, num_kv_heads, head_dim = heads
     counts = [-(-context // BLOCK_SIZE) for context, _ in lens]
@@ -132,7 +132,13 @@ def pages(
     pool = torch.randn(pool_shape, dtype=BF16, device=settings.device)
     num_tokens = sum(queries for _, queries in lens)
     query = torch.randn(num_tokens, num_heads, head_dim, dtype=BF16, device=settings.device)
-    return Paged(pool, batch_of(lens, tables, BLOCK_SIZE), query, [], tables)
+    return Scene(pool, batch_of(lens, tables, BLOCK_SIZE), query, [])
+
+
+def table_of(it: Scene, sequence: int = 0) -> list[int]:
+    """Return the blocks of one sequence."""
+    count = -(-int(it.batch.context_lens[sequence]) // BLOCK_SIZE)
+    return it.batch.block_tables[sequence, :count].tolist()
 
 
 def flops(settings: Settings, length: int) -> float:
@@ -202,7 +208,7 @@ def _heads(settings: Settings) -> Figures:
     return {"heads_gbs": moved / device_s(_rotate_and_append(kernels, it)) / 1e9}
 
 
-def _rotate_and_append(kernels: Backend, it: Paged) -> Call:
+def _rotate_and_append(kernels: Backend, it: Scene) -> Call:
     """Return the step of those queries, with keys and values of ones."""
     (num_tokens, num_heads, head_dim), device = it.query.shape, it.pool.device
     num_kv_heads = it.pool.shape[3]
@@ -237,13 +243,13 @@ def _draw(settings: Settings) -> Figures:
 
 
 def _moves(
-    settings: Settings, it: Paged, layers: range, heads: range, tokens: range
+    settings: Settings, it: Scene, layers: range, heads: range, tokens: range
 ) -> tuple[Call, Call]:
     """Return the kernels out and back alone: their block table is uploaded before."""
     kernels = backend_of(settings, (0, 0, it.pool.shape[5]))
     shape = staging.segment_shape(it.pool, layers, heads, tokens)
     segment = torch.zeros(shape, dtype=BF16, device=settings.device)
-    table = torch.tensor(it.tables[0], dtype=torch.int32, device=settings.device)
+    table = torch.tensor(table_of(it), dtype=torch.int32, device=settings.device)
     arguments = (it.pool, table, layers, heads, tokens, segment)
     out, back = (launch.move(*arguments, into_pool=into_pool) for into_pool in (False, True))
     return partial(start, settings, kernels, out), partial(start, settings, kernels, back)
@@ -254,7 +260,7 @@ def _staged(settings: Settings) -> Figures:
     it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
     lane = lane_of(settings, BF16)
     rectangle = (range(num_layers), range(it.pool.shape[3]), range(num_tokens))
-    pack = partial(staging.pack, Way.STAGED, lane, it.pool, it.tables[0], *rectangle)
+    pack = partial(staging.pack, Way.STAGED, lane, it.pool, table_of(it), *rectangle)
     lane.mark()
     num_bytes = pack().nbytes
     return {"pack_pinned_gbs": num_bytes / wall_s(pack) / 1e9, "pack_pinned_bytes": num_bytes}
@@ -271,10 +277,10 @@ def _ways(settings: Settings, direction: str) -> Figures:
         segment = torch.zeros(staging.segment_shape(it.pool, *rectangle), dtype=BF16)
         for way in Way:
             if direction == "out":
-                copy = partial(staging.pack, way, lane, it.pool, it.tables[0], *rectangle)
+                copy = partial(staging.pack, way, lane, it.pool, table_of(it), *rectangle)
                 seconds = wall_s(copy)
             else:
-                back = partial(staging.unpack, way, lane, it.pool, it.tables[0], *rectangle)
+                back = partial(staging.unpack, way, lane, it.pool, table_of(it), *rectangle)
                 seconds = wall_s(partial(back, segment))
             figures[f"{direction}_{size >> 10}k_{way.value}_gbs"] = segment.nbytes / seconds / 1e9
     return figures
@@ -285,7 +291,7 @@ def _launch(settings: Settings, name: str) -> Figures:
     it = pages(settings, [(64, 1)] * 4, heads)
     rows, weight = torch.zeros(4, 4096, dtype=BF16, device=device), torch.ones(4096, device=device)
     segment = torch.zeros(1, 2, heads[1], 64, heads[2], dtype=BF16, device=device)
-    table = torch.tensor(it.tables[0], dtype=torch.int32, device=device)
+    table = torch.tensor(table_of(it), dtype=torch.int32, device=device)
     rectangle = table, range(1), range(heads[1]), range(64), segment
     calls: dict[str, Call] = {
         "attend": lambda: _attend(cuda, it),
@@ -299,6 +305,6 @@ def _launch(settings: Settings, name: str) -> Figures:
     return {f"launch_{name}_us": launch_us, f"graph_{name}_us": graph_us}
 
 
-def _attend(kernels: Backend, it: Paged) -> torch.Tensor:
+def _attend(kernels: Backend, it: Scene) -> torch.Tensor:
     scale = it.query.shape[2] ** -0.5
     return kernels.paged_attention(it.query, it.pool, 0, it.batch, scale, None)

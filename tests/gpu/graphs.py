@@ -14,12 +14,12 @@ import torch
 import kernels
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
-from tests.gpu.flights import text_parts
-from tests.gpu.inputs import TOLERANCE
+from tests.gpu.in_flight import text_parts
 from tests.gpu.settings import Part, Settings
 from tests.gpu.trail import Figures
 from tests.gpu.verify import Wrong
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.scenes import TOLERANCE
 from tests.kernels.shim.backend import GPU, Shim
 from tests.kernels.shim.recording import CopiedUploads, Recorder
 from worker.compute.graphs import DecodeGraphs, graphs_of

@@ -1,4 +1,4 @@
-"""Logits in bfloat16 are no further from those in float32 than transformers' own bfloat16 is."""
+"""Our bfloat16 logits differ no more from float32 logits than transformers' bfloat16 logits do."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from tests.gpu.trail import Figures
 from tests.gpu.verify import Wrong
 from worker.compute.model import load_model
 
-# With biases, with norms of queries and keys, with neither.
+# llama has neither biases nor norms of queries and keys, qwen2 has biases, qwen3 has norms.
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def logit_parts(settings: Settings) -> dict[str, Part]:
-    """A random model of each family; see `_logits`."""
+    """Check a random model of each family; see `_logits`."""
     return {f"logits {family}": partial(_logits, settings, family) for family in FAMILIES}
 
 
 def _logits(settings: Settings, family: str) -> Figures:
-    """Compare all logits of a prompt; the checkpoint is in bfloat16: all have the same weights."""
+    """Compare the logits of all tokens of a prompt; the weights are bfloat16 in every model."""
     try:
         transformers = import_module("transformers")
     except ImportError as error:
-        raise Unavailable(f"{error}: it is a development dependency, and not carried") from error
+        raise Unavailable(
+            f"{error}: it is a development dependency, which --wheels does not carry"
+        ) from error
     draw = settings.random(f"logits {family}")
     token_ids = [draw.randrange(100) for _ in range(settings.size(1000, 120))]
     with tempfile.TemporaryDirectory() as scratch:

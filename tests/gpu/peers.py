@@ -1,10 +1,11 @@
-"""Others on the same tasks: torch's attention, which reads dense KV, and FlashInfer, paged."""
+"""Torch's attention (on dense KV) and FlashInfer's (on paged KV) do the same tasks."""
 
 from __future__ import annotations
 
 import importlib.util
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,17 +21,18 @@ from tests.gpu.bench import (
     pages,
     prompt_heads,
     prompt_length,
+    table_of,
 )
-from tests.gpu.inputs import Paged
 from tests.gpu.settings import Part, Settings
 from tests.gpu.timing import device_s
 from tests.gpu.trail import Figures
+from tests.kernels.scenes import Scene
 
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def peer_parts(settings: Settings) -> dict[str, Part]:
-    """Prompts of 8k and 16k by each peer; generation by FlashInfer, if it can be imported."""
+    """Measure prompts of 8k and 16k by each peer, and decode by FlashInfer if it is installed."""
     parts: dict[str, Part] = {
         f"{peer} {kilo}k": partial(_sdpa, settings, peer, kilo) for kilo in (8, 16) for peer in SDPA
     }
@@ -86,13 +88,13 @@ def _workspace() -> torch.Tensor:
     return torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
 
 
-def _page_table(it: Paged) -> tuple[Any, ...]:
-    """Return starts of the tables, their blocks, and how many tokens each last block has."""
-    starts = [0]
-    for table in it.tables:
-        starts.append(starts[-1] + len(table))
-    blocks = [block for table in it.tables for block in table]
-    last = [(context - 1) % BLOCK_SIZE + 1 for context in it.batch.context_lens.tolist()]
+def _page_table(it: Scene) -> tuple[Any, ...]:
+    """Return where each table starts, the tables' blocks, and the tokens in each last block."""
+    contexts = it.batch.context_lens.tolist()
+    tables = [table_of(it, sequence) for sequence in range(len(contexts))]
+    starts = [0, *accumulate(map(len, tables))]
+    blocks = [block for table in tables for block in table]
+    last = [(context - 1) % BLOCK_SIZE + 1 for context in contexts]
     return tuple(
         torch.tensor(numbers, dtype=torch.int32, device="cuda")
         for numbers in (starts, blocks, last)

@@ -1,8 +1,9 @@
-"""The whole system on one device as its clients see it, beside one engine alone and the floors.
+"""Measure the whole system as its clients see it, a monolithic engine, and the floors of both.
 
-Router, prefill and decode workers share the device.  Beside them, on the same prompts: one engine
-of ours that does both, without a router; and what no system can beat, each weight and each
-sequence's KV read once a step at the measured rate, prompts at the matrix rate.
+A router, a prefill and a decode worker share the device.  A monolithic engine, which does prefill
+and decode without a router, serves the same prompts.  A floor is what no system can beat: each
+step reads every weight and its sequences' KV once at the device's measured read rate, and prompts
+run at its measured matrix rate.
 """
 
 from __future__ import annotations
@@ -35,19 +36,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def serve_parts(settings: Settings) -> dict[str, Part]:
-    """Time to first token, between tokens, and tokens a second, of each shape."""
+    """Measure TTFT, ITL and tokens per second with a model of each shape."""
     return {name: partial(_serve, settings, name) for name in SHAPES}
 
 
 def _serve(settings: Settings, name: str) -> Figures:
     figures: Figures = {}
     draw = settings.random(f"serve {name}")
-    # The demo tokenizer has fewer ids than the model: what is sent is ids below both.
     workloads = {
         count: _workload(settings, draw, count) for count in settings.size((1, 32, 128), (1, 2))
     }
     with _cluster(settings, SHAPES[name]) as cluster:
-        # Warm up first: compiling and first allocations are not measured.
+        # Compilation and first allocations must not be measured.
         warm = max(count for count in workloads if count <= 32)
         _run(cluster, _workload(settings, draw, warm), warm)
         for count, workload in workloads.items():
@@ -72,19 +72,19 @@ def _workload(settings: Settings, draw: Random, concurrency: int) -> Workload:
         requests=rounds * concurrency,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        vocab_size=512,
+        vocab_size=512,  # the demo tokenizer has fewer tokens than the model
     )
 
 
 def _run(cluster: Cluster, workload: Workload, concurrency: int) -> Run:
     run = asyncio.run(load(cluster.http, workload, concurrency))
     if run.problems:
-        raise RuntimeError(f"{len(run.problems)} of {len(run.done)} answers: {run.problems[0]}")
+        raise RuntimeError(f"{len(run.problems)} of {len(run.done)} responses: {run.problems[0]}")
     return run
 
 
 async def _in_one_engine(serving: ServingEngine, workload: Workload, concurrency: int) -> Run:
-    """Run a workload in an engine of this process."""
+    """Run a workload in a monolithic engine in this process."""
     options = replace(GREEDY, max_tokens=workload.output_tokens)
     waiting, done = iter(workload.prompts), list[Measured]()
 
@@ -114,13 +114,13 @@ def _figures(name: str, run: Run) -> Figures:
 def _floors(
     memory: MemoryRequirements, workload: Workload, concurrency: int, rates: dict[str, float]
 ) -> dict[str, float]:
-    """Return the least a first token and a step can take, and the most tokens a second."""
-    prompt_tokens, answer = len(workload.prompts[0]), workload.output_tokens
-    # Of 16-bit weights, each of which a token multiplies and adds once.
+    """Return the shortest possible TTFT and ITL, and the most tokens per second."""
+    prompt_tokens, output_tokens = len(workload.prompts[0]), workload.output_tokens
+    # Weights have 16 bits, and each token multiplies and adds each weight once.
     prompt_s = memory.parameter_bytes * prompt_tokens / (rates["matmul_tflops"] * 1e12)
-    kv_bytes = concurrency * (prompt_tokens + answer / 2) * memory.kv_bytes_per_token
+    kv_bytes = concurrency * (prompt_tokens + output_tokens / 2) * memory.kv_bytes_per_token
     step_s = (memory.parameter_bytes + kv_bytes) / (rates["read_gbs"] * 1e9)
-    tokens_per_s = concurrency * answer / (concurrency * prompt_s + answer * step_s)
+    tokens_per_s = concurrency * output_tokens / (concurrency * prompt_s + output_tokens * step_s)
     return {"ttft_ms": prompt_s * 1e3, "itl_ms": step_s * 1e3, "tokens_per_s": tokens_per_s}
 
 
@@ -144,7 +144,7 @@ def _cluster(settings: Settings, shape: Shape) -> Iterator[Cluster]:
 
 
 def _transfer(cluster: Cluster, name: str, prompt_tokens: int, draw: Random) -> Figures:
-    """Send prompts one after another; each one's KV crosses alone."""
+    """Measure KV transfer alone, by prompts sent one after another."""
     num_bytes, seconds = 0, 0.0
     with httpx.Client(base_url=cluster.http, timeout=120, trust_env=False) as client:
         for _ in range(4):

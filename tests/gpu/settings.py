@@ -13,12 +13,11 @@ import torch
 from kernels import reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
-from kernels.cuda import launch
 from kernels.cuda.copy_streams import Lane, SideStream
 from kernels.cuda.launch import Launch
 from kernels.cuda.prompt_attention import Way
 from tests.gpu.trail import Figures
-from tests.kernels.instances import attention_kernels, kv_kernels, wide_kernels
+from tests.kernels.instances import attention_kernels, wide_kernels
 
 Part = Callable[[], Figures]
 T = TypeVar("T")
@@ -131,14 +130,3 @@ def finish(lane: Any) -> None:
         torch.cuda.synchronize()
     else:
         lane.computing.clear()
-
-
-def all_moves() -> dict[str, list[str]]:
-    """Return every instantiation of kv.cu."""
-    names = [
-        name
-        for held in launch.POOL_DTYPES
-        for sent in launch.DTYPE_NAMES
-        for name in kv_kernels(held, sent)
-    ]
-    return {"kv": list(dict.fromkeys(names))}

@@ -1,4 +1,4 @@
-"""The comparison with transformers notices logits that are rounded more than they need be."""
+"""The comparison with transformers detects logits that are rounded too much."""
 
 from __future__ import annotations
 

@@ -23,27 +23,25 @@ from tests.kernels.shim.backend import why_not
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def gpu_check(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [ROOT / "scripts" / "gpu_check", *args],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_with_a_status_of_its_own(tmp_path: Path) -> None:
-    done = gpu_check("--out", str(tmp_path))
-    assert done.returncode == 3 and done.stdout == ""
-    assert "nothing was checked: no GPU" in done.stderr
+def test_without_a_gpu_it_says_so_with_a_status_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--out", str(tmp_path)]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and "nothing was checked: no GPU" in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_that_does_not_exist_is_a_usage_error() -> None:
-    done = gpu_check("--only", "verify everything")
-    assert done.returncode == 2 and "verify attention" in done.stderr
+def test_what_cannot_be_meant_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as it:
+        script.main(["--only", "verify everything"])
+    assert it.value.code == 2 and "verify attention" in capsys.readouterr().err
+    arguments = ["--backend", "shim", "--wheels", str(tmp_path), "--out", str(tmp_path)]
+    assert script.main(arguments) == 2
+    assert f"--wheels {tmp_path} has no wheels" in capsys.readouterr().err
 
 
 def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> None:
@@ -51,9 +49,15 @@ def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> No
         pytest.skip(reason)
     before, out = record.PATH.read_bytes(), tmp_path / "not there yet"
     stages = ("--only", "verify kv", "--only", "sanitizer")
-    done = gpu_check("--backend", "shim", "--seed", "3", "--out", str(out), *stages)
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_check", "--backend", "shim", "--out", str(out), *stages],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "NOT on a GPU, seed 3" in done.stdout and "or there is no GPU" in done.stdout
+    assert "NOT on a GPU, seed " in done.stdout and "or there is no GPU" in done.stdout
     assert (out / "report.txt").read_text() in done.stdout
     lines = (out / "findings.jsonl").read_text().splitlines()
     ended = [it for it in map(json.loads, lines) if it["state"] == "ok"]
@@ -67,37 +71,26 @@ def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> No
 
 
 def test_what_is_known_is_kept_with_the_other_results_too(tmp_path: Path) -> None:
-    trail, places = Trail(tmp_path / "findings.jsonl"), (tmp_path / "kernels", tmp_path / "out")
+    trail, paths = Trail(tmp_path / "findings.jsonl"), (tmp_path / "kernels", tmp_path / "out")
     trail.add(Finding("verify kv", "move bfloat16", State.OK))
-    script.keep(trail, Settings("cuda", 7, False), places)
-    assert record.read(places[0]) == record.read(places[1])
-    assert record.read(places[1]).kernels["move"].seed == 7
+    script.keep(trail, Settings("cuda", 7, False), paths)
+    assert record.read(paths[0]) == record.read(paths[1])
+    assert record.read(paths[1]).kernels["move"].seed == 7
 
 
-def test_the_stages_end_within_nine_minutes() -> None:
-    assert sum(stage.limit_s for stage in STAGES) < 9 * 60
-
-
-def test_what_a_stage_leaves_over_the_later_ones_have(tmp_path: Path) -> None:
+def test_a_stage_leaves_its_time_to_the_later_ones(tmp_path: Path) -> None:
+    limits = {stage.name: stage.limit_s for stage in STAGES}
+    assert sum(limits.values()) < 9 * 60
     deadlines = {}
 
     def run(stage: Stage, *rest: Any) -> None:
         deadlines[stage.name] = rest[-1]
 
-    script.check(
-        argparse.Namespace(out=tmp_path, only=["verify kv", "system"]),
-        Settings("shim", 1, True),
-        Trail(tmp_path / "findings.jsonl"),
-        run,
-    )
+    args = argparse.Namespace(out=tmp_path, only=["verify kv", "system"])
+    trail = Trail(tmp_path / "findings.jsonl")
+    script.check(args, Settings("shim", 1, True), trail, run)
     assert list(deadlines) == ["verify kv", "system"]
-    limits = {stage.name: stage.limit_s for stage in STAGES}
     assert deadlines["system"] - deadlines["verify kv"] == pytest.approx(limits["system"])
-
-
-def test_a_folder_without_wheels_is_a_usage_error(tmp_path: Path) -> None:
-    done = gpu_check("--backend", "shim", "--wheels", str(tmp_path), "--out", str(tmp_path))
-    assert done.returncode == 2 and f"--wheels {tmp_path} has no wheels" in done.stderr
 
 
 def test_a_stage_whose_packages_are_missing_is_recorded(tmp_path: Path) -> None:

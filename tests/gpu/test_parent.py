@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
+if sys.argv[3] == "broken":
+    raise SystemExit("cannot start")
 from tests.gpu.child import run_parts
 from tests.gpu.settings import Unavailable
 from tests.gpu.trail import Trail
@@ -22,8 +24,6 @@ def absent(): raise Unavailable("no such tool")
 def dies(): os.kill(os.getpid(), signal.SIGKILL)
 
 parts = {"good": good, "wrong": wrong, "absent": absent, "dies": dies, "after": good}
-if sys.argv[3] == "broken":
-    raise SystemExit("cannot start")
 sys.exit(run_parts("stage", parts, Trail(Path(sys.argv[1])), int(sys.argv[2])))
 """
 

@@ -8,24 +8,10 @@ from tests.gpu.report import EXIT_BELOW, EXIT_OK, EXIT_WRONG, exit_status, rende
 from tests.gpu.targets import TARGETS
 from tests.gpu.trail import Figures, Finding, State
 
-# Every target is reached where all figures are equal, but for those that are named.
+# Every target is reached where what is measured is a little more than its limit.
 GOOD: Figures = {
-    **{name: 1.0 for it in TARGETS for name in (it.measured, it.limit)},
-    "copy_gbs": 1000.0,
-    "d2h_gbs": 50.0,
-    "decode_long_gbs": 900.0,
-    "decode_short_gbs": 700.0,
-    "heads_gbs": 900.0,
-    "pack_gbs": 900.0,
-    "unpack_gbs": 900.0,
-    "pack_pinned_gbs": 47.0,
-    "prefill_8k_tflops": 300.0,
-    "prefill_16k_tflops": 300.0,
-    "lent_gbs": 600.0,
-    "flash_8k_tflops": 330.0,
-    "flash_16k_tflops": 330.0,
-    "prefill_wide_16k_tflops": 450.0,
-    "cudnn_16k_tflops": 500.0,
+    **{it.limit: 1000.0 for it in TARGETS},
+    **{it.measured: 1010.0 for it in TARGETS},
 }
 VERIFIED = Finding("verify kv", "move bfloat16", State.OK, figures={"cases": 24}, seconds=1.5)
 
@@ -85,6 +71,6 @@ def test_the_report_shows_parts_problems_ratios_and_figures() -> None:
     assert any("move bfloat16" in line and "OK" in line and "1.5" in line for line in lines)
     assert any("serve" in line and "FAILED" in line and "HTTP 500" in line for line in lines)
     decode = next(line for line in lines if line.startswith("decode, KV of 1 GB"))
-    assert decode.split()[-4:] == ["0.90", "0.80", "0.95", "target"]
+    assert decode.split()[-4:] == ["1.01", "0.80", "0.95", "stretch"]
     assert any(line.split() == ["copy_gbs", "1000"] for line in lines)
     assert "stretch" not in render(findings, "a title", is_full=False)

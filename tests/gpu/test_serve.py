@@ -1,4 +1,4 @@
-"""The stage that serves, on a CPU: it warms up, and measures one engine beside it."""
+"""The serving stage on a CPU: it warms up, and measures a monolithic engine on the same prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETTINGS = Settings("shim", seed=3, is_quick=True)
 
 
 @pytest.mark.timeout(360)  # it starts a cluster
-def test_a_cluster_is_measured_warm_and_one_engine_on_the_same_prompts(
+def test_a_cluster_is_measured_warm_and_a_monolithic_engine_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Workload] = []

@@ -1,7 +1,7 @@
-"""Packages for a machine that has torch, NumPy and CuPy but no registry, carried as a folder.
+"""Carry packages in a folder to a machine that has torch, NumPy and CuPy but no registry.
 
-Only the stages that serve a model need them.  They go before the machine's own packages, so a
-folder holds neither torch nor NumPy: CuPy there was built beside those.
+Only the stages that serve a model need these packages.  They precede the machine's own packages on
+the import path, so the folder contains neither torch nor NumPy: the machine's CuPy needs its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-# What the machine must have, with all that belongs to it.
+# Packages that the machine must have, with their dependencies.
 PRESENT: Final = ("torch", "numpy")
-# Of our own: `tests.cluster` and `scripts.bench_serve` are HTTP clients.
+# `tests.cluster` and `scripts.bench_serve` need an HTTP client.
 BESIDE: Final = ("httpx",)
-# pip compares tags as texts: each glibc up to a recent one is named, the widest choice of machines
-# first, and the older names of some.
+# pip compares platform tags as strings, so every glibc version is listed, also under its old name.
 PLATFORMS: Final = (
     *("manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"),
     *(f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)),
@@ -29,10 +28,10 @@ PLATFORMS: Final = (
 
 
 def read_present(path: Path) -> dict[str, str]:
-    """Read what `pip list --format=freeze` has said on a machine: versions by name.
+    """Read the output of `pip list --format=freeze`: versions by package name.
 
     Raises:
-        ValueError: A line is neither NAME==VERSION nor a name; names the line.
+        ValueError: A line is neither NAME==VERSION nor a name.
     """
     from packaging.utils import canonicalize_name
 
@@ -47,13 +46,13 @@ def read_present(path: Path) -> dict[str, str]:
 
 
 def needed(present: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the packages to carry, by name, in the versions that are installed here.
+    """Return the versions of the packages to carry, as installed here, by name.
 
     Args:
-        present: What the other machine has beside `PRESENT`, with all that belongs to it; a
-            version that is not wanted there is carried all the same, an empty one is wanted.
+        present: Versions of packages that the other machine has with their dependencies.  They
+            are left out unless the version is unsuitable; an empty version is always suitable.
     """
-    # Not at the top: the machine that is checked need not have it.
+    # Imported here because the GPU machine may lack `packaging`.
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -80,11 +79,7 @@ def needed(present: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def gather(directory: Path, python: str, present: Mapping[str, str] | None = None) -> str:
-    """Download wheels of `needed` for a Python version, such as "3.12", from pip's registry.
-
-    Returns:
-        How many there are and what they take, in words.
-    """
+    """Download the wheels of `needed` for a Python version such as "3.12"; return a summary."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", python, "--dest", str(directory)]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
@@ -95,10 +90,10 @@ def gather(directory: Path, python: str, present: Mapping[str, str] | None = Non
 
 
 def install(directory: Path, target: Path) -> None:
-    """Unpack a folder's wheels to where PYTHONPATH can point.
+    """Unpack the folder's wheels into `target`, to be put on PYTHONPATH.
 
     Raises:
-        ValueError: There is none, or pip refuses one; says why.
+        ValueError: There are no wheels, or pip rejects one.
     """
     wheels = sorted(map(str, directory.glob("*.whl")))
     if not wheels:

@@ -118,11 +118,13 @@ def check_close_border(serving: Backend, device: str = "cpu") -> None:
         check(serving, logits, settings, None, device)
 
 
-def check_all(serving: Backend, device: str = "cpu", num_rows: int = 3) -> None:
+def check_all(
+    serving: Backend, device: str = "cpu", *, num_rows: int = 3, first_seed: int = 0
+) -> None:
     """Check every kind of row with every filter, also at any temperature among some tokens."""
     for number, kind in enumerate(KINDS):
         for turn, changes in enumerate(FILTERS):
-            seed = number * len(FILTERS) + turn
+            seed = first_seed + number * len(FILTERS) + turn
             choose = random.Random(seed)
             logits = logits_of(kind, num_rows, choose.choice(SIZES), seed)
             check(serving, logits, settings_of(num_rows, seed, **changes), None, device)

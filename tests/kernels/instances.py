@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from kernels.cuda import tiling
-from kernels.cuda.launch import DTYPE_NAMES, WIDE_BYTES, is_tiled
+from kernels.cuda.launch import DTYPE_NAMES, POOL_DTYPES, WIDE_BYTES, is_tiled
 from tests.kernels.shim.backend import GPU, LARGE_GPU
 
 # Shared memory of a multiprocessor by architecture.
@@ -34,6 +36,12 @@ def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
     widths = dict.fromkeys((WIDE_BYTES // pool.itemsize, 4))
     found = [f"rotate_and_append<{held},{width}>" for width in widths]
     return [*found, f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
+
+
+def all_moves() -> dict[str, list[str]]:
+    """Return every instantiation of kv.cu."""
+    pairs = product(POOL_DTYPES, DTYPE_NAMES)
+    return {"kv": list(dict.fromkeys(name for pair in pairs for name in kv_kernels(*pair)))}
 
 
 def rowwise_kernels(dtype: torch.dtype) -> list[str]:

@@ -7,9 +7,8 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from kernels import PagedBatch, contract, reference
@@ -28,7 +27,7 @@ ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 0.51 * 2**-7, torch.float16: 0.
 
 
 class Scene(NamedTuple):
-    """A pool filled by `append`, the batch of its last step, and the same KV as dense arrays."""
+    """A pool, a batch whose queries are each sequence's last tokens, and the same KV as arrays."""
 
     pool: torch.Tensor
     batch: PagedBatch
@@ -46,69 +45,62 @@ def scene(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    backend: Backend = reference,
     is_far: bool = False,
     first_key: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> Scene:
     """Sequences of (context, queries) in permuted blocks; every other slot of the pool is NaN.
 
     If it is far, the blocks lie behind FAR elements that take no memory.  With a `first_key` other
     than 1, a sequence's first key is so many times as long: it outweighs all, or weighs nothing.
     """
-    generator = torch.Generator().manual_seed(seed)
+    shuffled, generator = (torch.Generator(on).manual_seed(seed) for on in ("cpu", device))
     num_used = sum(-(-context // block_size) for context, _ in lens) + 3
     block_shape = (NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
     first_block = -(-FAR // math.prod(block_shape)) if is_far else 0
-    num_blocks = first_block + num_used
-    pool = sparse_pool((num_blocks, *block_shape), dtype)
+    pool = sparse_pool((first_block + num_used, *block_shape), dtype).to(device)
     pool[first_block:] = math.nan
-    order = first_block + torch.randperm(num_used, generator=generator)
-    blocks = iter(order.tolist())
-    tables = [[next(blocks) for _ in range(-(-context // block_size))] for context, _ in lens]
-    dense = [
-        torch.randn(NUM_LAYERS, 2, num_kv_heads, context, head_dim, generator=generator).to(dtype)
-        for context, _ in lens
-    ]
-    for kv in dense:
+    order = (first_block + torch.randperm(num_used, generator=shuffled)).tolist()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    tables, dense = [], []
+    for context, _ in lens:
+        table = [order.pop() for _ in range(-(-context // block_size))]
+        kv = random(*block_shape[:3], len(table) * block_size, head_dim).to(dtype)
+        kv[..., context:, :] = math.nan
         kv[:, 0, :, 0] *= first_key
-    width = max(map(len, tables)) + 2
-    padded = np.full((len(lens), width), num_blocks + 7, np.int32)  # out of range: never read
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    last = None
-    for step in ("past", "present"):
-        # The past is appended token ranges at a time, the present is what the queries belong to.
-        ranges = [
-            range(0, context - queries) if step == "past" else range(context - queries, context)
-            for context, queries in lens
-        ]
-        last = PagedBatch(
-            slots=torch.tensor(
-                [
-                    table[p // block_size] * block_size + p % block_size
-                    for table, part in zip(tables, ranges, strict=True)
-                    for p in part
-                ],
-                dtype=torch.int32,
-            ),
-            query_starts=torch.tensor(
-                np.cumsum([0, *(len(part) for part in ranges)]), dtype=torch.int32
-            ),
-            context_lens=torch.tensor([context for context, _ in lens], dtype=torch.int32),
-            block_tables=torch.from_numpy(padded),
-        )
-        for layer in range(NUM_LAYERS):
-            values = [
-                kv[layer][:, :, part.start : part.stop].permute(2, 0, 1, 3)
-                for kv, part in zip(dense, ranges, strict=True)
-            ]
-            append(backend, pool, layer, torch.cat(values), last)
-    assert last is not None
+        blocks = kv.view(*block_shape[:3], len(table), block_size, head_dim)
+        pool[table] = blocks.permute(3, 0, 1, 2, 4, 5)
+        tables.append(table)
+        dense.append(kv[..., :context, :])
     num_tokens = sum(queries for _, queries in lens)
-    query = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+    query = random(num_tokens, num_heads, head_dim).to(dtype)
     # One head far from the others: a softmax that forgets to subtract its maximum overflows.
     query[:, 0] *= 30
-    return Scene(pool, last, query, dense, first_block)
+    batch = batch_of(lens, tables, block_size)
+    return Scene(pool, batch, query, dense, first_block)
+
+
+def batch_of(lens: list[tuple[int, int]], tables: list[list[int]], block_size: int) -> PagedBatch:
+    """Return the batch of (context, queries) sequences in these blocks."""
+    padded = torch.full((len(lens), max(map(len, tables)) + 2), 1 << 30, dtype=torch.int32)
+    slots, starts = list[int](), [0]
+    for row, table, (context, queries) in zip(padded, tables, lens, strict=True):
+        row[: len(table)] = torch.tensor(table)  # beyond it: out of range, and never read
+        slots += [
+            table[position // block_size] * block_size + position % block_size
+            for position in range(context - queries, context)
+        ]
+        starts.append(len(slots))
+    contexts = [context for context, _ in lens]
+    return PagedBatch(
+        slots=torch.tensor(slots, dtype=torch.int32),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=padded,
+    )
 
 
 def append(
@@ -143,7 +135,7 @@ def sinks_of(it: Scene, seed: int = 0) -> torch.Tensor:
     return sinks
 
 
-def dense_attention(
+def formula(
     it: Scene,
     layer: int,
     scale: float,
@@ -151,26 +143,23 @@ def dense_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention as its formula has it, one query at a time, in float64."""
-    query = it.query.double()
-    out = torch.empty_like(query)
-    starts = it.batch.query_starts.tolist()
-    for kv, (start, stop) in zip(it.dense, pairwise(starts), strict=True):
-        context = kv.shape[3]
+    """Return attention as its formula has it, [T, Hq, D] in float64."""
+    out = []
+    for kv, (start, stop) in zip(it.dense, pairwise(it.batch.query_starts.tolist()), strict=True):
         # [Hq, context, D]: each head of the query beside the one of the KV that it shares.
-        keys, values = kv[layer].double().repeat_interleave(len(query[0]) // kv.shape[2], 1)
-        for token in range(start, stop):
-            position = context - stop + token
-            first = 0 if window is None else max(0, position - window + 1)
-            seen = slice(first, position + 1)
-            scores = (keys[:, seen] @ query[token, :, :, None])[..., 0] * scale
-            if cap is not None:
-                scores = cap * (scores / cap).tanh()
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[:, None].double()), 1)
-            weights = scores.softmax(1)[:, : position + 1 - first]
-            out[token] = (weights[:, None] @ values[:, seen])[:, 0]
-    return out
+        key, value = kv[layer].double().repeat_interleave(it.query.shape[1] // kv.shape[2], 1)
+        keys = torch.arange(key.shape[1], device=key.device)
+        position = keys[len(keys) - (stop - start) :, None]
+        seen = (keys <= position) & (keys > position - (window or len(keys) + 1))
+        scores = it.query[start:stop].double().transpose(0, 1) @ key.mT * scale
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            of_heads = sinks.double()[:, None, None].expand(-1, stop - start, 1)
+            scores = torch.cat((scores, of_heads), dim=-1)
+        out.append((scores.softmax(-1)[..., : len(keys)] @ value).transpose(0, 1))
+    return torch.cat(out)
 
 
 @contextmanager
@@ -194,28 +183,22 @@ def without_unseen(it: Scene, window: int | None) -> Iterator[None]:
 def check(
     it: Scene,
     window: int | None,
-    backend: Backend = reference,
+    backend: Any = reference,
     *,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    with without_unseen(it, window):
-        _check(it, window, backend, cap, sinks)
-
-
-def _check(
-    it: Scene, window: int | None, backend: Backend, cap: float | None, sinks: torch.Tensor | None
-) -> None:
+    """Compare attention with the formula; `backend` needs no other operator."""
     scale = 0.75 * it.query.shape[2] ** -0.5  # none that torch takes by itself
     # The rounding of a score grows with the number of its products.
     tolerance = TOLERANCE[it.pool.dtype] * max(1.0, it.query.shape[2] / 64)
     for layer in (0, NUM_LAYERS - 1):
-        there = None if sinks is None else sinks.to(it.pool.device)
         rest = (it.pool, layer, it.batch)
-        contract.check_attention(it.query, *rest, window, cap, there)
-        got = backend.paged_attention(it.query, *rest, scale, window, cap, there)
+        contract.check_attention(it.query, *rest, window, cap, sinks)
+        with without_unseen(it, window):
+            got = backend.paged_attention(it.query, *rest, scale, window, cap, sinks)
         assert got.dtype == it.query.dtype and got.shape == it.query.shape
-        want = dense_attention(it, layer, scale, window, cap, sinks)
+        want = formula(it, layer, scale, window, cap, sinks)
         # The mean of n values is about 1 / sqrt(n): a tolerance that is no share of a row's size
         # would let a long context lack keys.
         size = want.square().mean(-1, keepdim=True).sqrt()
@@ -224,6 +207,25 @@ def _check(
         size += max(torch.finfo(it.pool.dtype).tiny, 1e-30)
         one = torch.zeros_like(want)
         torch.testing.assert_close((got - want) / (want.abs() + size), one, rtol=0, atol=tolerance)
+
+
+def check_conversions(
+    backend: Backend, held: torch.dtype, sent: torch.dtype, device: torch.device | str = "cpu"
+) -> None:
+    """Pack and unpack with conversions, bit for bit as the reference does."""
+    for head_dim, block_size in ((16, 8), (80, 32)):
+        pool = torch.randn(3, 2, 2, 2, block_size, head_dim, generator=torch.Generator()).to(held)
+        # Ties, subnormal, too large for fp8, too large for fp16, infinite: each in its place.
+        odd = [1.0625, 1.1875, 2.0**-10, 2.0**-9 * 1.5, 449.0, 465.0, 1e5, -1e5, math.inf, -0.0]
+        pool.view(-1)[: len(odd)] = torch.tensor(odd).to(held)
+        table, layers, tokens, heads = [2, 0, 1], range(2), range(3, 21), range(2)
+        want = reference.pack_kv(pool, table, layers, tokens, sent, heads)
+        got = backend.pack_kv(pool.to(device), table, layers, tokens, sent, heads).cpu()
+        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+        pools = [torch.zeros_like(pool), torch.zeros_like(pool, device=device)]
+        reference.unpack_kv(pools[0], table, layers, tokens, want, heads)
+        backend.unpack_kv(pools[1], table, layers, tokens, want.to(device), heads)
+        torch.testing.assert_close(pools[1].cpu(), pools[0], rtol=0, atol=0, equal_nan=True)
 
 
 def check_moves(

@@ -80,91 +80,65 @@ def test_heads_that_do_not_fit_are_refused(shapes: dict[str, Any], words: str) -
     assert not target.any()
 
 
-@pytest.mark.parametrize("layer", [-1, NUM_LAYERS])
-def test_a_layer_outside_the_pool_is_refused(layer: int) -> None:
-    with pytest.raises(ShapeError, match="layer"):
-        rotate_and_append(pool(), layer)
+def test_a_tensor_that_is_no_pool_and_a_layer_outside_it_are_refused() -> None:
+    with pytest.raises(ShapeError, match="pool"):
+        rotate_and_append(torch.zeros(4, 2, 3, 2, 8, 6))
+    for layer in (-1, NUM_LAYERS):
+        with pytest.raises(ShapeError, match="layer"):
+            rotate_and_append(pool(), layer)
 
 
 @pytest.mark.parametrize(
-    ("query", "changes", "window", "words"),
+    ("query", "changes", "softmax", "words"),
     [
-        ((3, 4, 5), {}, None, "query"),
-        ((2, 4, 6), {}, None, "query"),
-        ((3, 3, 6), {}, None, "query heads"),
-        ((3, 0, 6), {}, None, "query heads"),
-        ((3, 4, 6), {"query_starts": ints(0, 3)}, None, "query_starts"),
-        ((3, 4, 6), {"block_tables": ints(0, 1)}, None, "block_tables"),
-        ((3, 4, 6), {}, 0, "window"),
+        ((3, 4, 5), {}, {}, "query"),
+        ((2, 4, 6), {}, {}, "query"),
+        ((3, 3, 6), {}, {}, "query heads"),
+        ((3, 0, 6), {}, {}, "query heads"),
+        ((3, 4, 6), {"query_starts": ints(0, 3)}, {}, "query_starts"),
+        ((3, 4, 6), {"block_tables": ints(0, 1)}, {}, "block_tables"),
+        ((3, 4, 6), {}, {"window": 0}, "window"),
+        ((3, 4, 6), {}, {"cap": 0.0}, "cap is 0.0"),
+        ((3, 4, 6), {}, {"cap": math.inf}, "cap is inf"),
+        ((3, 4, 6), {}, {"cap": math.nan}, "cap is nan"),
+        ((3, 4, 6), {}, {"sinks": torch.ones(3)}, r"sinks are torch.float32 \[3\]"),
+        ((3, 4, 6), {}, {"sinks": torch.ones(4, 1)}, r"sinks are torch.float32 \[4, 1\]"),
+        ((3, 4, 6), {}, {"sinks": torch.ones(4).bfloat16()}, "sinks are torch.bfloat16"),
+        ((3, 4, 6), {}, {"sinks": torch.ones(8)[::2]}, "in one run"),
     ],
 )
 def test_attention_refuses_what_does_not_fit(
-    query: tuple[int, ...], changes: dict[str, Any], window: int | None, words: str
+    query: tuple[int, ...], changes: dict[str, Any], softmax: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ShapeError, match=words):
         kernels.paged_attention(
-            torch.ones(query), pool(), 0, batch(**changes), scale=1.0, window=window
+            torch.ones(query), pool(), 0, batch(**changes), scale=1.0, **softmax
         )
 
 
 @pytest.mark.parametrize(
-    ("cap", "sinks", "words"),
+    ("changes", "words"),
     [
-        (0.0, None, "cap is 0.0"),
-        (-1.0, None, "cap is -1.0"),
-        (math.inf, None, "cap is inf"),
-        (math.nan, None, "cap is nan"),
-        (None, torch.ones(3), r"sinks are torch.float32 \[3\]"),
-        (None, torch.ones(4, 1), r"sinks are torch.float32 \[4, 1\]"),
-        (None, torch.ones(4).bfloat16(), "sinks are torch.bfloat16"),
-        (None, torch.ones(8)[::2], "in one run"),
+        ({"layers": range(0, 3)}, "layers"),
+        ({"layers": range(1, 1)}, "layers"),
+        ({"tokens": range(4, 4)}, "tokens"),
+        ({"tokens": range(-1, 4)}, "tokens"),
+        ({"tokens": range(0, 17)}, "beyond"),
+        ({"table": [0, 4]}, "outside"),
+        ({"table": [-1, 1]}, "outside"),
+        ({"heads": range(NUM_KV_HEADS + 1)}, "heads"),
+        ({"heads": range(1, 1)}, "heads"),
+        ({"heads": range(-1, 1)}, "heads"),
     ],
 )
-def test_attention_refuses_caps_and_sinks_that_are_none(
-    cap: float | None, sinks: torch.Tensor | None, words: str
-) -> None:
-    query = torch.ones(3, 4, 6)
+def test_a_rectangle_outside_is_refused(changes: dict[str, Any], words: str) -> None:
+    target, part = pool(), {"layers": range(2), "tokens": range(9), "heads": range(2)} | changes
+    table = part.pop("table", [0, 1])
     with pytest.raises(ShapeError, match=words):
-        kernels.paged_attention(query, pool(), 0, batch(), scale=1.0, cap=cap, sinks=sinks)
-
-
-def test_a_tensor_that_is_no_pool_is_refused() -> None:
-    with pytest.raises(ShapeError, match="pool"):
-        rotate_and_append(torch.zeros(4, 2, 3, 2, 8, 6))
-
-
-@pytest.mark.parametrize(
-    ("table", "layers", "tokens", "words"),
-    [
-        ([0, 1], range(0, 3), range(0, 4), "layers"),
-        ([0, 1], range(1, 1), range(0, 4), "layers"),
-        ([0, 1], range(0, 2), range(4, 4), "tokens"),
-        ([0, 1], range(0, 2), range(-1, 4), "tokens"),
-        ([0, 1], range(0, 2), range(0, 17), "beyond"),
-        ([0, 4], range(0, 2), range(0, 9), "outside"),
-        ([-1, 1], range(0, 2), range(0, 9), "outside"),
-    ],
-)
-def test_a_rectangle_outside_is_refused(
-    table: list[int], layers: range, tokens: range, words: str
-) -> None:
-    target = pool()
+        kernels.pack_kv(target, table, **part)
+    segment = torch.ones(len(part["layers"]), 2, len(part["heads"]), len(part["tokens"]), HEAD_DIM)
     with pytest.raises(ShapeError, match=words):
-        kernels.pack_kv(target, table, layers, tokens)
-    segment = torch.ones(len(layers), 2, NUM_KV_HEADS, len(tokens), HEAD_DIM)
-    with pytest.raises(ShapeError, match=words):
-        kernels.unpack_kv(target, table, layers, tokens, segment)
-    assert not target.any()
-
-
-@pytest.mark.parametrize("heads", [range(NUM_KV_HEADS + 1), range(1, 1), range(-1, 1)], ids=str)
-def test_heads_outside_are_refused(heads: range) -> None:
-    target, part = pool(), (range(1), range(4))
-    with pytest.raises(ShapeError, match="heads"):
-        kernels.pack_kv(target, [0], *part, heads=heads)
-    segment = torch.ones(1, 2, len(heads), 4, HEAD_DIM)
-    with pytest.raises(ShapeError, match="heads"):
-        kernels.unpack_kv(target, [0], *part, segment, heads)
+        kernels.unpack_kv(target, table, segment=segment, **part)
     assert not target.any()
 
 
@@ -187,27 +161,19 @@ def test_a_segment_of_another_shape_is_refused() -> None:
         ({"gate_up": (5, 6, 8)}, "x, gate_up and down are"),
         ({"shares": (3, 1)}, "not both"),
         ({"experts": (4, 2), "shares": (4, 2)}, "T = 3"),
+        ({"gate_up_bias": (5, 6)}, "biases are"),
+        ({"down_bias": (5, 9)}, "biases are"),
     ],
 )
 def test_experts_of_other_shapes_are_refused(
     wrong: dict[str, tuple[int, ...]], message: str
 ) -> None:
     shapes = {"x": (3, 8), "experts": (3, 2), "shares": (3, 2), "gate_up": (5, 12, 8)}
-    shapes |= {"down": (5, 8, 6)} | wrong
+    shapes |= {"down": (5, 8, 6), "gate_up_bias": (5, 12), "down_bias": (5, 8)} | wrong
+    tensors: dict[str, Any] = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    biases = tensors.pop("gate_up_bias"), tensors.pop("down_bias")
     with pytest.raises(ShapeError, match=message):
-        tensors: dict[str, Any] = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        kernels.expert_mlp(**tensors, activation=SILU)
-
-
-@pytest.mark.parametrize("wrong", [((5, 12), (5, 9)), ((4, 12), (5, 8)), ((5, 6), (5, 8))])
-def test_biases_of_other_shapes_than_their_experts_are_refused(
-    wrong: tuple[tuple[int, int], tuple[int, int]],
-) -> None:
-    x, gate_up, down = torch.zeros(3, 8), torch.zeros(5, 12, 8), torch.zeros(5, 8, 6)
-    experts, shares = torch.zeros(3, 2), torch.zeros(3, 2)
-    biases = torch.zeros(wrong[0]), torch.zeros(wrong[1])
-    with pytest.raises(ShapeError, match="biases are"):
-        kernels.expert_mlp(x, experts, shares, gate_up, down, SILU, biases)
+        kernels.expert_mlp(**tensors, activation=SILU, biases=biases)
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,6 @@ ATTENTION = {
         "  copies_wait<0>();\n  __syncthreads();  // the block numbers",
         "  __syncthreads();  // the block numbers",
     ),
-    "numbers of blocks are replaced too early": (
-        "__syncthreads();  // every thread has",
-        "// every thread has",
-    ),
     "numbers of blocks are those of another tile": (
         "find(tile + 2 * (STAGES - 1))",
         "find(tile + STAGES)",
@@ -41,29 +37,16 @@ ATTENTION = {
         "position_of(warp_row) + 1 &&",
         "position_of(warp_row) + 2 &&",
     ),
-    "whole tiles begin one key too early": ("first_key > position_of", "first_key >= position_of"),
-    "the last rows of a warp do not count": (
-        "position_of(warp_row + WM - 1)",
-        "position_of(warp_row)",
-    ),
     "positions are those of the first rows": (
         "first_position + (first_row + row) / group;",
         "first_position + row / group;",
     ),
     "the second matrix has the first's rows": ("q_row + m * 16 * LD", "q_row"),
-    "warps with rows rest": (
-        "if (warp_row >= it.count) continue;",
-        "if (warp_row + 16 >= it.count) continue;",
-    ),
     "one key too many": ("key > position ||", "key > position + 1 ||"),
-    "the window is one too wide": ("position - a.window : -1", "position - a.window - 1 : -1"),
     "another head": ("{ return kv_head * group + ", "{ return group + "),
     "minus infinity unguarded": ("now == MINUS_INFINITY ? 0.f : now", "now"),
     "the sum is not rescaled": ("sum[h] * shrink[h] + added", "sum[h] + added"),
     "the ring is one short": ("load(tile + STAGES - 1);\n      f", "load(tile + STAGES);\n      f"),
-    "half a row is summed": ("    sum[h] += from_lane_xor(sum[h], 2);\n", ""),
-    "parts are not weighted": ("power_of_two(from[D] - base)", "1"),
-    "values for keys": ("v_row = (BN + warp_key", "v_row = (warp_key"),
     "a ragged tail of keys is left out": (
         "tile * BN < num_keys; tile",
         "(tile + 1) * BN < num_keys; tile",
@@ -72,26 +55,14 @@ ATTENTION = {
         "(it.count < BM ? it.count : BM)",
         "BM",
     ),
-    "rows are those of the first tile": (
-        "first_token + (first_row + row) / group;",
-        "first_token + row / group;",
-    ),
     "parts of many rows overlap": ("kv_head) * BM + row) * LDO;", "kv_head) * 16 + row) * LDO;"),
-    "the first part is left out": (
-        "write(row, d, in_slot(first_slot, row), num_slots,",
-        "write(row, d, in_slot(first_slot + 1, row), num_slots - 1,",
-    ),
     "the last part is left out": ("row), num_slots, stride", "row), num_slots - 1, stride"),
     "late copies fall into results": (
         "  copies_wait<0>();\n  __syncthreads();\n#pragma unroll",
         "  __syncthreads();\n#pragma unroll",
     ),
-    "the highest is not of the first part": (
-        "i = 0; i < count; i++) top",
-        "i = 1; i < count; i++) top",
-    ),
     "no fence before a ticket": (
-        "  __threadfence();  // what this thread published, others see before the ticket",
+        "  __threadfence();  // others see what this thread published before the ticket",
         "",
     ),
     "the first to arrive combines": (
@@ -99,29 +70,18 @@ ATTENTION = {
         "atomicInc(ticket, num_slots - 1) == 0",
     ),
     "tickets are not reset": ("atomicInc(ticket, num_slots - 1)", "atomicInc(ticket, 1u << 31)"),
-    "heads share a ticket": ("first_slot * a.num_kv_heads + it.kv_head;", "first_slot;"),
     "every head has the first sink": ("a.sinks[head] * LOG2_E", "a.sinks[0] * LOG2_E"),
-    "sinks are exponents of e": ("a.sinks[head] * LOG2_E", "a.sinks[head]"),
-    "the sink is of another row": ("sink_of(a, it.head(row))", "sink_of(a, it.head(row + 1))"),
     "every part counts the sink": (
         "KEYS_W, WM * LDO, d, MINUS_INFINITY)",
         "KEYS_W, WM * LDO, d, sink_of(a, it.head(row)))",
     ),
-    "no sink": ("power_of_two(sink - base)}", "0}"),
     "scores are capped before they are scaled": (
         "capped(a, s[i / 4][i % 4] * scale);",
         "scale * capped(a, s[i / 4][i % 4]);",
     ),
-    "capped scores are scaled again": ("    scale = 1;\n", ""),
-    "no cap": ("  if (a.cap != 0) {", "  if (false) {"),
-    "half the slope of a cap": ("power_of_two(2 * LOG2_E /", "power_of_two(LOG2_E /"),
     "offsets into the pool have 32 bits": (
         "(long long)block[n] * block_size +",
         "(u32)block[n] * (u32)block_size +",
-    ),
-    "offsets into the pool have a sign": (
-        "(long long)block[n] * block_size +",
-        "block[n] * block_size +",
     ),
 }
 HOPPER_ATTENTION = {
@@ -131,32 +91,15 @@ HOPPER_ATTENTION = {
         "",
     ),
     "a slot is free in the other phase": ("phase_of(tile) ^ 1);", "phase_of(tile));"),
-    "a slot is full in the other phase": (
-        "is_v), phase_of(tile));",
-        "is_v), phase_of(tile) ^ 1);",
-    ),
     "phases are those of a ring of one": ("tile / STAGES % 2", "tile % 2"),
     "two lanes of a warp give a slot back": ("if (lane == 0) b", "if (lane < 2) b"),
-    "half the warps give a slot back": ("MULTIPLYING / 32", "MULTIPLYING / 64"),
     "half the copies fill a slot": ("full + thread, COPYING", "full + thread, COPYING / 2"),
     "products do not see copies": ("    show_copies();\n", ""),
     "operands are touched before scores": (
         "ROW;\n    products_begin();\n",
         "ROW;\n",
     ),
-    "operands are touched before values": (
-        "    products_begin();\n#pragma unroll\n    for (int n = 0; n < BN",
-        "#pragma unroll\n    for (int n = 0; n < BN",
-    ),
-    "the first scores are not waited for": (
-        "  products_wait<0>();\n  products_done<BN / 8>(s);",
-        "  products_wait<1>();\n  products_done<BN / 8>(s);",
-    ),
     "scores are not waited for": ("products_wait<1>();", "products_wait<2>();"),
-    "keys are given back before scores are there": (
-        "    products_wait<1>();\n    products_done<BN / 8>(s);\n    release(tile, false);\n",
-        "    release(tile, false);\n    products_wait<1>();\n    products_done<BN / 8>(s);\n",
-    ),
     "values are given back before they are added": (
         "    products_wait<0>();\n    products_done<D / 8>(o);\n    release(tile - 1, true);\n",
         "    release(tile - 1, true);\n    products_wait<0>();\n    products_done<D / 8>(o);\n",
@@ -165,34 +108,16 @@ HOPPER_ATTENTION = {
         "    products_wait<0>();\n    products_done<D / 8>(o);\n    r",
         "    products_wait<1>();\n    products_done<D / 8>(o);\n    r",
     ),
-    "the last values are not waited for": (
-        "ask_values(num_tiles - 1);\n  products_wait<0>();",
-        "ask_values(num_tiles - 1);\n  products_wait<1>();",
-    ),
-    "sums are not scaled": ("o[d][i] *= shrink[i / 2];", ";"),
     "results replace what is multiplied": ("__syncthreads();  // nobody multiplies", "// nobody"),
     "tiles begin anywhere": ("shared + (0u - shared_address(shared)) % (8 * ROW)", "shared"),
     "chunks are not permuted": ("(chunk % 8 ^ first % 8) * 16", "chunk % 8 * 16"),
     "one panel": ("chunk / 8 * PANEL +", ""),
-    "one panel of keys": ("d / 4 * PANEL + d % 4 * 32", "d % 4 * 32"),
-    "one panel of values": ("values + n * 16 * ROW, PANEL)", "values + n * 16 * ROW, 0)"),
-    "the same sixteen weights": ("multiply_values(T(), o, p[n],", "multiply_values(T(), o, p[0],"),
     "scores are added to the last ones": ("at, 0), d > 0);", "at, 0), true);"),
-    "everybody has the first warpgroup's rows": ("group_row * ROW;", "0;"),
     "a row is in its neighbour's block": ("* CHUNKS + n);", "* CHUNKS + (n ^ 1));"),
-    "a tile is in the blocks of the first": ("      block = find(tile + 2);  // ahead", "      //"),
-    "keys for values": ("(is_v ? values : keys)", "keys"),
     "values past the end": ("key < key_end ? row : NO_ROW", "row"),
-    "every layer is the first": (
-        "a.num_layers + a.layer) * 2 * a.num_kv_heads + it.",
-        "a.num_layers) * 2 * a.num_kv_heads + it.",
-    ),
     "offsets into the pool have 32 bits": ("keys) + (u64)row * D", "keys) + row * D"),
     "whole tiles end one key too late": ("BN <= lowest + 1 &&", "BN <= lowest + 2 &&"),
-    "whole tiles begin one key too early": ("first_key > highest -", "first_key >= highest -"),
-    "the last rows of a warp do not count": ("it.position(warp_row + 15)", "lowest"),
     "rows have the positions of those before": ("lane / 4 + 8)};", "lane / 4)};"),
-    "rows of a warp are left in another's place": ("rows + warp_row * (D + 4)", "rows"),
 }
 KV = {
     "heads: offsets into the pool have 32 bits": (
@@ -201,21 +126,15 @@ KV = {
     ),
     "heads: every layer is the first": ("a.num_layers + a.layer;", "a.num_layers;"),
     "heads: values are rotated too": ("row >= a.num_heads + a.num_kv_heads;", "false;"),
-    "heads: keys are not rotated": ("row >= a.num_heads + a.num_kv_heads;", "row >= a.num_heads;"),
     "heads: turned the other way": (
         "cosine.values[k] - y.values[k] * sine.values[k]",
         "cosine.values[k] + y.values[k] * sine.values[k]",
     ),
-    "heads: half a row": ("  ((Unit*)to)[units + i] = high;\n", ""),
     "heads: the first token's angles": ("a.rotation + (long long)token * a.head_dim", "a.rotation"),
     "heads: tokens lie closely": ("token * a.stride", "token * num_rows * a.head_dim"),
     "heads: one thread too many of a head": ("&& i < units;", "&& i <= units;"),
-    "heads: a token too many": ("token < a.num_tokens &&", "token <= a.num_tokens &&"),
     "heads: one weight for all": ("a.norm + row * a.head_dim", "a.norm"),
     "heads: half the threads of a head are summed": ("mask = a.lanes / 2;", "mask = a.lanes / 4;"),
-    "heads: squares of a warp are summed": ("mask = a.lanes / 2;", "mask = 16;"),
-    "heads: half the squares": (" + y.values[k] * y.values[k];", ";"),
-    "heads: no eps": ("squares / a.head_dim + a.eps", "squares / a.head_dim"),
     "heads: rounded before they are rotated": (
         "x.values[k] *= scale * to_x.values[k];",
         "x.values[k] = widen(narrow<T>(x.values[k] * scale * to_x.values[k]));",
@@ -228,83 +147,55 @@ KV = {
         "if (i >= a.num_tokens * eights)",
         "if (i > a.num_tokens * eights)",
     ),
-    "move: every head is the first": (" + blockIdx.y % a.num_moved_heads;", ";"),
     "move: heads are taken from the first on": ("a.first_head + blockIdx.y", "blockIdx.y"),
-    "move: all heads of the pool are moved": (
-        "blockIdx.y / a.num_moved_heads",
-        "blockIdx.y / a.num_kv_heads",
-    ),
     "move: the segment is one row": ("(long long)blockIdx.y * a.num_tokens * eights + i", "i"),
 }
 ROWWISE = {
     "no barrier in the sum": ("  __syncthreads();\n", ""),
     "one warp is left out": ("lane < blockDim.x / 32 ?", "lane < blockDim.x / 32 - 1 ?"),
-    "half a warp is summed": (
-        "mask = 16; mask; mask /= 2) x += from_lane_xor(x, mask);\n  if",
-        "mask = 8; mask; mask /= 2) x += from_lane_xor(x, mask);\n  if",
-    ),
     "y is normed and not stored": ("      x[i] = here;\n", ""),
-    "y is of the first row": ("a.y)[row + i]", "a.y)[i]"),
-    "no eps": (" + a.eps)", ")"),
     "the sum is no mean": ("sum_of_block(squares) / a.size", "sum_of_block(squares)"),
     "only the first of a unit is squared": (
         "widen(here.values[k]) * widen(here.values[k])",
         "widen(here.values[0]) * widen(here.values[0])",
     ),
-    "one weight for all": ("a.weight)[i]", "a.weight)[0]"),
     "a unit too many": (
         "i = threadIdx.x; i < units; i += blockDim.x) {  //",
         "i = threadIdx.x; i <= units; i += blockDim.x) {  //",
     ),
-    "every second turn is left out": ("i += blockDim.x) {  //", "i += 2 * blockDim.x) {  //"),
     "one row a block": ("row += gridDim.y", "row += a.rows"),
     "a gate has no limit": ("      if (x > a.limit) x = a.limit;", "     "),
     "up has no limit": ("      if (factor > a.limit) factor = a.limit;\n", ""),
-    "up has one limit": ("      if (factor < -a.limit) factor = -a.limit;\n", ""),
     "no shift": ("(factor + a.shift)", "factor"),
-    "up is beside gate": ("gates[units + i]", "gates[i + 1]"),
     "a sigmoid turned over": ("expf(-x ", "expf(x "),
-    "no cube": (" + a.cubic * x * x", ""),
     "a gate too many": ("if (i >= units)", "if (i > units)"),
 }
 SAMPLING = {
     "-0 is less than 0": (": magnitude ? ordered : 0x80000000", ": ordered"),
     "what is no number is ordered": ("magnitude > 0x7f800000 ? 0xffffffff : ", ""),
     "a word of bits too many": ("token / 32 < num_words && ", ""),
-    "every token is allowed": ("!allowed || ", "true || "),
     "small weights are not cut off": ("x = x > -64.0 ? x : -64.0;\n", ""),
-    "weights are cut off early": ("x > -64.0 ? x : -64.0", "x > -32.0 ? x : -32.0"),
     "one term is left out": ("int k = 11; k >= 0", "int k = 10; k >= 0"),
     "one token is missing in each run": ("min(first + run, size);", "min(first + run, size - 1);"),
-    "one of four tokens is left out": ("if (is_one[k]) use", "if (is_one[k] && k != 2) use"),
     "one warp has no largest": (
         "for (int warp = 0; warp < blockDim.x / 32; warp++) x =",
         "for (int warp = 1; warp < blockDim.x / 32; warp++) x =",
     ),
     "lanes before are left out": ("if (lane & mask) before += other;\n", ""),
-    "warps before are left out": ("if (warp < own) before += shared.sums[warp];\n", ""),
     "one too few is enough": ("rest <= value)", "rest < value)"),
     "no barrier before what is found": (
         "    __syncthreads();\n    return {shared.thread",
         "    return {shared.thread",
     ),
     "sums by digit are not zeroed": ("shared.low[0][i] = shared.high[0][i] = 0;", ";"),
-    "no barrier after the zeros": ("= 0;\n      __syncthreads();", "= 0;"),
     "all digits are of one number": ("(u64)key >> (shift + DIGIT) != prefix", "false"),
-    "keys under the border of before count": ("if (key < least || ", "if ("),
     "no carry": (" + (before + low < before)", ""),
-    "no high half": ("if (high) atomicAdd", "if (0) atomicAdd"),
     "a column is left out": ("i < 32 && digit >= 0", "i < 31 && digit >= 0"),
-    "top_k is the whole row's": ("0 < of.top_k && of.top_k < size", "false"),
     "top_p is of no weight": ("max(share_of(of.top_p, all), (u64)1)", "share_of(of.top_p, all)"),
-    "min_p is not applied": ("return found < lightest ? 0 : found;", "return found;"),
-    "what is under the border passes": ("key < least ? 0 : weight(key)", "weight(key)"),
+    "what is under the threshold passes": ("key < least ? 0 : weight(key)", "weight(key)"),
     "a draw of 0 takes the first": ("share_of(of.uniform, all) + 1", "share_of(of.uniform, all)"),
-    "the first is the last": ("{ last = token; }", "{ last = last ? last : token; }"),
     "the last of equals": ("32 | ~(u32)token", "32 | (u32)token"),
-    "a temperature of 0 divides": (" || settings->temperature == 0", ""),
     "a tiny temperature is infinite": (", 1.7976931348623157e308);", ", 1.0 / 0.0);"),
-    "every row has the first one's settings": ("a.settings + number;", "a.settings;"),
     "rows have no stride": ("number * a.stride", "number * a.size"),
 }
 MUTATIONS = {
@@ -427,9 +318,11 @@ def survives(source: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("source", CHECKS)
-def test_the_scenes_pass_what_is_whole(source: str) -> None:
+def test_the_scenes_pass_what_is_whole(source: str, pytestconfig: pytest.Config) -> None:
     if reason := why_not():
         pytest.skip(reason)
+    if source.startswith("attention") and not pytestconfig.getoption("--full"):
+        pytest.skip("test_backends.py shows as much in less time: with --full")
     assert survives(source, source_text(source))
 
 
@@ -438,7 +331,7 @@ def _bugs_of(source: str) -> list[str]:
 
 
 # Each takes a compilation of some seconds; all of them run with --full.
-QUICK = {bug for source in CHECKS for bug in _bugs_of(source)[:: len(_bugs_of(source)) // 2]}
+QUICK = {_bugs_of(source)[0] for source in CHECKS}
 
 
 @pytest.mark.parametrize("bug", MUTATIONS)

@@ -26,9 +26,14 @@ from tests.kernels.instances import (
 )
 from tests.kernels.shim.backend import cuda_headers
 
-ARCHITECTURES = tuple(SHARED_BYTES)
 TILED = [(d, t) for d in launch.TILED_HEAD_DIMS for t in launch.TILED_DTYPES]
 DEFAULT = [(64, launch.TILED_DTYPES[0]), (128, launch.TILED_DTYPES[1])]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "architecture" in metafunc.fixturenames:
+        is_full = metafunc.config.getoption("--full")
+        metafunc.parametrize("architecture", SHARED_BYTES if is_full else ["sm_89"])
 
 
 def nvrtc() -> ctypes.CDLL:
@@ -74,7 +79,6 @@ def check_resources(log: str, num_kernels: int) -> None:
     assert max(registers) <= 255
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_attention_compiles(architecture: str, pytestconfig: pytest.Config) -> None:
     shapes = TILED if pytestconfig.getoption("--full") else DEFAULT
     for head_dim, dtype in shapes:
@@ -124,7 +128,6 @@ def test_attention_of_hopper_compiles() -> None:
         assert instruction in ptx
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_is_of_hopper_is_seen_by_no_other(architecture: str) -> None:
     (kernel,) = attention_kernels(launch.POOL_DTYPES[0], 64)
     for source in ("attention", "attention_hopper"):
@@ -136,7 +139,6 @@ def test_what_is_of_hopper_is_seen_by_no_other(architecture: str) -> None:
         compile_for(architecture, "attention_hopper", ["attend_wide<bf16,64>"])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_rest_compiles(architecture: str) -> None:
     kernels = [f"attend_plain<{launch.DTYPE_NAMES[dtype]}>" for dtype in launch.POOL_DTYPES]
     check_resources(compile_for(architecture, "attention", kernels)[1], len(kernels))
@@ -145,7 +147,6 @@ def test_the_rest_compiles(architecture: str) -> None:
     check_resources(compile_for(architecture, "kv", names)[1], len(names))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
 def test_heads_are_read_and_written_sixteen_bytes_at_once(
     architecture: str, dtype: torch.dtype
@@ -161,7 +162,6 @@ def test_heads_are_read_and_written_sixteen_bytes_at_once(
     assert len(re.findall(rb"st\.global\.v4\.", ptx)) == 2
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
 def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
     kernels = rowwise_kernels(dtype)
@@ -174,7 +174,6 @@ def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
     assert len(re.findall(rb"st\.global\.v4\.", ptx)) == 3
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_sampling_compiles(architecture: str) -> None:
     ptx, log = compile_for(architecture, "sampling", SAMPLING_KERNELS)
     check_resources(log, len(SAMPLING_KERNELS))
@@ -185,7 +184,6 @@ def test_sampling_compiles(architecture: str) -> None:
     assert b"mul.rn.f64" in ptx and not re.search(rb"cvt\.ftz\.f64\.f32", ptx)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_compile(architecture: str) -> None:
     ptx, log = compile_for(architecture, "device_copies", ["copy_pieces"])
     check_resources(log, 1)

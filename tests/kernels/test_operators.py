@@ -1,4 +1,4 @@
-"""Every backend of the CPU against dense attention in float64, over adversarial batches."""
+"""The reference and attention of the CPU against formulas in float64, on adversarial batches."""
 
 from __future__ import annotations
 
@@ -13,40 +13,19 @@ from torch.nn.functional import silu
 from kernels import SILU, reference
 from kernels.contract import Backend
 from kernels.cpu import backend as cpu
-from tests.kernels.scenes import NUM_LAYERS, TOLERANCE, check, scene, sinks_of
+from tests.kernels.rowwise_scenes import check_all
+from tests.kernels.scenes import NUM_LAYERS, TOLERANCE, check, heads_error, scene, sinks_of
 
-pytestmark = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 1000])
-def test_attention_equals_the_formula_at_block_borders(
-    backend: Backend, block_size: int, window: int | None
-) -> None:
-    lens = [(1, 1), (7, 7), (8, 1), (9, 3), (16, 16), (17, 1), (31, 2), (32, 32), (33, 1), (70, 5)]
-    check(scene(lens, block_size=block_size, backend=backend), window, backend)
+BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (9, 3), (4, 1), (1, 1)])
-@pytest.mark.parametrize("window", [None, 5])
-def test_attention_shares_kv_heads(
-    backend: Backend, num_heads: int, num_kv_heads: int, window: int | None
-) -> None:
-    lens = [(20, 1), (35, 1), (12, 12), (40, 9)]
-    check(scene(lens, num_heads=num_heads, num_kv_heads=num_kv_heads), window, backend)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("head_dim", [6, 16, 64, 80])
-def test_attention_in_every_dtype(backend: Backend, dtype: torch.dtype, head_dim: int) -> None:
-    check(scene([(33, 1), (40, 40), (5, 1)], head_dim=head_dim, dtype=dtype), None, backend)
-
-
+@BACKENDS
 @pytest.mark.parametrize("window", [None, 40, 200])
 def test_attention_over_many_tiles(backend: Backend, window: int | None) -> None:
     check(scene([(300, 1), (190, 150), (129, 65)], num_heads=6), window, backend)
 
 
+@BACKENDS
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_a_window_that_begins_beyond_the_keys_at_hand(backend: Backend, block_size: int) -> None:
     """Keys are taken from a block's border on, so the last queries see none of the first ones.
@@ -58,19 +37,8 @@ def test_a_window_that_begins_beyond_the_keys_at_hand(backend: Backend, block_si
         check(it, window, backend)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("head_dim", [6, 64])
-@pytest.mark.parametrize("window", [None, 9])
-def test_sinks_and_caps(
-    backend: Backend, window: int | None, head_dim: int, dtype: torch.dtype
-) -> None:
-    lens = [(1, 1), (33, 1), (40, 40), (150, 5)]
-    it = scene(lens, head_dim=head_dim, dtype=dtype, num_heads=6)
-    for cap, sinks in ((None, sinks_of(it)), (3.0, None)):
-        check(it, window, backend, cap=cap, sinks=sinks)
-
-
-@settings(max_examples=40)
+@BACKENDS
+@settings(max_examples=60)
 @given(
     lens=st.lists(
         st.integers(1, 80).flatmap(lambda c: st.tuples(st.just(c), st.integers(1, c))),
@@ -79,8 +47,11 @@ def test_sinks_and_caps(
     ),
     block_size=st.sampled_from([8, 16, 32]),
     window=st.none() | st.integers(1, 90),
+    cap=st.none() | st.just(3.0),
     has_sinks=st.booleans(),
-    heads=st.sampled_from([(2, 1), (2, 2), (6, 2)]),
+    heads=st.sampled_from([(2, 1), (2, 2), (6, 2), (9, 3)]),
+    head_dim=st.sampled_from([6, 16, 64, 80]),
+    dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 1000),
 )
 def test_attention_equals_the_formula(
@@ -88,21 +59,38 @@ def test_attention_equals_the_formula(
     lens: list[tuple[int, int]],
     block_size: int,
     window: int | None,
+    cap: float | None,
     has_sinks: bool,
     heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
     seed: int,
 ) -> None:
-    num_heads, num_kv_heads = heads
     it = scene(
-        lens, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, seed=seed
+        lens,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        seed=seed,
     )
-    check(it, window, backend, sinks=sinks_of(it, seed) if has_sinks else None)
+    check(it, window, backend, cap=cap, sinks=sinks_of(it, seed) if has_sinks else None)
 
 
-def test_append_writes_its_slots_and_no_other(backend: Backend) -> None:
-    it = scene([(13, 4), (5, 5)], block_size=8, backend=backend)
-    written = ~it.pool.isnan()
-    assert int(written.sum()) == sum(kv.numel() for kv in it.dense)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_heads_are_normed_rotated_and_appended(dtype: torch.dtype, is_normed: bool) -> None:
+    for num_tokens, heads in ((0, (4, 2)), (1, (7, 1)), (21, (9, 3))):
+        for head_dim in (8, 64, 200):
+            sizes = dtype, head_dim, num_tokens, heads
+            assert heads_error(reference, *sizes, is_normed=is_normed) <= 1, sizes
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rows(dtype: torch.dtype) -> None:
+    for size in (1, 7, 576):
+        check_all(reference, dtype, size)
 
 
 @settings(max_examples=40)
@@ -114,7 +102,6 @@ def test_append_writes_its_slots_and_no_other(backend: Backend) -> None:
     seed=st.integers(0, 1000),
 )
 def test_a_rectangle_crosses_between_block_sizes(
-    backend: Backend,
     sizes: tuple[int, int],
     tokens: tuple[int, int],
     layers: tuple[int, int],
@@ -125,7 +112,7 @@ def test_a_rectangle_crosses_between_block_sizes(
     part, depth = range(start, start + count), range(*layers)
     it = scene([(start + count, 1)], block_size=sizes[0], seed=seed)
     table = it.batch.block_tables[0].tolist()
-    segment = backend.pack_kv(it.pool, table, depth, part, it.pool.dtype, heads)
+    segment = reference.pack_kv(it.pool, table, depth, part, it.pool.dtype, heads)
     assert segment.is_contiguous()
     wanted = it.dense[0][depth.start : depth.stop, :, :, part.start : part.stop]
     wanted = wanted[:, :, heads.start : heads.stop]
@@ -133,72 +120,56 @@ def test_a_rectangle_crosses_between_block_sizes(
 
     pool = torch.full((20, NUM_LAYERS, 2, 2, sizes[1], 16), math.nan)
     blocks = torch.randperm(20, generator=torch.Generator().manual_seed(seed)).tolist()
-    backend.unpack_kv(pool, blocks, depth, part, segment, heads)
-    assert torch.equal(backend.pack_kv(pool, blocks, depth, part, pool.dtype, heads), segment)
+    reference.unpack_kv(pool, blocks, depth, part, segment, heads)
+    assert torch.equal(reference.pack_kv(pool, blocks, depth, part, pool.dtype, heads), segment)
     assert int((~pool.isnan()).sum()) == segment.numel(), "wrote beside the rectangle"
-
-
-@pytest.mark.parametrize("held", list(TOLERANCE))
-@pytest.mark.parametrize("sent", list(TOLERANCE))
-def test_packing_and_unpacking_convert(
-    backend: Backend, held: torch.dtype, sent: torch.dtype
-) -> None:
-    it = scene([(21, 1)], dtype=held)
-    table = it.batch.block_tables[0].tolist()
-    segment = backend.pack_kv(it.pool, table, range(NUM_LAYERS), range(3, 21), sent, range(2))
-    assert segment.dtype == sent
-    assert torch.equal(segment, it.dense[0][:, :, :, 3:].to(sent))
-    pool = torch.zeros(4, NUM_LAYERS, 2, 2, 8, 16, dtype=held)
-    backend.unpack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), segment, range(2))
-    back = backend.pack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), held, range(2))
-    assert torch.equal(back, segment.to(held))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_a_token_is_the_sum_of_its_experts_shares(
-    backend: Backend, top_k: int, dtype: torch.dtype
-) -> None:
+def test_a_token_is_the_sum_of_its_experts_shares(top_k: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(top_k)
     x = torch.randn(40, 24, generator=generator).to(dtype)
     gate_up = (torch.randn(9, 2 * 20, 24, generator=generator) / 5).to(dtype)
     down = (torch.randn(9, 24, 20, generator=generator) / 4).to(dtype)
     logits = torch.randn(40, 9, generator=generator)
     logits[:, 4] = -torch.inf  # an expert that nobody goes to
-    experts, shares = backend.route(logits, top_k, is_normalized=True)
+    experts, shares = reference.route(logits, top_k, is_normalized=True)
     torch.testing.assert_close(shares.sum(dim=1), torch.ones(40))
     want = torch.zeros(40, 24, dtype=torch.float64)
     for token in range(40):
         for expert, share in zip(experts[token].tolist(), shares[token].double(), strict=True):
             gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
             want[token] += share * (down[expert].double() @ (silu(gate) * up))
-    got = backend.expert_mlp(x, experts, shares, gate_up, down, SILU)
+    got = reference.expert_mlp(x, experts, shares, gate_up, down, SILU)
     assert got.dtype is dtype
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_experts_may_have_biases(backend: Backend) -> None:
+def test_experts_may_have_biases() -> None:
     generator = torch.Generator().manual_seed(4)
     x, gate_up, down, *biases = (
         torch.randn(shape, generator=generator)
         for shape in ((20, 12), (5, 2 * 16, 12), (5, 12, 16), (5, 2 * 16), (5, 12))
     )
-    experts, shares = backend.route(torch.randn(20, 5, generator=generator), 2, is_normalized=True)
+    experts, shares = reference.route(
+        torch.randn(20, 5, generator=generator), 2, is_normalized=True
+    )
     want = torch.zeros(20, 12)
     for token in range(20):
         for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
             gate, up = (gate_up[expert] @ x[token] + biases[0][expert]).chunk(2)
             want[token] += share * (down[expert] @ (silu(gate) * up) + biases[1][expert])
-    got = backend.expert_mlp(x, experts, shares, gate_up, down, SILU, (biases[0], biases[1]))
+    got = reference.expert_mlp(x, experts, shares, gate_up, down, SILU, (biases[0], biases[1]))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_shares_are_of_all_experts_or_of_the_chosen_ones(backend: Backend) -> None:
+def test_shares_are_of_all_experts_or_of_the_chosen_ones() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     likely = logits.softmax(dim=1)[0]
-    experts, shares = backend.route(logits, 2, is_normalized=False)
+    experts, shares = reference.route(logits, 2, is_normalized=False)
     assert experts.tolist() == [[1, 3]]
     torch.testing.assert_close(shares[0], likely[[1, 3]])
-    _, shares = backend.route(logits, 2, is_normalized=True)
+    _, shares = reference.route(logits, 2, is_normalized=True)
     torch.testing.assert_close(shares[0], likely[[1, 3]] / likely[[1, 3]].sum())

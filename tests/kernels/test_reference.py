@@ -1,4 +1,4 @@
-"""Tests of the reference alone: how it groups sequences; `test_operators` tests its results."""
+"""Conversions and draws of the reference; `test_operators` tests its other results."""
 
 from __future__ import annotations
 
@@ -13,21 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import SAMPLING, reference
 from kernels.cpu import backend as cpu
 from tests.kernels.draw_scenes import allowed_of
-from tests.kernels.scenes import check, scene
-
-
-def test_decode_of_many_is_one_group() -> None:
-    it = scene([(200, 1), (150, 1), (255, 1)])
-    check(it, None)
-    assert len(it.batch.scratch.of(reference.StepPlan).groups[None]) == 1
-
-
-def test_a_group_never_gathers_more_than_its_limit() -> None:
-    it = scene([(40, 1)] * 5 + [(50, 4)])
-    it.batch.scratch.of(reference.StepPlan).max_group_values = 4 * 64 * 16 * 2
-    check(it, None)
-    groups = it.batch.scratch.of(reference.StepPlan).groups[None]
-    assert [group.shape[0] for group in groups] == [2, 2, 1, 1]
 
 
 class CastsOfTorch211(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,8 +40,8 @@ def test_fp8_saturates_whatever_torch_makes_of_it(held: torch.dtype) -> None:
     torch.testing.assert_close(sent[0, 0, 0, 0].float(), want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("vocab", [50, reference.LARGE_VOCABULARY + 1])
-def test_tokens_are_sampled_as_on_the_cpu(vocab: int) -> None:
+def test_tokens_are_sampled_as_on_the_cpu() -> None:
+    vocab = 50
     draw = np.random.default_rng(7)
     rows = np.zeros(64, SAMPLING)
     rows["temperature"] = draw.choice([0.0, 0.7, 2.0], len(rows))

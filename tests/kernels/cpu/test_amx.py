@@ -29,9 +29,11 @@ ELSEWHERE = """
 import torch
 from kernels.cpu.bfloat16_methods import Way, known_ways
 from tests.kernels.cpu.test_attention_bfloat16 import attended
+from tests.kernels.cpu.test_linear_int8 import ELSEWHERE
 got, want = attended([(40, 40)], None, Way.VECTORS, head_dim=64)
 torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 assert known_ways() == [Way.VECTORS]
+exec(ELSEWHERE.format(ways=("avx2", "plain")))
 """
 
 

@@ -39,7 +39,7 @@ def test_an_operation_made_once_follows_its_items() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_of_any_size(block_size: int, dtype: torch.dtype) -> None:
     lens = [(1, 1), (2, 1), (63, 1), (64, 1), (65, 2), (129, 1), (67, 30)]
-    it = scene(lens, block_size=block_size, dtype=dtype, backend=cpu)
+    it = scene(lens, block_size=block_size, dtype=dtype)
     for window in (None, 5, 65):
         check(it, window, cpu)
 
@@ -48,5 +48,5 @@ def test_blocks_of_any_size(block_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 128])
 def test_rows_in_groups_of_every_size(shared: int, head_dim: int) -> None:
     lens = [(70, 1), (131, 1)]
-    it = scene(lens, num_heads=2 * shared, num_kv_heads=2, head_dim=head_dim, backend=cpu)
+    it = scene(lens, num_heads=2 * shared, num_kv_heads=2, head_dim=head_dim)
     check(it, None, cpu)

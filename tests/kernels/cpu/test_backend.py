@@ -12,10 +12,6 @@ from kernels.cpu import backend as cpu
 from tests.kernels.scenes import check, scene
 
 
-def test_it_serves_the_cpu() -> None:
-    assert kernels.backend_of("cpu") is cpu
-
-
 def test_more_query_heads_on_one_kv_head_than_an_item_has_rows() -> None:
     it = scene([(70, 1), (20, 20)], num_heads=100, num_kv_heads=1)
     check(it, None, cpu)
@@ -26,15 +22,6 @@ def test_a_query_that_is_a_slice_of_a_projection() -> None:
     wide = torch.randn(10, 4 + 7, 16)
     wide[:, :4] = it.query
     check(it._replace(query=wide[:, :4]), None, cpu)
-
-
-def test_queries_of_16_bits_over_a_pool_of_32() -> None:
-    it = scene([(40, 9), (7, 1)])
-    query = it.query.bfloat16()
-    got = cpu.paged_attention(query, it.pool, 1, it.batch, 0.25, None)
-    want = cpu.paged_attention(query.float(), it.pool, 1, it.batch, 0.25, None)
-    assert got.dtype is torch.bfloat16
-    assert torch.equal(got, want.bfloat16())
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

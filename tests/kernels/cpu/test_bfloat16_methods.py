@@ -29,9 +29,10 @@ def test_a_way_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 WITHOUT_TILES = """
 from kernels.cpu.bfloat16_methods import Way, best_way
-from tests.kernels.cpu import test_linear_bfloat16
+from kernels.cpu.linear_bfloat16 import PairedWeight
+from tests.kernels.cpu import test_linear
 assert best_way() is Way.DOTS
-test_linear_bfloat16.test_gate_and_up_in_one(True, Way.DOTS)
+test_linear.test_gate_and_up_in_one(True, PairedWeight, Way.DOTS)
 """
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
-from kernels import SILU, reference
+from kernels import reference
 from kernels.cpu.experts import Routes
 from kernels.cpu.linear import PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Program
-from kernels.cpu.rowwise import gate as gate_rows
 
 NUM_EXPERTS, WIDTH, SIZE = 12, 64, 48
 
@@ -48,44 +46,6 @@ def test_a_row_of_nan_goes_somewhere_and_spoils_no_other() -> None:
     routes = routes_of(logits, 2)
     assert 0 <= routes.experts.min() and routes.experts.max() < NUM_EXPERTS
     assert torch.equal(routes.shares[::2], want[::2])
-
-
-def mixed(
-    x: torch.Tensor, logits: torch.Tensor, gate_up: PackedWeight, down: PackedWeight
-) -> torch.Tensor:
-    """Return what three experts a token make of each row of x."""
-    routes, rows = Routes(len(x), NUM_EXPERTS, 3), 3 * len(x)
-    spread, wide = torch.full((rows, WIDTH), torch.nan), torch.full((rows, 2 * SIZE), torch.nan)
-    gated, out = torch.empty(rows, SIZE), torch.zeros(x.shape)
-    Program(
-        [
-            *routes.choose(logits, is_normalized=True),
-            routes.spread(x, spread),
-            gate_up.times(spread, wide, groups=routes.groups),
-            gate_rows(wide, gated, SILU),
-            down.times(gated, out, groups=routes.groups, is_by_token=True),
-        ]
-    ).run()
-    return out
-
-
-def test_what_experts_make_of_a_token_is_theirs_and_its_own() -> None:
-    x, logits = torch.randn(90, WIDTH), torch.randn(90, NUM_EXPERTS)
-    gate_up, down = (
-        torch.randn(NUM_EXPERTS, 2 * SIZE, WIDTH) / 8,
-        torch.randn(NUM_EXPERTS, WIDTH, SIZE) / 7,
-    )
-    packed = PackedWeight(gate_up), PackedWeight(down)
-    together = mixed(x, logits, *packed)
-    experts, shares = reference.route(logits, 3, is_normalized=True)
-    for token in range(0, 90, 7):
-        want = torch.zeros(WIDTH)
-        for expert, share in zip(experts[token], shares[token], strict=True):
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            want += share * (down[expert] @ (silu(gate) * up))
-        torch.testing.assert_close(together[token], want, rtol=1e-4, atol=1e-5)
-        some = slice(token, token + 5)
-        assert torch.equal(mixed(x[some], logits[some], *packed), together[some])
 
 
 @pytest.mark.parametrize("kind", [PackedWeight, PairedWeight])

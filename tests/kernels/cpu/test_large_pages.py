@@ -21,15 +21,6 @@ def test_a_copy_is_contiguous_and_has_the_numbers(rows: int, dtype: torch.dtype)
     assert rows == 0 or len({x.data_ptr(), copy.data_ptr(), again.data_ptr()}) == 3
 
 
-def test_a_copy_outlives_what_made_it() -> None:
-    copies = [
-        in_large_pages(torch.full((PAGE_BYTES,), value, dtype=torch.int8)) for value in (1, 2)
-    ]
-    first, second = (copy[:: PAGE_BYTES // 64] for copy in copies)
-    del copies
-    assert (first == 1).all() and (second == 2).all()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux")
 def test_a_large_copy_begins_a_page_and_asks_for_large_ones() -> None:
     copy = in_large_pages(torch.zeros(2 * PAGE_BYTES + 4096, dtype=torch.int8))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 from typing import NamedTuple
 
 import numpy as np
@@ -61,36 +59,6 @@ def test_an_operation_begins_when_the_one_before_is_done(num_threads: int, count
 
 def test_an_empty_program_does_nothing() -> None:
     Program([]).run()
-
-
-def test_a_program_can_be_run_again_and_after_a_sleep() -> None:
-    end, operations = steps(20)
-    program = Program(operations)
-    for _ in range(100):
-        operations[0].kept[0][:] = 0
-        program.run(3)
-        assert end.tolist() == after(20)
-    for _ in range(30):
-        # Long enough for the helpers to fall asleep; nothing depends on whether they do.
-        Event().wait(0.001)
-        operations[0].kept[0][:] = 0
-        program.run(3)
-        assert end.tolist() == after(20)
-
-
-def test_two_programs_at_a_time() -> None:
-    def work() -> bool:
-        end, operations = steps(20)
-        program = Program(operations)
-        for _ in range(80):
-            operations[0].kept[0][:] = 0
-            program.run(2)
-            if end.tolist() != after(20):
-                return False
-        return True
-
-    with ThreadPoolExecutor(3) as pool:
-        assert all(future.result() for future in [pool.submit(work) for _ in range(3)])
 
 
 class Weights(NamedTuple):

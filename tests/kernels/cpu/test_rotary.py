@@ -49,13 +49,3 @@ def test_heads_end_up_where_they_belong(
     reference.rotate_and_append(heads, still, expected, 1, batch)
     # What is stored is what torch rounds to, to the bit; other layers and slots are not touched.
     assert torch.equal(pool, expected)
-
-
-def test_no_token_is_changed_but_those_that_are_asked_for() -> None:
-    heads, rotation = torch.randn(80, NUM_HEADS + 2 * NUM_KV_HEADS, 16), torch.randn(80, 2, 8)
-    slots = torch.arange(80, dtype=torch.int32)
-    pool = torch.full((NUM_BLOCKS, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, 16), 7.0)
-    before = heads[70:].clone()
-    Program([rotary.rotate_and_append(heads[:70], rotation[:70], pool, 0, slots[:70])]).run()
-    assert torch.equal(heads[70:], before)
-    assert (pool[8, ..., 6:, :] == 7).all() and (pool[9:] == 7).all()

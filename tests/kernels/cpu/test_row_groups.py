@@ -12,55 +12,17 @@ from torch.nn.functional import pad
 
 from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.experts import Routes
-from kernels.cpu.linear import PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
-from kernels.cpu.program import Operation, Program
+from kernels.cpu.program import Program
 from kernels.cpu.row_groups import Groups, coming_weights, first_weights, in_stack, next_units
-from kernels.cpu.rows_int8 import to_planes
 from kernels.cpu.tasks import record_of
 from kernels.cpu.threads import next_chunk
-from tests.kernels.cpu.paired import WAYS
+from tests.kernels.cpu.weights import KINDS, Weight, gated_room, inputs_of, times
 
-Weight = PackedWeight | PairedWeight | Int8Weight
-# Of each kind of weight, with every way to multiply it.
-KINDS: list[tuple[type[Weight], Way | None]] = [
-    (PackedWeight, None),
-    *((PairedWeight, way) for way in WAYS),
-    (Int8Weight, Way.VECTORS),
-    (Int8Weight, None),
-]
 # Rows of each of some experts: none, one, less than a tile, between one tile and two, more.
 COUNTS = [3, 0, 1, 16, 33, 0, 40, 64, 2, 17, 0]
 K, N = 80, 3 * 32
-
-
-def inputs_of(kind: type[Weight], x: torch.Tensor) -> torch.Tensor:
-    inputs = kind.inputs(len(x), x.shape[1])
-    if kind is Int8Weight:
-        Program([to_planes(x, inputs)]).run()
-    else:
-        inputs.copy_(x)
-    return inputs
-
-
-def times(
-    weight: Weight,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    bias: torch.Tensor,
-    way: Way | None,
-    groups: Groups | None = None,
-    *,
-    is_by_token: bool = False,
-) -> Operation:
-    if isinstance(weight, PackedWeight):
-        return weight.times(
-            x, y, bias=bias, is_added=not is_by_token, groups=groups, is_by_token=is_by_token
-        )
-    return weight.times(
-        x, y, bias=bias, is_added=not is_by_token, groups=groups, is_by_token=is_by_token, way=way
-    )
 
 
 def routes_of(counts: list[int]) -> Routes:
@@ -113,7 +75,9 @@ def test_rows_are_added_to_those_of_their_tokens_in_the_same_bits_alone(
         routes = Routes(len(logits), experts, 4)
         Program(routes.choose(logits, is_normalized=True)).run()
         x = inputs_of(kind, rows)
-        Program([times(together, x, y, bias, way, routes.groups, is_by_token=True)]).run()
+        Program(
+            [times(together, x, y, bias, way, routes.groups, is_added=False, is_by_token=True)]
+        ).run()
         return routes.groups
 
     y = before.clone()
@@ -137,15 +101,11 @@ def test_gates_of_a_group_are_those_of_its_own_product(
     bias = torch.randn(len(COUNTS), N, generator=generator)
     routes, together = routes_of(COUNTS), kind(stack, is_gated=True)
     x = inputs_of(kind, torch.randn(sum(COUNTS), K, generator=generator))
-
-    def room(rows: int) -> torch.Tensor:
-        return kind.inputs(rows, N // 2) if kind is PairedWeight else torch.empty(rows, N // 2)
-
-    y = room(len(x))
+    y = gated_room(kind, len(x), N // 2)
     Program([together.times_gated(x, y, bias=bias, groups=routes.groups, way=way)]).run()
     start = 0
     for matrix, added, count in zip(stack, bias, COUNTS, strict=True):
-        end, want = start + count, room(count)
+        end, want = start + count, gated_room(kind, count, N // 2)
         alone = kind(matrix, is_gated=True)
         Program([alone.times_gated(x[start:end], want, bias=added, way=way)]).run()
         assert torch.equal(y[start:end], want)

@@ -74,19 +74,6 @@ def test_a_row_weighs_the_same_among_others() -> None:
     assert torch.equal(states[0], states[1].flip(0))
 
 
-def test_rows_are_shortened() -> None:
-    @njit
-    def call(*arguments):  # type: ignore[no-untyped-def]
-        rows_bfloat16.shorten(*arguments)
-
-    for size in (16, 64, 176):
-        row, out = torch.randn(size), torch.zeros(size + 16, dtype=torch.bfloat16)
-        factor = torch.tensor(0.3)
-        call(row.data_ptr(), np.float32(factor.item()), out.data_ptr(), size)
-        assert torch.equal(out[:size], (row * factor).bfloat16())
-        assert not out[size:].any()
-
-
 @pytest.mark.parametrize(
     ("activation", "want"),
     [

@@ -44,13 +44,6 @@ def test_norm_of_some_rows() -> None:
     assert torch.equal(normed(x, weight, rows), normed(x, weight)[rows.long()])
 
 
-def test_a_norm_may_be_added_to_what_is_there() -> None:
-    x, weight, out = torch.randn(9, 33), torch.randn(33), torch.randn(9, 33)
-    want = out + normed(x, weight)
-    Program([rowwise.norm(x, weight, 1e-6, out, is_added=True)]).run()
-    torch.testing.assert_close(out, want)
-
-
 def test_no_row_is_written_but_those_that_are_asked_for() -> None:
     x, weight, out = torch.randn(80, 2 * 64), torch.randn(2 * 64), torch.full((80, 128), 7.0)
     halves, token_ids = torch.full((80, 64), 7.0), torch.arange(80, dtype=torch.int32)
@@ -62,10 +55,6 @@ def test_no_row_is_written_but_those_that_are_asked_for() -> None:
         ]
     ).run()
     assert (out[70:] == 7).all() and (halves[70:] == 7).all()
-
-
-def test_norm_of_a_zero_row_is_zero() -> None:
-    assert not normed(torch.zeros(2, 16), torch.ones(16)).any()
 
 
 def test_what_products_read_in_16_bits_is_rounded_once() -> None:

@@ -78,28 +78,6 @@ def test_the_place_is_found_across_parts(size: int) -> None:
         assert sample(logits, settings_of([number] * size)) == list(range(size))
 
 
-def test_equal_weights_are_sampled_in_proportion() -> None:
-    size = 1200
-    numbers = (np.arange(size) + 0.5) / size
-    rows = torch.zeros(1, size).expand(size, -1)
-    assert sample(rows, settings_of(numbers)) == list(range(size))
-
-
-def test_logits_of_any_dtype_and_layout() -> None:
-    logits = torch.randn(700, 3).bfloat16().t()
-    rows = settings_of([0.5] * 3)
-    assert sample(logits, rows) == sample(logits.float().contiguous(), rows)
-
-
-def test_settings_of_every_other_row() -> None:
-    logits, rows = torch.randn(6, 50), settings_of(np.linspace(0, 0.9, 6))
-    assert sample(logits[::2].contiguous(), rows[::2]) == sample(logits, rows)[::2]
-
-
-def test_the_likeliest_is_the_first_of_equals() -> None:
-    assert cpu.draw(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0]])).tolist() == [1, 0]
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_largest_keeps_to_the_vocabulary(broken: float) -> None:
     for part in (1, 600):
@@ -127,16 +105,3 @@ def test_a_token_is_chosen_among_the_allowed(vocab: int, num_words: int) -> None
     assert expected[2] == -1
     assert sample(logits, rows, allowed) == expected
     assert sample(logits, rows, allowed, reference) == expected
-
-
-def test_the_likeliest_is_chosen_at_temperature_0() -> None:
-    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0], [-1.0, -2.0, 0.0]])
-    rows = settings_of([0.9] * 3, temperature=0.0, top_k=1, top_p=0.1, min_p=0.9)
-    assert sample(logits, rows) == sample(logits, rows, serving=reference) == [1, 0, 2]
-
-
-@pytest.mark.parametrize("broken", [math.nan, -math.inf])
-def test_a_broken_row_keeps_to_what_is_allowed(broken: float) -> None:
-    logits, allowed = torch.full((1, 64), broken), np.array([[0b1010, 0]], np.int32)
-    for changes in ({}, {"top_k": 1}, {"top_p": 0.5}, {"temperature": 0.0}):
-        assert sample(logits, settings_of([0.7], **changes), allowed)[0] in (1, 3)

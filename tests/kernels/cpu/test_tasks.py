@@ -25,7 +25,7 @@ from kernels.cpu.tasks import (
     Shared,
     allocate,
     compiled,
-    give_back,
+    free,
     layout_of,
     record_of,
     records_at,
@@ -102,11 +102,6 @@ def test_what_many_threads_write_has_a_cache_line_of_its_own() -> None:
 
 class Unknown(NamedTuple):
     name: str
-
-
-def test_a_field_of_another_type_has_no_layout() -> None:
-    with pytest.raises(KeyError):
-        layout_of(Unknown)
 
 
 class Pair(NamedTuple):
@@ -201,33 +196,48 @@ def test_one_process_compiles_and_the_others_wait_for_it_unless_it_dies(
     assert sorted(done.stdout) == sorted(b"011")
 
 
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+
+
+def make_file(home: Path, _: pytest.MonkeyPatch) -> None:
+    (home / "baton").touch()
+
+
+def fill_disk(_: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Directory, "save", full)
+
+
+def leave_home(_: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("XDG_CACHE_HOME")
+    patch.setattr(os.path, "expanduser", lambda path: path)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (make_file, "(Not a directory)"),
+        (fill_disk, "(No space left on device)"),
+        (leave_home, "~/.cache/baton/kernels (Could not determine home directory.)"),
+    ],
+)
 @pytest.mark.usefixtures("_compiled_anew")
 def test_a_cache_that_cannot_be_written_is_done_without_and_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    break_it: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tasks.say_not_kept.cache_clear()
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    tasks.warn_not_cached.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    break_it(tmp_path, monkeypatch)
     for _ in range(2):
         assert filled() == WANT
         compiled.cache_clear()
         threads.native.cache_clear()
     (said,) = caplog.messages
-    assert f"{tmp_path}/file/baton/kernels (Not a directory)" in said and "XDG_CACHE_HOME" in said
-
-
-@pytest.mark.usefixtures("_compiled_anew")
-def test_a_full_disk_is_named_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
-
-    tasks.say_not_kept.cache_clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Directory, "save", full)
-    assert filled() == WANT
-    assert "(No space left on device)" in caplog.text
+    assert reason in said and "XDG_CACHE_HOME" in said
 
 
 class RunsCode:
@@ -279,48 +289,17 @@ def test_a_damaged_file_is_named_removed_and_compiled_again(
     assert not (tmp_path / "was unpickled").exists()
 
 
-@pytest.mark.usefixtures("_compiled_anew")
-def test_nobodys_home_is_named_too(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def homeless(path: str) -> str:
-        return path
-
-    tasks.say_not_kept.cache_clear()
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", homeless)
-    assert filled() == WANT
-    assert "~/.cache/baton/kernels (Could not determine home directory.)" in caplog.text
-
-
-def test_numbas_own_cache_directory_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    assert filled() == WANT
-    assert list(tmp_path.iterdir()) == []
-
-
 COMPUTE = """
-import numpy as np
 import torch
-from kernels import SAMPLING
-from kernels.cpu import backend
-from tests.kernels.scenes import scene
+from kernels.cpu.program import Program
+from kernels.cpu.rowwise import norm
 
-it = scene([(70, 3), (150, 130)], head_dim=32)
-print(backend.paged_attention(it.query, it.pool, 1, it.batch, 0.2, None).numpy().tobytes().hex())
-settings = np.empty(300, SAMPLING)
-for name, value in (("temperature", 1.0), ("top_k", 0), ("top_p", 0.6), ("min_p", 0.0)):
-    settings[name] = value
-settings["uniform"] = np.linspace(0, 1, 300, endpoint=False)
-logits = torch.randn(1, 600, generator=torch.Generator().manual_seed(1)) / 10
-rows = torch.from_numpy(settings.view(np.int64).reshape(300, -1))
-print(backend.draw(logits.expand(300, -1), rows).tolist())
+x, out = torch.randn(2, 70, 577, generator=torch.Generator().manual_seed(1))
+Program([norm(x, x[0], 1e-6, out)]).run()
+print(out.numpy().tobytes().hex())
 """
 
 
-@pytest.mark.timeout(300)  # compiles everything of attention
 def test_a_process_that_compiles_computes_what_one_does_that_finds_it_compiled(
     tmp_path: Path,
 ) -> None:
@@ -353,9 +332,9 @@ def _take_rooms(a: _Rooms, _thread: int) -> None:
         other = allocate(1000)
         longs_at(a.found)[index] = other
         longs_at(other)[0] = -1
-        give_back(other)
+        free(other)
     longs_at(a.found)[a.num_rooms] = longs_at(first)[0]
-    give_back(first)
+    free(first)
 
 
 def test_memory_is_a_tasks_own_until_it_gives_it_back() -> None:

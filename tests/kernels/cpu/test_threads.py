@@ -144,7 +144,3 @@ def test_the_last_chunks_are_the_smallest(num_threads: int) -> None:
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == MAX_CHUNK
     assert counts[-num_threads:] == [1] * num_threads
-
-
-def test_one_thread_has_nobody_to_wait_for() -> None:
-    assert [count for _, _, count in taken(30, 1, [])] == [8, 8, 8, 4, 2]

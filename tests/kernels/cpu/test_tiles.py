@@ -65,11 +65,3 @@ def test_sums_are_those_of_one_tile(
         4 * columns, rows, STEPS, near, is_added, panels.data_ptr(),
     )  # fmt: skip
     assert torch.equal(y, want.to(y.dtype))
-
-
-@pytest.mark.parametrize(
-    ("rows", "panels", "want"),
-    [(1, 5, 4), (16, 4, 4), (16, 3, 2), (17, 8, 2), (900, 1, 1), (2, 1, 1)],
-)
-def test_few_rows_meet_more_panels(rows: int, panels: int, want: int) -> None:
-    assert together(rows, panels) == want

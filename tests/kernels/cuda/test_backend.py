@@ -17,8 +17,7 @@ from kernels.cuda.launch import Launch
 from tests.kernels import draw_scenes
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
-from tests.kernels.shim.backend import GPU
-from tests.kernels.shim.cupy import CONTEXTS, MULTIPROCESSORS, STREAMS, Cupy, standing_in
+from tests.kernels.shim.cupy import CONTEXTS, STREAMS, Cupy, standing_in
 from tests.kernels.shim.cupy import cupy as cupy
 
 
@@ -67,12 +66,6 @@ def test_what_is_called_of_cupy_is_there() -> None:
     called = (cupy.cuda.Device, cupy.cuda.runtime.free, cupy.cuda.driver.ctxGetCurrent)
     assert all(map(callable, (*called, cupy.cuda.driver.ctxSetCurrent, cupy.RawModule)))
     assert cupy.RawKernel.kernel and cupy.cuda.Function.ptr
-
-
-def test_a_source_holds_its_header_once() -> None:
-    for source in ("attention", "attention_hopper", "kv", "rowwise", "sampling"):
-        text = cuda.source_text(source)
-        assert '#include "' not in text and text.count("PRIM void copies_commit") == 1
 
 
 def test_operators_start_their_kernels(cupy: Cupy) -> None:
@@ -129,12 +122,6 @@ def test_all_but_the_first_launch_of_a_kernel_are_one_call_of_the_driver(
         cupy.calls.clear()
         cuda.start(torch.device("cuda", 0), 2 * a_norm())
         assert cupy.calls == ["ctxGetCurrent", "launchKernel", "launchKernel"]
-
-
-def test_what_a_device_has_for_tiles(cupy: Cupy) -> None:
-    assert [cuda.gpu(index) for index in (0, 1)] == [
-        GPU._replace(multiprocessors=n) for n in MULTIPROCESSORS
-    ]
 
 
 def test_the_kernel_that_cannot_be_started_is_the_last_one_noted(

@@ -1,4 +1,4 @@
-"""The stream beside the one that computes; what it promises of time shows on a GPU only."""
+"""Streams for copies, simulated; `tests/gpu/verify.py` tries them on a GPU."""
 
 from __future__ import annotations
 
@@ -9,40 +9,11 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import KernelError, reference
+from kernels import reference
 from kernels.cuda import launch
 from kernels.cuda.copy_streams import IN_FLIGHT, SideStream, lane_of
-from tests.gpu.timing import spend
-from tests.kernels.backends import require_gpu
 from tests.kernels.shim.cupy import Cupy
 from tests.kernels.shim.cupy import cupy as cupy
-
-
-@pytest.fixture
-def lane() -> SideStream:
-    require_gpu()
-    return SideStream(torch.device("cuda", 0))
-
-
-@pytest.mark.gpu
-def test_work_waits_for_what_was_marked_and_is_done_at_the_end(lane: SideStream) -> None:
-    source = torch.zeros(1 << 20, device="cuda")
-    target = lane.pinned(source.shape, source.dtype)
-    assert target.is_pinned()
-    spend(20_000_000)  # the stream that computes is late
-    source.fill_(7)
-    lane.mark()
-    spend(2_000_000_000)  # the next step
-    with lane.working():
-        target.copy_(source, non_blocking=True)
-    assert bool((target == 7).all())
-    assert not torch.cuda.default_stream().query(), "it waited for a step that was asked for later"
-
-
-@pytest.mark.gpu
-def test_a_pool_that_no_kernel_serves_is_refused(lane: SideStream) -> None:
-    with pytest.raises(KernelError, match="block_size is 12"):
-        lane.require(torch.zeros(2, 1, 2, 1, 12, 64, dtype=torch.bfloat16, device="cuda"))
 
 
 def test_a_lane_starts_kernels_on_its_device(cupy: Cupy) -> None:

@@ -67,15 +67,6 @@ def test_what_a_device_could_not_load_is_refused(
         copy_pieces(lane, source.ctypes.data, places, size, 7, source.ctypes.data, targets)
 
 
-def test_pieces_wait_for_the_step_that_was_marked_and_for_no_later_one(lane: CpuLane) -> None:
-    source, target = memory(4, 64), np.zeros(64, np.uint8)
-    lane.compute(lambda: source.fill(1))
-    lane.mark()
-    lane.compute(lambda: source.fill(2))
-    copy_pieces(lane, source.ctypes.data, [0], 64, 7, target.ctypes.data, [0])
-    assert (target == 1).all() and len(lane.computing) == 1
-
-
 def test_a_digest_is_of_the_copy_though_the_source_changes_meanwhile(lane: CpuLane) -> None:
     # A thread copies units that lie 2048 bytes apart.  Here it writes each where it reads the next.
     source, size = memory(5), 6 * 2048

@@ -12,9 +12,7 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.cuda import backend as cuda
-from kernels.cuda import pinned
 from kernels.cuda import prompt_attention as prompts
-from kernels.cuda.pinned import Ints
 from kernels.cuda.prompt_attention import Way
 from tests.kernels.scenes import check, scene, sinks_of
 from tests.kernels.shim.cupy import Cupy
@@ -87,19 +85,6 @@ def test_what_has_a_past_a_window_a_cap_or_sinks_is_our_kernel_s(cupy: Cupy) -> 
     assert len(cupy.launched) == 2 * 4
 
 
-def test_layers_share_one_upload_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    it, uploaded = scene(PROMPTS, head_dim=64, dtype=torch.bfloat16), list[int]()
-
-    def upload(tables: list[Ints], device: torch.device) -> list[torch.Tensor]:
-        uploaded.append(len(tables))
-        return pinned.upload(tables, device)
-
-    monkeypatch.setattr(prompts, "upload", upload)
-    for layer in range(2):
-        prompts.flash(it.query, it.pool[:, layer], it.batch, 0.125)
-    assert uploaded == [len(PROMPTS)]
-
-
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cuda.HOPPER)
     monkeypatch.setattr(cuda, "is_verified", lambda kernel, _: kernel == "attend_wide")
@@ -162,12 +147,3 @@ def test_a_wide_kernel_that_does_not_do_as_the_other_is_never_used(
     cupy.launched.clear()
     check(it, None, cuda)
     assert {name.partition("<")[0] for *_, name in cupy.launched} == {"attend"}
-
-
-def test_heads_that_are_no_panels_are_not_tried_the_wide_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    on_hopper(monkeypatch)
-    for head_dim, dtype in ((80, torch.bfloat16), (64, torch.float32)):
-        pool = torch.zeros(1, 1, 2, 1, 16, head_dim, dtype=dtype)
-        assert cuda.measure_prompts(pool, 1, wide_first)[0] == (0, Way.OURS)

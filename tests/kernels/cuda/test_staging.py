@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernels import ShapeError, reference
 from kernels.cuda import staging
 from kernels.cuda.copy_streams import IN_FLIGHT
-from kernels.cuda.staging import ALWAYS_PLAIN, SIZES, Staging, Table, Way, choose, fastest, measure
+from kernels.cuda.staging import ALWAYS_PLAIN, SIZES, Staging, Table, Way, choose, measure
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
 
@@ -193,20 +193,6 @@ def test_a_size_goes_the_way_of_the_nearest_one() -> None:
     assert choose(table, 31 << 10) is Way.DIRECT and choose(table, 33 << 10) is Way.PLAIN
     assert choose(table, 255 << 10) is Way.PLAIN and choose(table, 257 << 10) is Way.STAGED
     assert choose(table, 1 << 40) is Way.STAGED
-
-
-@pytest.mark.parametrize(
-    ("plain", "direct", "staged", "wanted"),
-    [
-        (3.0, 1.0, 2.0, Way.DIRECT),
-        (1.0, 3.0, 2.0, Way.PLAIN),
-        (3.0, 2.0, 1.0, Way.STAGED),
-        (3.0, 1.0, 1.09, Way.STAGED),  # nearly as fast, and it takes no multiprocessor
-        (3.0, 1.0, 1.11, Way.DIRECT),
-    ],
-)
-def test_the_faster_way_is_taken(plain: float, direct: float, staged: float, wanted: Way) -> None:
-    assert fastest({Way.PLAIN: plain, Way.DIRECT: direct, Way.STAGED: staged}) is wanted
 
 
 @given(

@@ -1,6 +1,6 @@
 """The CUDA kernels as a backend on the CPU: the same .cu, compiled by g++ against cuda_cpu.h.
 
-What the host decides (`kernels.cuda.launch`) is the real thing; only the launch itself is replaced.
+The host's side (`kernels.cuda.backend`) is the real thing; only the launch itself is replaced.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
-import math
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from kernels import reference
-from kernels.contract import Activation, PagedBatch
-from kernels.cuda import launch, sampling
+from kernels.cuda import backend as cuda
 from kernels.cuda.backend import source_text
 from kernels.cuda.launch import Launch
+from kernels.cuda.prompt_attention import Way
 from kernels.cuda.tiling import Gpu
 
 HERE = Path(__file__).parent
@@ -117,18 +119,27 @@ def _compile(target: Path, arguments: Sequence[str], program: str) -> None:
     made.replace(target)
 
 
-def between_margins(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (a run with margins, the tensor of that shape in its midst); all is UNTOUCHED."""
-    size = math.prod(shape)
-    whole = torch.full((MARGIN + size + MARGIN,), UNTOUCHED, dtype=dtype)
-    return whole, whole[MARGIN : MARGIN + size].view(*shape)
+class Margins(TorchFunctionMode):
+    """Puts margins around new tensors, which no kernel may write to; all is UNTOUCHED at first."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[torch.Tensor] = []
 
-def checked(whole: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return `out`, whose margins nothing may have written to."""
-    for margin in (whole[:MARGIN], whole[-MARGIN:]):
-        assert (margin.float() == UNTOUCHED).all(), "written beyond the result"
-    return out
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **kwargs or {})
+        if func not in (torch.empty, torch.empty_like, torch.Tensor.new_empty):
+            return made
+        whole = torch.full((MARGIN + made.numel() + MARGIN,), UNTOUCHED, dtype=made.dtype)
+        self._made.append(whole)
+        return whole[MARGIN : MARGIN + made.numel()].view(made.shape)
+
+    def check(self) -> None:
+        for whole in self._made:
+            for margin in (whole[:MARGIN], whole[-MARGIN:]):
+                assert (margin.float() == UNTOUCHED).all(), "written beyond the result"
 
 
 class Shim:
@@ -156,107 +167,20 @@ class Shim:
         }
         self._order, self._late, self._seed, self._gpu = order, late, 0, gpu
 
-    check_pool = staticmethod(launch.check_pool)
-    route, expert_mlp = staticmethod(reference.route), staticmethod(reference.expert_mlp)
+    def __getattr__(self, name: str) -> Any:
+        """Return an operator of `kernels.cuda.backend` that starts its kernels here."""
+        operator = partial(cuda.attend, Way.OURS) if name == "paged_attention" else vars(cuda)[name]
 
-    def rotate_and_append(
-        self,
-        heads: torch.Tensor,
-        rotation: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        batch: PagedBatch,
-        norm: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> torch.Tensor:
-        num_tokens, num_rows, head_dim = heads.shape
-        shape = (num_tokens, num_rows - 2 * pool.shape[3], head_dim)
-        whole, query = between_margins(shape, heads.dtype)
-        self.run(launch.rotate_and_append(heads, rotation, pool, layer, batch, query, norm, eps))
-        return checked(whole, query)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            host: dict[str, Any] = {"start": lambda _, launches: self.run(launches)}
+            # So few thread blocks that each takes several rows.
+            host |= {"gpu": lambda _: self._gpu, "GATE_BLOCKS_PER_MULTIPROCESSOR": 1}
+            with patch.multiple(cuda, **host), Margins() as made:
+                result = operator(*args, **kwargs)
+            made.check()
+            return result
 
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        whole, out = between_margins(query.shape, query.dtype)
-        out.fill_(float("nan"))
-        self.run(
-            launch.attention(
-                query,
-                pool,
-                layer,
-                batch,
-                out,
-                scale=scale,
-                window=window,
-                cap=cap,
-                sinks=sinks,
-                gpu=self._gpu,
-            )
-        )
-        return checked(whole, out)
-
-    def pack_kv(
-        self,
-        pool: torch.Tensor,
-        block_table: Sequence[int],
-        layers: range,
-        tokens: range,
-        dtype: torch.dtype,
-        heads: range,
-    ) -> torch.Tensor:
-        shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
-        whole, segment = between_margins(shape, dtype)
-        self.run(launch.move(pool, block_table, layers, heads, tokens, segment, into_pool=False))
-        return checked(whole, segment)
-
-    def unpack_kv(
-        self,
-        pool: torch.Tensor,
-        block_table: Sequence[int],
-        layers: range,
-        tokens: range,
-        segment: torch.Tensor,
-        heads: range,
-    ) -> None:
-        segment = segment.contiguous()
-        self.run(launch.move(pool, block_table, layers, heads, tokens, segment, into_pool=True))
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        whole, out = between_margins(x.shape, x.dtype)
-        self.run(launch.norm(x, weight, eps, out))
-        return checked(whole, out)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        whole, out = between_margins(x.shape, x.dtype)
-        self.run(launch.norm(x, weight, eps, out, added))
-        return checked(whole, out)
-
-    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        whole, out = between_margins(shape, gate_up.dtype)
-        self.run(launch.gate(gate_up, out, activation, wanted_blocks=24))
-        return checked(whole, out)
-
-    def draw(
-        self,
-        logits: torch.Tensor,
-        settings: torch.Tensor | None = None,
-        allowed: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        whole, drawn = between_margins((len(logits),), torch.int64)
-        self.run(sampling.draw(logits, settings, allowed, drawn))
-        return checked(whole, drawn)
+        return call
 
     def run(self, launches: list[Launch]) -> None:
         for it in launches:

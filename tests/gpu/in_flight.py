@@ -1,4 +1,4 @@
-"""Steps in flight: the texts of an engine that does not wait for them."""
+"""An engine with steps in flight generates the texts of one that waits for each step."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _executor(settings: Settings) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as scratch:
         path = make_model(Path(scratch), seed=1)
         if settings.backend == "cuda":
-            yield create(model_path=path, model_name="flights", fingerprint="", device="cuda")
+            yield create(model_path=path, model_name="in flight", fingerprint="", device="cuda")
         else:
             with gpu_on_cpu():
                 yield executor_of(path)
 
 
 def _texts(settings: Settings) -> Figures:
-    draw = settings.random("flights")
+    draw = settings.random("in flight")
     requests = [
         ([draw.randrange(10, 200) for _ in range(draw.randint(1, 20))], draw.randint(1, 25))
         for _ in range(settings.size(40, 5))
     ]
-    told: list[list[tuple[int, int]]] = []
+    texts: list[list[tuple[int, int]]] = []
     for waits in (True, False):
         with _executor(settings) as executor:
             engine = Engine(executor, num_blocks=200, block_size=16)
@@ -57,10 +57,10 @@ def _texts(settings: Settings) -> Figures:
                 tokens += [it for _ in range(3) for it in _stepped(engine)]
             while engine.has_work():
                 tokens += _stepped(engine)
-        told.append(sorted(tokens, key=lambda it: it[0]))
-    if told[0] != told[1]:
-        raise Wrong("an engine that does not wait for steps tells other texts")
-    return {"tokens": len(told[0])}
+        texts.append(sorted(tokens, key=lambda it: it[0]))
+    if texts[0] != texts[1]:
+        raise Wrong("the texts of an engine that does not wait for steps differ")
+    return {"tokens": len(texts[0])}
 
 
 def _stepped(engine: Engine) -> list[tuple[int, int]]:
