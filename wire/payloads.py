@@ -95,8 +95,8 @@ class Load(Map, frozen=True, kw_only=True):
 
     `step_ms` is how long the current step has been running.  A step takes about `step_s` seconds,
     plus `token_s` for each prompt token and `sequence_s` for each generating sequence in it; None
-    means not measured yet.  `stored` and `evicted` are prefix hashes (`wire.prefix`) of blocks added
-    to and removed from the prefix cache.
+    means not measured yet.  `stored` and `evicted` are prefix hashes (`wire.prefix`) of blocks
+    added to and removed from the prefix cache.
     """
 
     total: Count

@@ -1,18 +1,18 @@
-"""A running mean, for what the router measures of its workers and requests."""
+"""A running mean, for measurements of workers and requests."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# The weight of the latest of many values.
+# The weight of the latest value, once there are many.
 LATEST: Final = 1 / 32
 
 
 class Mean:
-    """The mean of the values so far, in which late ones weigh more than early ones.
+    """An exponential moving average that starts as the plain mean.
 
     Attributes:
-        value: None before the first, unless there is a guess; it weighs as one value.
+        value: None before the first value, unless a guess is given, which counts as one value.
     """
 
     def __init__(self, guess: float | None = None) -> None:

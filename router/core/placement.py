@@ -158,18 +158,18 @@ class Placement:
         return choose(prefills, decodes, prompt, self._max_running)
 
     def learn(self, worker: Worker, usage: Usage) -> None:
-        """Learn from an answer of this decode worker how long answers and bytes of KV take."""
+        """Update the mean answer length and the worker's transfer time per byte."""
         self._answer.add(usage.completion_tokens)
         if usage.kv_transfer_seconds and usage.kv_bytes:
             worker.kv_byte_s.add(usage.kv_transfer_seconds / usage.kv_bytes)
 
     def _may_be_local(self, state: RequestState) -> bool:
-        """Whether one worker may do it all: it has to know when to end."""
+        """Whether one worker may serve the request alone: its number of tokens must be known."""
         is_known = state.is_decode_asked and state.new_tokens is not None
         return self._local_prefill and is_known
 
     def _prompt(self, state: RequestState, now: float) -> Prompt:
-        """Return what there is to know about a request for its placement."""
+        """Return the properties of a request that its placement depends on."""
         sizes = {worker.detail.block_size for worker in self._fleet if worker.is_ready}
         held: dict[bytes, int] = {}
         for size in sizes:
@@ -286,7 +286,7 @@ class Placement:
         return others or workers
 
     def on_read(self, attempt: Attempt, cached_tokens: int, now: float) -> None:
-        """Learn from PREFILL_DONE: the worker held `cached_tokens` and has read the others."""
+        """Record a PREFILL_DONE: `cached_tokens` were cached, and the rest was prefilled."""
         if attempt.is_reading:
             attempt.reader.reading_since = now
             self._cached.add(cached_tokens)
@@ -306,9 +306,9 @@ class Placement:
                 attempt.decode.settle(attempt.request_id)
 
     def _correct(self, attempt: Attempt, worker: Worker, cached_tokens: int) -> None:
-        """Forget that a worker holds a prompt if it held less of it than the router thought.
+        """Remove a prompt from the index if the worker had cached less of it than expected.
 
-        Its cache may be off, or smaller than it seems.  Heartbeats tell what it does hold.
+        Its prefix cache may be disabled.  Heartbeats report the blocks that it has.
         """
         size = worker.detail.block_size
         if attempt.seq_len - cached_tokens >= attempt.num_unread + size:

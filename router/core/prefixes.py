@@ -1,9 +1,10 @@
-"""The prefixes whose KV each worker holds, as far as the router knows.
+"""Index of the prefixes that each worker has cached, as far as the router knows.
 
-Each worker has a set of prefix hashes (`wire.prefix`), at most as many as it has blocks, or
-`max_held`; the oldest go first.  Heartbeats report stored and evicted blocks; the blocks of a
-placed request are added at once, for equal prompts before the next heartbeat.  A wrong entry costs
-a transfer or a reading, never a wrong answer: the worker itself says what it holds.
+For each worker it has a set of prefix hashes (`wire.prefix`), at most as many as the worker has
+blocks and at most `max_held`; when the set is full, the oldest hash is dropped.  Heartbeats report
+stored and evicted blocks.  The blocks of a placed request are added at once, so that equal prompts
+match before the next heartbeat.  A wrong entry costs time but never gives a wrong result: the
+worker checks its own cache.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
-# Hashes kept per worker, however many blocks it claims: 40 MB of the router's memory.
+# The most hashes for one worker, whatever its number of blocks: 40 MB of the router's memory.
 MAX_HELD: Final = 1 << 18
 
 
@@ -21,7 +22,7 @@ class PrefixIndex:
 
     def __init__(self, max_held: int = MAX_HELD) -> None:
         self._max_held = max_held
-        # OrderedDict: finding the oldest in a dict would pass over all that were dropped before.
+        # OrderedDict removes the oldest entry in O(1); a dict would scan all removed ones.
         self._held: dict[bytes, OrderedDict[int, None]] = {}
         self._capacity: dict[bytes, int] = {}
 
@@ -40,17 +41,17 @@ class PrefixIndex:
         return len(self._held.get(identity, ()))
 
     def store(self, identity: bytes, hashes: Sequence[int]) -> None:
-        """Note that the worker holds these blocks of one prompt, or will soon."""
+        """Add blocks of one prompt that the worker has cached, or will have soon."""
         held = self._held.get(identity)
         if held is None:
             return
-        # Backwards, so that the last block is dropped first: without the first, none is usable.
+        # In reverse order, so that the last block is dropped first: a prefix needs its first block.
         held.update(dict.fromkeys(reversed(hashes)))
         for _ in range(len(held) - self._capacity[identity]):
             held.popitem(last=False)
 
     def evict(self, identity: bytes, hashes: Iterable[int]) -> None:
-        """Note that the worker has evicted these blocks."""
+        """Remove blocks that the worker has evicted."""
         held = self._held.get(identity)
         if held is None:
             return
@@ -58,7 +59,7 @@ class PrefixIndex:
             held.pop(value, None)
 
     def matches(self, hashes: Sequence[int]) -> dict[bytes, int]:
-        """Return how many leading blocks of a prompt each worker holds, if it holds any."""
+        """Return how many leading blocks of a prompt each worker has cached, where not 0."""
         if not hashes:
             return {}
         first = hashes[0]
@@ -70,10 +71,10 @@ class PrefixIndex:
 
 
 def _num_held(held: Container[int], hashes: Sequence[int]) -> int:
-    """Return the number of leading blocks held, of which there is one at least.
+    """Return the number of leading blocks in `held`, given that the first one is.
 
-    A binary search: workers evict the end of a prefix before its beginning, so one that holds a
-    block is taken to hold those before it.
+    This is a binary search: workers evict the end of a prefix before its beginning, so a worker
+    that has a block is assumed to have all blocks before it.
     """
     low, end = 1, len(hashes)
     while low < end:

@@ -1,8 +1,8 @@
-"""What the steps of this engine take, learnt from each of them, for the router's placement.
+"""Measured costs of engine steps, which routers use to place requests.
 
 A line is fitted by least squares: seconds = step_s + token_s x prompt tokens + sequence_s x
-sequences that generate.  Late steps weigh more, so that the figures follow the length of contexts
-and the load of the machine.
+generating sequences.  Recent steps weigh more, so that the costs follow the context length and the
+load of the machine.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-# The weight of a step is this much of that of the next: half after 140 steps.
+# Each step reduces the weight of earlier ones by this factor: to a half after 140 steps.
 KEPT: Final = 0.995
-# A little weight for figures of 0.  Where all steps are alike, it gives their time to the tokens or
-# sequences in them rather than to the step.
+# Ridge regression: where all steps are alike, the duration is attributed to the tokens or sequences
+# in them rather than to the step itself.
 RIDGE: Final = 1e-3
 
 
 class Speed(NamedTuple):
-    """The seconds of a step, and those more for each prompt token and each sequence in it."""
+    """Duration of a step in seconds, and what each prompt token and each sequence adds."""
 
     step_s: float | None = None
     token_s: float | None = None
@@ -27,14 +27,14 @@ class Speed(NamedTuple):
 
 
 class StepCosts:
-    """Sums over all steps; only the engine's thread calls `observe`."""
+    """Least-squares sums over all steps; only the engine thread may call `observe`."""
 
     def __init__(self) -> None:
-        # Of 1, tokens, sequences, their squares and products, and of each times the seconds.
+        # Sums of 1, tokens, sequences, their squares and products, and of each times the seconds.
         self._sums = (0.0,) * 9
 
     def observe(self, seconds: float, num_prompt_tokens: int, num_sequences: int) -> None:
-        """Learn from one step."""
+        """Add the duration of one step."""
         n, t, s, tt, ts, ss, y, ty, sy = self._sums
         self._sums = (
             KEPT * n + 1,
@@ -49,7 +49,7 @@ class StepCosts:
         )
 
     def speed(self) -> Speed:
-        """Return the figures, None for those that no step of late has shown.  From any thread."""
+        """Return the fitted costs, None where no recent step had any; thread-safe."""
         n, t, s, tt, ts, ss, y, ty, sy = self._sums
         if n < 1:
             return Speed()

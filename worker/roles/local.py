@@ -1,7 +1,7 @@
-"""Requests that a decode worker reads itself: no KV is sent.
+"""Local requests: a decode worker prefills the prompt itself, and no KV is transferred.
 
-PREFILL_REQUEST names this worker's own rank.  The engine reads the prompt and goes on to generate;
-PREFILL_DONE has the first token, and no DECODE_REQUEST follows.  SPEC 4.1.
+PREFILL_REQUEST has this worker's own rank.  The engine prefills the prompt and continues to
+generate; PREFILL_DONE carries the first token, and no DECODE_REQUEST follows.  SPEC 4.1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Post = Callable[[Callable[[Engine], None]], object]
 
 @dataclass(slots=True, eq=False)
 class LocalRequest:
-    """One request from PREFILL_REQUEST to its last token."""
+    """One local request, from PREFILL_REQUEST to its last token."""
 
     router: RouterLink
     request_id: int
@@ -33,7 +33,7 @@ class LocalRequest:
 
 
 class LocalRequests:
-    """The requests that this worker serves alone.  On the event loop."""
+    """All local requests of this worker.  Runs on the event loop."""
 
     def __init__(self, post: Post, on_failed: Callable[[LocalRequest, WireError], None]) -> None:
         self._post = post
@@ -51,17 +51,17 @@ class LocalRequests:
         return self._requests.keys()
 
     def add(self, router: RouterLink, frame: PrefillRequest, message: Message) -> None:
-        """Give a prompt to the engine.  Raises WireError for a bad payload."""
+        """Add a prompt to the engine.  Raises WireError for an invalid payload."""
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         if options.max_tokens is None:
-            text = "a prompt that is read and answered by one worker needs max_tokens"
+            text = "PREFILL_REQUEST with the rank of its own receiver needs max_tokens"
             raise WireError(ErrorCode.PROTOCOL, text)
         self._requests[frame.request_id] = LocalRequest(router, frame.request_id)
         sequence = Sequence(frame.request_id, token_ids, options)
         self._post(lambda engine: engine.add(sequence))
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request; ignore an unknown id."""
+        """Cancel a request; unknown ids are ignored."""
         if self._requests.pop(request_id, None) is not None:
             self._post(lambda engine: engine.cancel(request_id))
 
@@ -71,7 +71,7 @@ class LocalRequests:
                 self.cancel(request.request_id)
 
     def on_output(self, output: Output, steps: Steps) -> None:
-        """Handle an output of the engine about one of these requests."""
+        """Process an engine output for one of these requests."""
         request = self._requests[output.request_id]
         match output:
             case Started():

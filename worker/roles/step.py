@@ -1,4 +1,4 @@
-"""The tokens and ends of one engine step, in as few messages as possible."""
+"""Sends the tokens of one engine step to routers, in as few messages as possible."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from worker.link import RouterLink
 
 @dataclass(slots=True)
 class Step:
-    """The tokens and ends of one engine step for one router."""
+    """The tokens and finished requests of one engine step, for one router."""
 
     tokens: list[Frame] = field(default_factory=list)
     logprobs: list[Logprobs | None] = field(default_factory=list)
     ends: list[tuple[int, Usage]] = field(default_factory=list)
 
     def send(self, router: RouterLink) -> None:
-        """Send the tokens in as few messages as possible, then the ends."""
+        """Send the tokens in as few messages as possible, then DECODE_DONE of finished requests."""
         for start in range(0, len(self.tokens), MAX_HEADERS):
             logprobs = self.logprobs[start : start + MAX_HEADERS]
             wanted = any(entry is not None for entry in logprobs)
@@ -31,7 +31,7 @@ class Step:
 
 
 class Steps:
-    """One engine step for all routers."""
+    """The tokens and finished requests of one engine step, for all routers."""
 
     def __init__(self) -> None:
         self._steps: dict[RouterLink, Step] = {}
@@ -45,7 +45,7 @@ class Steps:
         self._of(router).ends.append((request_id, usage))
 
     def send(self) -> None:
-        """Send to each router its tokens, then its ends."""
+        """Send each router its tokens, then DECODE_DONE of its finished requests."""
         for router, step in self._steps.items():
             step.send(router)
 
