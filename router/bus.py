@@ -130,7 +130,7 @@ class Bus:
             self.lose(peer, "its queue is full")
         if now >= self._next_beat:
             self._next_beat = now + self.fleet.heartbeat_s
-            self.fleet.compare()
+            self.fleet.update_costs()
             for role in (Role.PREFILL, Role.DECODE):
                 for worker in self.fleet.live(role):
                     self.send(worker.identity, Heartbeat(0, len(worker.attempts), 0))

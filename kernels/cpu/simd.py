@@ -269,7 +269,10 @@ def _dots(
 
 @instruction(types.void, types.int64, types.int64, types.int64, types.int64)
 def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) -> None:
-    """Round float32 to the nearest 16-bit elements, ties to even; count a multiple of WIDTH."""
+    """Emit the loop that rounds `count` float32 numbers to bfloat16 or float16, ties to even.
+
+    `count` must be a multiple of WIDTH.
+    """
     kinds = {BFLOAT16: b.append_basic_block("bfloat16"), FLOAT16: b.append_basic_block("float16")}
     end = b.append_basic_block("end")
     b.cbranch(b.icmp_signed("==", element, i64(BFLOAT16)), kinds[BFLOAT16], kinds[FLOAT16])

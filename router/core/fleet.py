@@ -76,7 +76,7 @@ class Worker:
     num_others: int = 0
 
     # Measured costs in seconds: of a step, of each prompt token and each sequence in it, and of a
-    # byte of KV sent to the worker.  `Fleet.compare` fills in what is not measured yet.
+    # byte of KV sent to the worker.  `Fleet.update_costs` fills in what is not measured yet.
     step_s: float = 0.0
     token_s: float = 0.0
     sequence_s: float = 0.0
@@ -284,7 +284,7 @@ class Fleet:
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)
         self._note_limits()
-        self.compare()
+        self.update_costs()
         return Joined(worker, replaced)
 
     def heartbeat(self, identity: bytes, beat: Heartbeat, load: Load, now: float) -> Worker | None:
@@ -332,7 +332,7 @@ class Fleet:
         worker.running = worker.waiting = worker.num_others = 0
         return worker
 
-    def compare(self) -> None:
+    def update_costs(self) -> None:
         """Update the costs of all workers; a cost that a worker has not measured yet is the mean of
         those that have.
 

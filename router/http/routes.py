@@ -1,4 +1,7 @@
-"""Maps paths and methods to endpoints, with a hint for mistyped paths."""
+"""Maps paths and methods to endpoints, with a hint for mistyped paths.
+
+The table of endpoints is in `router.http.application`.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Listening(Struct, frozen=True, tag="listening"):
 
 
 class Drained(Struct, frozen=True, tag="drained"):
-    """A notice to the parent: no client is left.  The reply comes when local workers have ended."""
+    """A process has no clients left.  The parent replies when all local workers have exited."""
 
 
 class AskState(Struct, frozen=True, tag="state"):

@@ -299,7 +299,7 @@ class Model:
             self._fleet.heartbeat(worker.worker.identity, beat, load, self.now)
             self._index.evict(worker.worker.identity, load.evicted)
             self._index.store(worker.worker.identity, load.stored)
-        self._fleet.compare()
+        self._fleet.update_costs()
         self._place()
         self._after(BEAT_S, self._beat)
 

@@ -60,7 +60,7 @@ class Sending:
             pause_s = min(2 * pause_s, 0.02)
 
     def hand_over(self, trackers: list[Tracker]) -> None:
-        """Record that the message was passed to libzmq, whose trackers report its buffers."""
+        """Record that libzmq has the message; its buffers are free when all trackers are done."""
         self._trackers = trackers
 
     def drop(self) -> None:

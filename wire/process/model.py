@@ -17,7 +17,7 @@ from wire.errors import ErrorCode, WireError
 
 # The model for `--model demo`, which is part of the package `wire`.
 DEMO: Final = Path(__file__).parent.with_name("demo")
-# The values of `model_type` in config.json that the worker's transformer supports.
+# The values of `model_type` in config.json that `worker.model.families` supports.
 FAMILIES: Final = (
     "llama",
     "mistral",

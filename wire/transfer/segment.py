@@ -263,6 +263,10 @@ class _Cut(NamedTuple):
         block_size: int,
         read_bytes: int,
     ) -> _Cut:
+        """Decide how the KV of one group is split into segments of at most `segment_bytes`.
+
+        With `read_bytes`, the receiver reads whole blocks in the sender's memory, so many at once.
+        """
         shares, longest = _shares(group.num_heads, num_shards), max(map(len, stages))
         piece_bytes = max(map(len, shares)) * group.head_bytes
         if not isinstance(group, KVGroup) or block_size * piece_bytes > segment_bytes:

@@ -389,7 +389,7 @@ class Scheduler:
         return self.config.dynamic_batching and is_enough and shares.has_spent(tenant)
 
     def _is_better_later(self, sequence: Sequence, plan: Plan) -> bool:
-        """Return whether this step computes a block that the sequence can share in the next one."""
+        """Whether to postpone a sequence: the step computes a block that it can share later."""
         # Without dynamic batching the next step admits no sequence.
         if not self.config.dynamic_batching or self.swap.num_tokens(sequence.request_id):
             return False

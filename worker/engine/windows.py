@@ -90,7 +90,7 @@ class Windows:
         return self._limit is None or self._num_promised + more <= self._limit
 
     def promise(self, num_before: int, num_after: int) -> None:
-        """Adjust the reservation for a sequence whose number of blocks has changed."""
+        """Reserve window blocks for a sequence that had `num_before` blocks and has `num_after`."""
         self._num_promised += self._promised(num_after) - self._promised(num_before)
 
     def _promised(self, num_blocks: int) -> int:

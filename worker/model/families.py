@@ -1,6 +1,7 @@
 """Model families: the defaults of each `model_type`, and how to parse its config.json.
 
-A family is an entry of `FAMILIES`.  Its functions parse the config keys that differ by layer.
+A family is an entry of `FAMILIES`, and its name is in `FAMILIES` of `wire.process.model`, which
+routers check too.  Its functions parse the config keys that differ by layer.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from worker.parallel.partition import Part
 
 
 class Copying(Protocol):
-    """Copies KV of one process's part; shares are in layers and heads of the whole model.
+    """Copies the KV that one process stores; layers and heads count over the whole model.
 
     `indexes` are the blocks of a sequence, or the slot of a recurrent state.
     """

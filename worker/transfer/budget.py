@@ -30,7 +30,7 @@ class TransferBudget:
         return len(self._waiting)
 
     def wait(self, transfer: IncomingTransfer) -> None:
-        """Queue a transfer; start it once it is first in the queue and its share is free."""
+        """Queue a transfer; start it once it is first and its share of the byte budget is free."""
         self._waiting.append(transfer)
         self._start_next()
 
