@@ -1,8 +1,8 @@
 """Prefix hashes: a u64 that identifies a block of tokens and all tokens before it.  SPEC 5.3.
 
 Workers report the hashes of their cached blocks in HEARTBEAT.  The router hashes a prompt to find
-which worker has how much of it cached.  Only full blocks have a hash.  Two prefixes may collide: the
-router then misroutes, and a worker must compare the token ids.
+which worker has how much of it cached.  Only full blocks have a hash.  Two prefixes may collide:
+the router then misroutes, and a worker must compare the token ids.
 """
 
 from __future__ import annotations
