@@ -21,10 +21,11 @@ NOTHING = -1
 
 
 class FixedPlan:
-    """A `PagedBatch` of `num_sequences` that each decode one token; `tables` plans each step.
+    """A plan for decode steps of `num_sequences`, one token each; call `tables` before each step.
 
     Attributes:
-        batch: The argument of the operators; its scratch has all that they would upload.
+        batch: The argument of the operators.  Its scratch memory already has the tables that they
+            would otherwise upload.
     """
 
     def __init__(

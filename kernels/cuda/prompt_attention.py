@@ -64,7 +64,10 @@ def kind(pool: torch.Tensor, num_heads: int) -> tuple[object, ...]:
 
 
 def measure(seconds: Seconds, lengths: Sequence[int] = LENGTHS, *, has_wide: bool = False) -> Table:
-    """Return the table of `seconds(way, length)`; our kernels are compared at the longest."""
+    """Return which implementation is fastest for each prompt length, by calling `seconds`.
+
+    Of our own two kernels, the one that is faster at the longest length is used for all.
+    """
     ours = Way.OURS
     if has_wide and seconds(Way.WIDE, lengths[-1]) < seconds(Way.OURS, lengths[-1]):
         ours = Way.WIDE

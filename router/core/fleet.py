@@ -430,7 +430,7 @@ class Fleet:
 
 
 def check_version(hello: Hello) -> None:
-    """Raise WireError MISMATCH for a HELLO of another version, whose payload may differ."""
+    """Raise WireError MISMATCH for another version; call it before the payload is decoded."""
     if hello.version != VERSION:
         raise WireError(
             ErrorCode.MISMATCH,

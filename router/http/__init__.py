@@ -1,1 +1,1 @@
-"""The HTTP side of the router: the OpenAI API and what is around it."""
+"""The HTTP side of the router: the APIs, status pages, limits and the server."""

@@ -130,7 +130,7 @@ class Engine:
         *,
         is_claimed: bool = False,
     ) -> None:
-        """Queue a reservation of blocks for the KV of these tokens, which `offered_by` sends."""
+        """Queue a reservation of blocks for KV that the prefill worker `offered_by` will send."""
         sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
         sequence.is_claimed = is_claimed
         self._accept(sequence, sequence.problem(self.info, self.pool, 1))

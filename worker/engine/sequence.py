@@ -392,7 +392,7 @@ class Sequence:
         return [(self.prefix.serial, self.keys(index + 1, pool.block_size)[index])]
 
     def missing(self, pool: BlockPool) -> list[TrieKey]:
-        """Return the key of the first full block that is not in the prefix cache: at most one."""
+        """Return a list with the key of the first full block that is not cached; [] if all are."""
         keys = self.keys(self.max_cached_tokens // pool.block_size, pool.block_size)
         cached, prefix = pool.match_prefix(keys)
         return [(prefix.serial, key) for key in keys[len(cached) : len(cached) + 1]]

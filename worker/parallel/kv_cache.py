@@ -20,7 +20,8 @@ from worker.parallel.partition import Part
 class Copying(Protocol):
     """Copies the KV that one process stores; layers and heads count over the whole model.
 
-    `indexes` are the blocks of a sequence, or the slot of a recurrent state.
+    `indexes` are the blocks of a sequence, or the slot of a recurrent state; `share` is the range
+    of layers, heads and tokens to copy.
     """
 
     def pack(self, indexes: Sequence[int], share: Rectangle) -> memoryview: ...

@@ -1,9 +1,9 @@
 """The prefill role: prefills prompts, sends KV to decode workers and first tokens to routers.
 
 PREFILL_REQUEST adds a sequence to the engine.  The KV is offered to the decode worker as soon as
-the engine has allocated blocks, with two exceptions: if chunks are slow, after the first chunk, so
-that the decode worker does not allocate blocks too early, and if they are very fast, also after it,
-so that the offer can carry the KV.  While chunks are computed, segments are sent within the credit
+the engine has allocated blocks.  In two cases the offer waits for the first chunk: if chunks are
+slow, so that the decode worker does not allocate blocks too early, and if they are so fast that the
+offer itself can carry the KV.  While chunks are computed, segments are sent within the credit
 (`worker.transfer.sender`).  The first token is sent as soon as it is sampled.  The blocks are kept
 until the transfer has ended.  SPEC 4.1, 4.2.
 """

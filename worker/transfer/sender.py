@@ -218,6 +218,7 @@ class OutgoingTransfer:
             return self._run_read(batch)
         now = self._clock()
         frames = ((rectangle, self.sender.leave(rectangle, now)) for rectangle in batch)
+        # A frame is None if the transfer has ended meanwhile.
         announced = [(rectangle, *frame) for rectangle, frame in frames if frame is not None]
         link.traffic.sent[Tag.KV_CACHE] += len(announced)
         num_bytes = sum(descriptor.num_bytes for _, _, descriptor in announced)

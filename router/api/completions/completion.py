@@ -251,9 +251,10 @@ class Choice:
     def divert(
         self, on_token: OnToken, on_other: Callable[[Choice], None]
     ) -> Callable[[int], bytes]:
-        """Send the next `num_divertible` tokens to `on_token`; call `on_other` for anything else.
+        """Pass the next `num_divertible` tokens to `on_token`, a fast path for plain text.
 
-        Return a function that decodes a token to a JSON string.
+        An end, an error or any other event calls `on_other` instead of `wake`, until
+        `end_diversion`.  Return a function that decodes a token to a JSON string.
         """
         self._own_wake = self.wake
         self.on_token, self.wake = on_token, on_other
