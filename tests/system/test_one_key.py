@@ -192,8 +192,8 @@ READ = encode_prefill_result(PrefillResult(token_id=7))
 #   tried elsewhere: it ends this attempt of the peer's own request, and another one follows
 CASES: dict[str, tuple[str, Action]] = {
     "HELLO as prefill-0": ("dropped", lambda it, ids: it.hello(Role.PREFILL, 0)),
-    "PREFILL_DONE of a decode worker": (
-        "dropped",
+    "PREFILL_DONE of another's request": (
+        "ignored",
         lambda it, ids: it.say(PrefillDone(ids.others, 0), READ),
     ),
     "DECODE_TOKEN of another's request": (
