@@ -172,6 +172,7 @@ class Fleet:
     Attributes:
         max_model_len: The longest sequence in tokens that both roles can serve; None without
             workers.
+        block_sizes: The tokens of a block on the workers; one size, unless they differ.
         last_max_model_len: The same, but kept after the last worker has left.
     """
 
@@ -192,6 +193,7 @@ class Fleet:
         self._process, self._num_processes = process, num_processes
         self.max_model_len: int | None = None
         self.last_max_model_len: int | None = None
+        self.block_sizes: set[int] = set()
         self._workers: dict[bytes, Worker] = {}
         # For each role, the largest KV transfer that one of its workers accepts.
         self._kv_bytes: list[int] = []
@@ -380,6 +382,7 @@ class Fleet:
     def _note_limits(self) -> None:
         """Recompute the limits of the fleet, which every request reads."""
         self._kv_bytes = self._best(lambda detail: detail.max_kv_transfer_bytes)
+        self.block_sizes = {worker.detail.block_size for worker in self._workers.values()}
         self.max_model_len = min(self._best(lambda detail: detail.max_model_len), default=None)
         self.last_max_model_len = self.max_model_len or self.last_max_model_len
 

@@ -153,8 +153,9 @@ class Placement:
         return no_worker(missing[0]) if missing else None
 
     def _choose(self, state: RequestState, prompt: Prompt) -> Choice | None:
-        prefills = self._candidates(Role.PREFILL, state)
-        decodes = self._candidates(Role.DECODE, state)
+        prefills, decodes = self._candidates(Role.PREFILL, state), []
+        if prompt.new_tokens != 0 or prompt.may_be_local:
+            decodes = self._candidates(Role.DECODE, state)
         return choose(prefills, decodes, prompt, self._max_running)
 
     def learn(self, worker: Worker, usage: Usage) -> None:
@@ -170,9 +171,8 @@ class Placement:
 
     def _prompt(self, state: RequestState, now: float) -> Prompt:
         """Return the properties of a request that its placement depends on."""
-        sizes = {worker.detail.block_size for worker in self._fleet if worker.is_ready}
         held: dict[bytes, int] = {}
-        for size in sizes:
+        for size in self._fleet.block_sizes:
             for identity, count in self._index.matches(state.hashes(size)).items():
                 worker = self._fleet.get(identity)
                 if worker is not None and worker.detail.block_size == size:
@@ -182,7 +182,6 @@ class Placement:
         if new_tokens is not None:
             answer_tokens = min(answer_tokens, new_tokens)
         num_tokens = state.seq_len
-        kv_bytes = self._transfer_bytes(state) / num_tokens
         return Prompt(
             now=now,
             num_tokens=num_tokens,
@@ -190,7 +189,7 @@ class Placement:
             arithmetic=state.arithmetic,
             new_tokens=new_tokens,
             answer_tokens=answer_tokens,
-            kv_bytes=kv_bytes,
+            kv_bytes=self._transfer_bytes(state) / num_tokens,
             may_be_local=self._may_be_local(state),
             reuse=(self._cached.value or 0.0) / (self._read.value or 1.0),
         )
@@ -337,8 +336,10 @@ class Placement:
 
     def _transfer_bytes(self, state: RequestState) -> int:
         """Return the maximum size of the KV that a request's decode worker receives, in bytes."""
+        if state.num_left == 1:
+            return 0
         layout = self._fleet.layout
-        return 0 if layout is None or state.num_left == 1 else layout.transfer_bytes(state.seq_len)
+        return 0 if layout is None else layout.transfer_bytes(state.seq_len)
 
     def _check_role(self, role: Role, seq_len: int, now: float) -> None:
         """Check that a worker of this role has enough KV blocks in total."""

@@ -119,6 +119,8 @@ def pick_prefill(workers: Sequence[Worker], prompt: Prompt, max_running: int) ->
         and worker.num_active < max_running
         and can_ever_fit(worker, prompt.num_tokens)
     ]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
     num_delayed = mean_active(workers)
 
     def order(worker: Worker) -> tuple[bool, float, int, float, int, int]:
@@ -131,7 +133,7 @@ def pick_prefill(workers: Sequence[Worker], prompt: Prompt, max_running: int) ->
             worker.rank,
         )
 
-    return min(candidates, key=order, default=None)
+    return min(candidates, key=order)
 
 
 def pick_decode(
@@ -152,6 +154,8 @@ def pick_decode(
         and can_ever_fit(worker, num_tokens)
         and blocks_to_promise(worker, num_tokens, new_tokens) <= worker.available_blocks
     ]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
 
     def order(worker: Worker) -> tuple[bool, float, int, int, int, int, int]:
         cost_s = sending_s(worker, prompt) + answering_s(worker, prompt)
@@ -165,7 +169,7 @@ def pick_decode(
             worker.rank,
         )
 
-    return min(candidates, key=order, default=None)
+    return min(candidates, key=order)
 
 
 def reading_s(worker: Worker, prompt: Prompt, num_delayed: float) -> float:
