@@ -17,8 +17,10 @@ import argparse
 import json
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from router.core.fleet import Fleet, Worker
 from router.core.placement import Placement
-from router.core.policy import Prompt
+from router.core.policy import Choice, Prompt
 from router.core.prefixes import PrefixIndex
 from router.core.state import Limits, RequestState
 from scripts.bench.placement_model import Arrival, Model, Served, Shape
@@ -41,33 +43,45 @@ TRACE_BLOCK: Final = 512
 NUM_TURNS: Final = 20
 
 
-class Random(Placement):
-    """Any worker that is ready."""
+class Blind(Placement, ABC):
+    """A policy that does not know what workers have cached."""
+
+    @abstractmethod
+    def pick(self, workers: list[Worker]) -> Worker:
+        """Return one of these workers, which have capacity."""
+
+    def _choose(
+        self, prefills: list[Worker], decodes: list[Worker], prompt: Prompt
+    ) -> Choice | None:
+        return Choice(self.pick(prefills), self.pick(decodes))
+
+    def _prompt(self, state: RequestState, now: float) -> Prompt:
+        return Prompt(now=now, num_tokens=state.seq_len, held={})
+
+
+class Random(Blind):
+    """Any worker."""
 
     _random = random.Random(0)
 
-    def _pick(self, role: Role, state: RequestState, prompt: Prompt) -> Worker | None:
-        return self._random.choice(self._candidates(role, state))
+    def pick(self, workers: list[Worker]) -> Worker:
+        return self._random.choice(workers)
 
 
-class RoundRobin(Placement):
+class RoundRobin(Blind):
     """Workers in turn."""
 
     _turns = count()
 
-    def _pick(self, role: Role, state: RequestState, prompt: Prompt) -> Worker | None:
-        workers = self._candidates(role, state)
+    def pick(self, workers: list[Worker]) -> Worker:
         return workers[next(self._turns) // 2 % len(workers)]
 
 
-class LeastLoaded(Placement):
-    """The worker with the fewest tokens to read, or the fewest requests."""
+class LeastLoaded(Blind):
+    """The worker with the fewest tokens to prefill, then the fewest requests."""
 
-    def _pick(self, role: Role, state: RequestState, prompt: Prompt) -> Worker | None:
-        return min(self._candidates(role, state), key=lambda it: (it.unread_tokens, it.num_active))
-
-    def _prompt(self, state: RequestState, now: float) -> Prompt:
-        return Prompt(now=now, num_tokens=state.seq_len, held={})
+    def pick(self, workers: list[Worker]) -> Worker:
+        return min(workers, key=lambda it: (it.prefill_tokens, it.num_active))
 
 
 POLICIES: Final[dict[str, type[Placement]]] = {
@@ -173,11 +187,9 @@ def main() -> None:
     args = parser.parse_args()
     shape = Shape(args.prefill, args.decode, args.cache_tokens, TRACE_BLOCK, args.tokens_per_s)
     if args.trace == "agents":
-        shape = replace(shape, block_size=16)
-        make = lambda: agents(args.sessions, 600.0)  # noqa: E731
+        shape, make = replace(shape, block_size=16), partial(agents, args.sessions, 600.0)
     else:
-        arrivals = read_trace(Path(args.trace))
-        make = lambda: arrivals  # noqa: E731
+        make = partial(read_trace, Path(args.trace))
     table = Table(
         "policy:<13",
         "hits:>6.3f",

@@ -45,7 +45,7 @@ def state_of(
         pid=os.getpid(),
         running=dispatcher.num_running,
         waiting=dispatcher.num_waiting,
-        reasons=unready(dispatcher.missing_roles(), fleet, is_draining=is_draining),
+        reasons=unready(dispatcher.missing_roles, fleet, is_draining=is_draining),
         workers=[_worker(worker, now) for worker in fleet],
     )
 

@@ -4,7 +4,6 @@
     any of them -> done | error | cancelled
 
 A HELD request is prefilled and waits for DECODE_REQUEST from a raw TCP client.
-
 HTTP and raw TCP submit and cancel requests, the bus passes in frames from workers
 (`router.core.replies`), and each request's sink receives the results.  Every request ends in
 `_end`: the first call removes the request from the table, and later calls do nothing.  A failed
@@ -40,7 +39,7 @@ from router.core.state import (
     new_tokens,
 )
 from wire.errors import ErrorCode, PeerLost, WireError
-from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest
+from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
 from wire.parts import Message
 from wire.payloads import Usage, encode_continuation, encode_prompt
 from wire.process.log_limit import RepeatedLine
@@ -80,7 +79,6 @@ class Dispatcher:
         self._send = send
         self._clock = clock
         self._placement = Placement(fleet, index, limits=limits, request_ids=request_ids)
-        self.missing_roles = self._placement.missing_roles
         self._budget = RetryBudget(limits.retry_burst, clock())
         self._replies = Replies(self, self._placement, limits=limits, clock=clock)
         self._followed = RepeatedLine(log.warning, "attempt failed, another follows", clock)
@@ -196,12 +194,13 @@ class Dispatcher:
     def on_message(self, peer: bytes, message: Message) -> None:
         """Handle a message from a registered worker.
 
-        Raises:
-            RemoteProtocolError: Workers do not send this type of message.  A frame that violates
-                the protocol for one request does not raise, but fails the attempt.
+        Raises RemoteProtocolError for a type of message that workers do not send.  A frame that
+        violates the protocol for one request fails only the attempt.
         """
+        num_running = self.num_running
         self._replies.on_message(peer, message)
-        self._place_waiting()
+        if not message.tokens or self.num_running < num_running:
+            self._place_waiting()  # tokens alone, the most frequent message, free no capacity
 
     def on_lost(self, peer: bytes) -> None:
         """Retry or fail the requests of a worker that is lost, restarted or stalled."""
@@ -211,6 +210,11 @@ class Dispatcher:
     def on_capacity(self) -> None:
         """Place waiting requests after a worker joined or freed blocks."""
         self._place_waiting()
+
+    @property
+    def missing_roles(self) -> list[Role]:
+        """The roles that requests need and that have no ready worker."""
+        return self._placement.missing_roles
 
     # Called by `router.core.replies`.
 
@@ -428,7 +432,7 @@ class Dispatcher:
         state.placed_at = state.placed_at or now
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
         self._send(
-            attempt.reader.identity,
+            attempt.prefiller.identity,
             PrefillRequest(attempt.request_id, attempt.seq_len, rank),
             encode_prompt(state.token_ids, attempt.options(now)),
         )

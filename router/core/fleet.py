@@ -86,10 +86,10 @@ class Worker:
     # computed, how many of those are in prefill, and the number of prompt tokens not yet prefilled.
     attempts: set[int] = field(default_factory=set)
     num_active: int = 0
-    num_reading: int = 0
-    unread_tokens: int = 0
+    num_in_prefill: int = 0
+    prefill_tokens: int = 0
     # When the current prefill started.
-    reading_since: float = 0.0
+    prefill_since: float = 0.0
     # Blocks reserved for each attempt, and their sum, until a heartbeat counts them as used.
     promised: dict[int, int] = field(default_factory=dict)
     promised_blocks: int = 0
@@ -120,12 +120,12 @@ class Worker:
         """How many tokens fit into free blocks, without evicting cached ones."""
         return 0 if self.load is None else self.load.free * self.detail.block_size
 
-    def wait_s(self, now: float) -> float:
+    def prefill_wait_s(self, now: float) -> float:
         """Return how many seconds a new prompt waits until its prefill starts."""
-        if not self.num_reading:
+        if not self.num_in_prefill:
             return 0.0
-        unread_s = self.unread_tokens * self.token_s
-        return unread_s - min(now - self.reading_since, unread_s / self.num_reading)
+        unread_s = self.prefill_tokens * self.token_s
+        return unread_s - min(now - self.prefill_since, unread_s / self.num_in_prefill)
 
     def promise(self, request_id: int, num_blocks: int) -> None:
         """Reserve blocks for an attempt, until a heartbeat counts them as used."""

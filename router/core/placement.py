@@ -17,10 +17,11 @@ from router.core.policy import (
     Choice,
     Prompt,
     blocks_to_promise,
+    can_decode,
     can_ever_fit,
+    can_prefill,
     choose,
     num_blocks,
-    pick_prefill,
 )
 from router.core.prefixes import PrefixIndex
 from router.core.state import Attempt, Limits, RequestState, no_worker
@@ -120,8 +121,15 @@ class Placement:
 
     def place(self, state: RequestState, now: float) -> Attempt | None:
         """Choose workers and count an attempt there; return None if there is no room now."""
+        # Capacity is checked before the prefix index: a waiting request is tried often.
+        decodes = self._free_decodes(state)
+        if not decodes and state.num_left != 1:
+            return None
+        prefills = self._free_prefills(state)
+        if not prefills and not (decodes and self._may_be_local(state)):
+            return None
         prompt = self._prompt(state, now)
-        choice = self._choose(state, prompt)
+        choice = self._choose(prefills, decodes, prompt)
         if choice is None:
             return None
         prefill, decode = choice
@@ -137,26 +145,45 @@ class Placement:
         if decode is not None:
             state.arithmetic = state.arithmetic or decode.detail.arithmetic
             self._count_decode(attempt, decode, prompt)
-        self._count_reading(attempt, prompt)
+        self._count_prefill(attempt, prompt)
         return attempt
 
+    @property
     def missing_roles(self) -> list[Role]:
-        """Return the roles that requests need and that have no ready worker."""
+        """The roles that requests need and that have no ready worker."""
         needed = (Role.DECODE,) if self._local_prefill else (Role.PREFILL, Role.DECODE)
         return [role for role in needed if not self._fleet.ready(role)]
 
     def missing_worker(self, state: RequestState) -> WireError | None:
         """Return the error of a request for which no worker of a role is ready, if so."""
-        missing = self.missing_roles()
+        missing = self.missing_roles
         if state.num_left == 1 and Role.PREFILL not in missing:
             return None
         return no_worker(missing[0]) if missing else None
 
-    def _choose(self, state: RequestState, prompt: Prompt) -> Choice | None:
-        prefills, decodes = self._candidates(Role.PREFILL, state), []
-        if prompt.new_tokens != 0 or prompt.may_be_local:
-            decodes = self._candidates(Role.DECODE, state)
-        return choose(prefills, decodes, prompt, self._max_running)
+    def _choose(
+        self, prefills: list[Worker], decodes: list[Worker], prompt: Prompt
+    ) -> Choice | None:
+        """Choose among workers that have capacity; other policies replace this."""
+        return choose(prefills, decodes, prompt)
+
+    def _free_prefills(self, state: RequestState) -> list[Worker]:
+        """Return the prefill workers that have capacity for the request now."""
+        return [
+            worker
+            for worker in self._candidates(Role.PREFILL, state)
+            if can_prefill(worker, state.seq_len, self._max_running)
+        ]
+
+    def _free_decodes(self, state: RequestState) -> list[Worker]:
+        """Return the decode workers that have capacity for the request now."""
+        if state.num_left == 1 and not self._local_prefill:
+            return []  # only a prefill worker is needed
+        return [
+            worker
+            for worker in self._candidates(Role.DECODE, state)
+            if can_decode(worker, state.seq_len, state.num_more, self._max_running)
+        ]
 
     def learn(self, worker: Worker, usage: Usage) -> None:
         """Update the mean answer length and the worker's transfer time per byte."""
@@ -177,11 +204,10 @@ class Placement:
                 worker = self._fleet.get(identity)
                 if worker is not None and worker.detail.block_size == size:
                     held[identity] = count * size
-        new_tokens = None if state.num_left is None else state.num_left - 1
+        new_tokens, num_tokens = state.num_more, state.seq_len
         answer_tokens = self._answer.value or 0.0
         if new_tokens is not None:
             answer_tokens = min(answer_tokens, new_tokens)
-        num_tokens = state.seq_len
         return Prompt(
             now=now,
             num_tokens=num_tokens,
@@ -194,16 +220,16 @@ class Placement:
             reuse=(self._cached.value or 0.0) / (self._read.value or 1.0),
         )
 
-    def _count_reading(self, attempt: Attempt, prompt: Prompt) -> None:
-        worker = attempt.reader
+    def _count_prefill(self, attempt: Attempt, prompt: Prompt) -> None:
+        worker = attempt.prefiller
         if worker is attempt.prefill:
             worker.attempts.add(attempt.request_id)
             worker.num_active += 1
-        if not worker.num_reading:
-            worker.reading_since = prompt.now
-        worker.num_reading += 1
-        attempt.num_unread = prompt.missing(worker)
-        worker.unread_tokens += attempt.num_unread
+        if not worker.num_in_prefill:
+            worker.prefill_since = prompt.now
+        worker.num_in_prefill += 1
+        attempt.num_to_prefill = prompt.missing(worker)
+        worker.prefill_tokens += attempt.num_to_prefill
         self._index.store(worker.identity, attempt.state.hashes(worker.detail.block_size))
 
     def _count_decode(self, attempt: Attempt, worker: Worker, prompt: Prompt) -> None:
@@ -219,19 +245,14 @@ class Placement:
         The requests are considered in order.  Return an empty list if ending them would not
         suffice, or if enough blocks are being freed already and the next heartbeat will show it.
         """
-        seq_len, num_left = state.seq_len, state.num_left
-        prefills = self._candidates(Role.PREFILL, state)
-        if (
-            pick_prefill(prefills, Prompt(now=0.0, num_tokens=seq_len, held={}), self._max_running)
-            is None
-        ):
+        seq_len, new_tokens = state.seq_len, state.num_more
+        if not self._free_prefills(state):
             return []
         workers = {
             worker.identity: worker
             for worker in self._candidates(Role.DECODE, state)
             if can_ever_fit(worker, seq_len)
         }
-        new_tokens = None if num_left is None else num_left - 1
         giving: dict[bytes, list[RequestState]] = {identity: [] for identity in workers}
         # Blocks that would be freed by worker: reserved ones at once, allocated ones later.
         promised, held = Counter[bytes](), Counter[bytes]()
@@ -284,23 +305,23 @@ class Placement:
         ]
         return others or workers
 
-    def on_read(self, attempt: Attempt, cached_tokens: int, now: float) -> None:
+    def on_prefill_done(self, attempt: Attempt, cached_tokens: int, now: float) -> None:
         """Record a PREFILL_DONE: `cached_tokens` were cached, and the rest was prefilled."""
-        if attempt.is_reading:
-            attempt.reader.reading_since = now
+        if attempt.is_in_prefill:
+            attempt.prefiller.prefill_since = now
             self._cached.add(cached_tokens)
             self._read.add(attempt.seq_len - cached_tokens)
-            self._correct(attempt, attempt.reader, cached_tokens)
-            self.finish_reading(attempt)
+            self._correct(attempt, attempt.prefiller, cached_tokens)
+            self.finish_prefill(attempt)
 
-    def finish_reading(self, attempt: Attempt) -> None:
+    def finish_prefill(self, attempt: Attempt) -> None:
         """Stop counting the attempt's prompt as not yet prefilled.  Idempotent."""
-        if attempt.is_reading:
-            reader = attempt.reader
-            attempt.is_reading = False
-            reader.num_active -= reader is attempt.prefill
-            reader.num_reading -= 1
-            reader.unread_tokens -= attempt.num_unread
+        if attempt.is_in_prefill:
+            prefiller = attempt.prefiller
+            attempt.is_in_prefill = False
+            prefiller.num_active -= prefiller is attempt.prefill
+            prefiller.num_in_prefill -= 1
+            prefiller.prefill_tokens -= attempt.num_to_prefill
             if attempt.decode is not None:
                 attempt.decode.settle(attempt.request_id)
 
@@ -310,14 +331,14 @@ class Placement:
         Its prefix cache may be disabled.  Heartbeats report the blocks that it has.
         """
         size = worker.detail.block_size
-        if attempt.seq_len - cached_tokens >= attempt.num_unread + size:
+        if attempt.seq_len - cached_tokens >= attempt.num_to_prefill + size:
             self._index.evict(worker.identity, attempt.state.hashes(size))
 
     def release_prefill(self, attempt: Attempt) -> Worker | None:
         """Remove the attempt from its prefill worker and return that worker.  Idempotent."""
         worker = attempt.prefill
         if worker is not None:
-            self.finish_reading(attempt)
+            self.finish_prefill(attempt)
             worker.attempts.discard(attempt.request_id)
             attempt.prefill = None
         return worker
@@ -327,7 +348,7 @@ class Placement:
         worker = attempt.decode
         if worker is not None:
             if attempt.is_local:
-                self.finish_reading(attempt)
+                self.finish_prefill(attempt)
             worker.attempts.discard(attempt.request_id)
             worker.num_active -= 1
             worker.unpromise(attempt.request_id)

@@ -22,7 +22,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from router.core.fleet import Worker
@@ -86,82 +86,74 @@ def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | Non
     return min(num_blocks(num_tokens + new_tokens, detail.block_size), detail.num_blocks)
 
 
-def choose(
-    prefills: Sequence[Worker], decodes: Sequence[Worker], prompt: Prompt, max_running: int
-) -> Choice | None:
-    """Return the workers with the lowest cost, or None if none has capacity now.
+def can_prefill(worker: Worker, num_tokens: int, max_running: int) -> bool:
+    """Whether the worker has capacity now to prefill so many tokens."""
+    is_free = worker.is_ready and worker.num_active < max_running
+    return is_free and can_ever_fit(worker, num_tokens)
+
+
+def can_decode(worker: Worker, num_tokens: int, new_tokens: int | None, max_running: int) -> bool:
+    """Whether the worker has capacity now for so many tokens and an answer to them.
+
+    A request whose answer could need more blocks than the worker has is placed when all blocks are
+    free: most such answers end early, and the worker fails the others.
+    """
+    if not can_prefill(worker, num_tokens, max_running):
+        return False
+    return blocks_to_promise(worker, num_tokens, new_tokens) <= worker.available_blocks
+
+
+def choose(prefills: Sequence[Worker], decodes: Sequence[Worker], prompt: Prompt) -> Choice | None:
+    """Return the workers with the lowest cost among these, which have capacity; None without.
 
     A request for a single token needs no decode worker if there is a prefill worker.
     """
-    prefill, alone = pick_prefill(prefills, prompt, max_running), None
+    prefill = cheapest_prefill(prefills, prompt)
     if prefill is not None and prompt.new_tokens == 0:
         return Choice(prefill, None)
-    if prompt.may_be_local:
-        alone = pick_decode(decodes, prompt, max_running, is_reader=True)
+    alone = cheapest_decode(decodes, prompt, local_s) if prompt.may_be_local else None
     if prefill is None:
         return None if alone is None else Choice(None, alone)
-    decode = pick_decode(decodes, prompt, max_running)
+    decode = cheapest_decode(decodes, prompt, remote_s)
     if decode is None:
         return None
     if alone is not None:
-        split_s = reading_s(prefill, prompt, mean_active(prefills)) + answering_s(decode, prompt)
-        if alone_s(alone, prompt) < split_s + sending_s(decode, prompt):
+        split_s = prefill_s(prefill, prompt, mean_active(prefills)) + remote_s(decode, prompt)
+        if local_s(alone, prompt) < split_s:
             return Choice(None, alone)
     return Choice(prefill, decode)
 
 
-def pick_prefill(workers: Sequence[Worker], prompt: Prompt, max_running: int) -> Worker | None:
-    """Return the prefill worker with the lowest cost, or None if none has capacity now."""
-    candidates = [
-        worker
-        for worker in workers
-        if worker.is_ready
-        and worker.num_active < max_running
-        and can_ever_fit(worker, prompt.num_tokens)
-    ]
-    if len(candidates) < 2:
-        return candidates[0] if candidates else None
+def cheapest_prefill(workers: Sequence[Worker], prompt: Prompt) -> Worker | None:
+    """Return the prefill worker with the lowest cost; None without workers."""
+    if len(workers) < 2:
+        return workers[0] if workers else None
     num_delayed = mean_active(workers)
 
     def order(worker: Worker) -> tuple[bool, float, int, float, int, int]:
         return (
             _differs(worker, prompt),
-            reading_s(worker, prompt, num_delayed),
-            worker.unread_tokens + prompt.missing(worker),
-            worker.reading_since,
+            prefill_s(worker, prompt, num_delayed),
+            worker.prefill_tokens + prompt.missing(worker),
+            worker.prefill_since,
             worker.turn,
             worker.rank,
         )
 
-    return min(candidates, key=order)
+    return min(workers, key=order)
 
 
-def pick_decode(
-    workers: Sequence[Worker], prompt: Prompt, max_running: int, *, is_reader: bool = False
+def cheapest_decode(
+    workers: Sequence[Worker], prompt: Prompt, cost_s: Callable[[Worker, Prompt], float]
 ) -> Worker | None:
-    """Return the decode worker with the lowest cost, or None if none has capacity now.
-
-    It receives the KV of the prompt, or with `is_reader` does the prefill itself.  A request whose
-    answer could need more blocks than the worker has is placed when all blocks are free: most such
-    answers end early, and the worker fails the others.
-    """
-    num_tokens, new_tokens = prompt.num_tokens, prompt.new_tokens
-    candidates = [
-        worker
-        for worker in workers
-        if worker.is_ready
-        and worker.num_active < max_running
-        and can_ever_fit(worker, num_tokens)
-        and blocks_to_promise(worker, num_tokens, new_tokens) <= worker.available_blocks
-    ]
-    if len(candidates) < 2:
-        return candidates[0] if candidates else None
+    """Return the decode worker with the lowest `cost_s`; None without workers."""
+    if len(workers) < 2:
+        return workers[0] if workers else None
 
     def order(worker: Worker) -> tuple[bool, float, int, int, int, int, int]:
-        cost_s = sending_s(worker, prompt) + answering_s(worker, prompt)
         return (
             _differs(worker, prompt),
-            alone_s(worker, prompt) if is_reader else cost_s,
+            cost_s(worker, prompt),
             worker.num_active + worker.num_others,
             prompt.missing(worker),
             -worker.available_blocks,
@@ -169,37 +161,38 @@ def pick_decode(
             worker.rank,
         )
 
-    return min(candidates, key=order)
+    return min(workers, key=order)
 
 
-def reading_s(worker: Worker, prompt: Prompt, num_delayed: float) -> float:
+def prefill_s(worker: Worker, prompt: Prompt, num_delayed: float) -> float:
     """Return the cost of the prefill; each second of it delays `num_delayed` other requests."""
     missing = prompt.missing(worker)
     tokens = (1 + num_delayed) * missing + prompt.reuse * max(0, missing - worker.free_tokens)
-    return worker.wait_s(prompt.now) + tokens * worker.token_s
+    return worker.prefill_wait_s(prompt.now) + tokens * worker.token_s
 
 
-def sending_s(worker: Worker, prompt: Prompt) -> float:
-    """Return how long the transfer of the KV takes that a decode worker has not cached."""
-    return prompt.missing(worker) * prompt.kv_bytes * worker.byte_s
-
-
-def answering_s(worker: Worker, prompt: Prompt) -> float:
+def decode_s(worker: Worker, prompt: Prompt) -> float:
     """Return the cost of an answer: its own steps, and the time it adds to those of others."""
     num_others = worker.num_active + worker.num_others
     step_s = worker.step_s + worker.sequence_s * (2 * num_others + 1)
     return step_s * prompt.answer_tokens
 
 
-def alone_s(worker: Worker, prompt: Prompt) -> float:
-    """Return the cost of a request that one worker serves alone."""
+def remote_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the cost of a decode worker that receives the KV which it has not cached."""
+    transfer_s = prompt.missing(worker) * prompt.kv_bytes * worker.byte_s
+    return transfer_s + decode_s(worker, prompt)
+
+
+def local_s(worker: Worker, prompt: Prompt) -> float:
+    """Return the cost of a decode worker that prefills the prompt itself."""
     num_delayed = worker.num_active + worker.num_others
-    return reading_s(worker, prompt, num_delayed) + answering_s(worker, prompt)
+    return prefill_s(worker, prompt, num_delayed) + decode_s(worker, prompt)
 
 
 def mean_active(workers: Sequence[Worker]) -> float:
     """Return the mean number of requests per worker."""
-    return sum([worker.num_active for worker in workers]) / max(1, len(workers))
+    return sum([worker.num_active for worker in workers]) / len(workers)
 
 
 def _differs(worker: Worker, prompt: Prompt) -> bool:

@@ -138,7 +138,7 @@ class Replies:
         """Validate and apply a PREFILL_DONE, DECODE_DONE or ERROR."""
         state = attempt.state
         if isinstance(frame, PrefillDone):
-            if not attempt.is_reading:
+            if not attempt.is_in_prefill:
                 raise RemoteProtocolError("PREFILL_DONE came twice")
             result = decode_prefill_result(message.body())
             _check_read(worker, attempt, frame, result, self._vocab_size)
@@ -163,7 +163,7 @@ class Replies:
     ) -> None:
         """Handle the token of a prefill: the first token, or the next one after a failover."""
         now = self._clock()
-        self._placement.on_read(attempt, result.cached_tokens, now)
+        self._placement.on_prefill_done(attempt, result.cached_tokens, now)
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
         state.phase, state.due = Phase.HELD, min(state.deadline, now + self._lease_s)
         if result.finish_reason != "stop":

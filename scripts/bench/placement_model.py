@@ -11,7 +11,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 from time import perf_counter
 from typing import Final
 
@@ -26,8 +26,9 @@ from wire.frames import Heartbeat, Hello, Role
 from wire.identity import Identity
 from wire.layout import KVLayout
 from wire.options import Options
-from wire.payloads import MAX_HASHES, HelloDetail, Load, Usage
+from wire.payloads import HelloDetail, Load, Usage
 from wire.prefix import prefix_hashes
+from worker.engine.blocks import Journal
 
 BEAT_S: Final = 1.0
 MAX_TOKENS: Final = 2**31 - 1
@@ -88,8 +89,7 @@ class ModelWorker:
         self.used_blocks = 0
         self._capacity = shape.cache_tokens // shape.block_size
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._stored: dict[int, None] = {}
-        self._evicted: dict[int, None] = {}
+        self._journal = Journal()
 
     def match(self, hashes: Sequence[int]) -> int:
         """Return the number of leading blocks that the cache holds."""
@@ -99,21 +99,19 @@ class ModelWorker:
         """Put a prompt's blocks into the cache; the least recently used fall out."""
         for value in reversed(hashes):
             if value not in self._held:
-                self._stored[value] = None
-                self._evicted.pop(value, None)
+                self._journal.store(value)
             self._held[value] = None
             self._held.move_to_end(value)
         while len(self._held) > self._capacity:
             value, _ = self._held.popitem(last=False)
-            if self._stored.pop(value, self) is self:
-                self._evicted[value] = None
+            self._journal.evict(value)
 
     def load(self, **speed: float) -> Load:
         """Return the next heartbeat's figures."""
         total = self.worker.detail.num_blocks
         used = min(total, self.used_blocks)
         cached = min(len(self._held), total - used)
-        stored, evicted = _drain(self._stored), _drain(self._evicted)
+        stored, evicted = self._journal.read()
         load = Load(
             total=total,
             used=used,
@@ -236,7 +234,7 @@ class Model:
         served.first_s = self.now
         attempt = served.attempt
         assert attempt is not None
-        self._placement.on_read(attempt, served.num_cached, self.now)
+        self._placement.on_prefill_done(attempt, served.num_cached, self.now)
         self._placement.release_prefill(attempt)
         self._read(worker)
         if attempt.decode is None:
@@ -308,13 +306,6 @@ class Model:
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
-
-
-def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
-    drained = tuple(islice(hashes, MAX_HASHES))
-    for value in drained:
-        del hashes[value]
-    return drained
 
 
 class _Silent:

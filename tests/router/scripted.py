@@ -206,7 +206,7 @@ class Router:
         assert (self.dispatcher.num_running, self.dispatcher.num_waiting) == (0, 0)
         for each in self.fleet:
             assert not each.attempts and not each.promised
-            assert (each.num_active, each.unread_tokens, each.promised_blocks) == (0, 0, 0)
+            assert (each.num_active, each.prefill_tokens, each.promised_blocks) == (0, 0, 0)
 
 
 def first(token_id: int = 7, finish_reason: str | None = None) -> bytes:

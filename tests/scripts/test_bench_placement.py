@@ -6,7 +6,7 @@ from pathlib import Path
 from scripts.bench.placement_model import Shape
 from scripts.bench_placement import POLICIES, TRACE_BLOCK, agents, ideal, measure, read_trace
 
-SHAPE = Shape(3, 3, 400_000, 16, prompt_tokens_per_s=2000.0)
+SHAPE = Shape(3, 3, 400_000, 16, prompt_tokens_per_s=500.0)
 
 
 def test_sessions_of_agents_find_what_was_read_before() -> None:

@@ -172,16 +172,18 @@ def _keep_promise(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_local(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def on_token(self: LocalRequests, request: Any, *args: Any) -> Any:
-        sound(self, request, *args)
-        self._requests[request.request_id] = request  # it ended, and still counts
+    def on_token(self: LocalRequests, token: Any, steps: Any) -> None:
+        request = self._requests.get(token.request_id)
+        sound(self, token, steps)
+        if request is not None:
+            self._requests[token.request_id] = request  # it ended, and still counts
 
     return on_token
 
 
 def _leave_unread(sound: Callable[..., Any]) -> Callable[..., Any]:
     def release_decode(self: Placement, attempt: Any) -> Any:
-        attempt.is_reading = False  # so its prompt counts as unread for ever
+        attempt.is_in_prefill = False  # so its prompt counts as unread for ever
         return sound(self, attempt)
 
     return release_decode
@@ -347,7 +349,7 @@ BUGS: dict[str, Bug] = {
     "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens, 0),
     "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt, 0),
     "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake, 0),
-    "keep-local": Bug(LocalRequests, "_on_token", _keep_local, 1),
+    "keep-local": Bug(LocalRequests, "on_token", _keep_local, 1),
     "leave-unread": Bug(Placement, "release_decode", _leave_unread, 16),
     "blame-others": Bug(Fleet, "overdue", _blame_others, 7),
     # Found here, and put back to see that it would be found again.

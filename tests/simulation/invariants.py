@@ -141,7 +141,7 @@ def _left_at_router(router: RouterProcess, names: list[str]) -> list[str]:
         if worker.is_ready and (
             worker.attempts
             or worker.num_active
-            or worker.unread_tokens
+            or worker.prefill_tokens
             or worker.promised
             or worker.promised_blocks
         ):

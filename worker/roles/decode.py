@@ -12,6 +12,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 import structlog
+from msgspec import structs
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
 from wire.frames import AS_MANY_AS_FIT, DecodeRequest, PrefillRequest
@@ -21,13 +22,13 @@ from wire.payloads import STOP, PeerDetail, Usage, decode_continuation
 from wire.process.log_limit import RepeatedLine
 from wire.transfer import KVReceiver
 from worker.engine.engine import Engine
-from worker.engine.outputs import Displaced, Failed, Output, Reserved, Token
+from worker.engine.outputs import Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import overdue
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
 from worker.roles.local import LocalRequest, LocalRequests
-from worker.roles.step import Steps
+from worker.roles.results import Steps, usage_of
 from worker.transfer.receiver import IncomingTransfers
 
 log = structlog.get_logger("worker")
@@ -66,17 +67,13 @@ class Generation:
 
     def usage(self, token: Token) -> Usage:
         receiver = self.receiver
-        assert receiver is not None and token.finish_reason is not None
-        is_stopped = token.finish_reason == STOP
-        return Usage(
-            finish_reason=token.finish_reason,
-            completion_tokens=self.num_tokens,
+        assert receiver is not None
+        return structs.replace(
+            usage_of(token, self.num_tokens),
             kv_bytes=receiver.kv_bytes,
             kv_skipped_tokens=receiver.cached_tokens,
             kv_seconds=receiver.kv_seconds,
             kv_transfer_seconds=receiver.transfer_s,
-            stop_token_id=token.token_id if is_stopped else None,
-            stop_logprobs=token.logprobs if is_stopped else None,
         )
 
 
@@ -189,14 +186,15 @@ class DecodeRole:
     def on_outputs(self, outputs: list[Output]) -> None:
         steps = Steps()
         for output in outputs:
-            if output.request_id in self.local:
-                self.local.on_output(output, steps)
-                continue
             match output:
                 case Token():
                     generation = self._generations.get(output.request_id)
-                    if generation is not None:  # else cancelled during the step
+                    if generation is not None:
                         self._on_token(generation, output, steps)
+                    else:  # of a local request, or cancelled during the step
+                        self.local.on_token(output, steps)
+                case Started():
+                    self.local.on_started(output)
                 case Reserved():
                     self.incoming.on_reserved(output)
                 case Displaced():
@@ -257,7 +255,9 @@ class DecodeRole:
         request.router.refuse(request.request_id, error, stage)
 
     def _on_failed(self, request_id: int, error: WireError) -> None:
-        if request_id in self.incoming:
+        if request_id in self.local:
+            self.local.fail(request_id, error)
+        elif request_id in self.incoming:
             self.incoming.fail(request_id, error)
         else:
             self._refuse(request_id, error, "decode")

@@ -10,14 +10,14 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from wire.errors import ErrorCode, WireError
-from wire.frames import PrefillDone, PrefillRequest
+from wire.frames import PrefillRequest
 from wire.parts import Message
-from wire.payloads import STOP, PrefillResult, Usage, decode_prompt, encode_prefill_result
+from wire.payloads import STOP, decode_prompt
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Output, Started, Token
+from worker.engine.outputs import Started, Token
 from worker.engine.sequence import Sequence
 from worker.link import RouterLink
-from worker.roles.step import Steps
+from worker.roles.results import Steps, send_first, usage_of
 
 Post = Callable[[Callable[[Engine], None]], object]
 
@@ -70,47 +70,29 @@ class LocalRequests:
             if request.router is router:
                 self.cancel(request.request_id)
 
-    def on_output(self, output: Output, steps: Steps) -> None:
-        """Process an engine output for one of these requests."""
-        request = self._requests[output.request_id]
-        match output:
-            case Started():
-                request.cached_tokens = output.cached_tokens
-            case Token() if output.index == 0:
-                self._on_first_token(request, output)
-            case Token():
-                self._on_token(request, output, steps)
-            case Failed():
-                del self._requests[request.request_id]
-                self._on_failed(request, output.for_peers())
+    def on_started(self, started: Started) -> None:
+        """Record how much of the prompt was cached."""
+        request = self._requests.get(started.request_id)
+        if request is not None:  # otherwise it was cancelled during the step
+            request.cached_tokens = started.cached_tokens
 
-    def _on_first_token(self, request: LocalRequest, token: Token) -> None:
-        reason = token.finish_reason
-        result = PrefillResult(
-            token_id=token.token_id,
-            cached_tokens=request.cached_tokens,
-            finish_reason=reason,
-            logprobs=token.logprobs,
-            prompt_logprobs=token.prompt_logprobs,
-            stop_token_id=token.token_id if reason == STOP else None,
-        )
-        request.router.send(PrefillDone(request.request_id, 0), encode_prefill_result(result))
-        request.num_tokens = 1
-        if reason is not None:
-            del self._requests[request.request_id]
-
-    def _on_token(self, request: LocalRequest, token: Token, steps: Steps) -> None:
-        is_stopped = token.finish_reason == STOP
-        if not is_stopped:
-            request.num_tokens += 1
-            steps.add_token(request.router, token)
-        if token.finish_reason is None:
+    def on_token(self, token: Token, steps: Steps) -> None:
+        """Send a token, the first one with PREFILL_DONE; unknown ids are ignored."""
+        request = self._requests.get(token.request_id)
+        if request is None:
             return
-        del self._requests[request.request_id]
-        usage = Usage(
-            finish_reason=token.finish_reason,
-            completion_tokens=request.num_tokens,
-            stop_token_id=token.token_id if is_stopped else None,
-            stop_logprobs=token.logprobs if is_stopped else None,
-        )
-        steps.add_end(request.router, request.request_id, usage)
+        is_last = token.finish_reason is not None
+        if is_last:
+            del self._requests[token.request_id]
+        request.num_tokens += token.finish_reason != STOP  # a stop token is not part of the text
+        if token.index == 0:
+            send_first(request.router, token, request.cached_tokens, kv_bytes=0)
+            return
+        if token.finish_reason != STOP:
+            steps.add_token(request.router, token)
+        if is_last:
+            steps.add_end(request.router, token.request_id, usage_of(token, request.num_tokens))
+
+    def fail(self, request_id: int, error: WireError) -> None:
+        """End a request that the engine cannot serve."""
+        self._on_failed(self._requests.pop(request_id), error)

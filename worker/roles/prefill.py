@@ -19,9 +19,9 @@ from typing import Final
 import structlog
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireError
-from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
+from wire.frames import ANY_RANK, NO_RANK, PrefillRequest
 from wire.parts import Message
-from wire.payloads import STOP, PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
+from wire.payloads import PeerDetail, decode_prompt
 from wire.process.log_limit import RepeatedLine
 from wire.transfer import KVSender, new_key
 from worker.compute.device_errors import report_copy
@@ -31,6 +31,7 @@ from worker.engine.sequence import Sequence
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
+from worker.roles.results import send_first
 from worker.transfer.peers import DecodePeers
 from worker.transfer.same_host_peers import lend
 from worker.transfer.sender import OutgoingTransfer
@@ -204,18 +205,9 @@ class PrefillRole:
 
     def _on_first_token(self, prefill: Prefill, token: Token) -> None:
         assert prefill.started is not None
-        transfer, reason = prefill.transfer, token.finish_reason
-        kv_bytes = transfer.sender.total_bytes if transfer is not None and not reason else 0
-        result = PrefillResult(
-            token_id=token.token_id,
-            cached_tokens=prefill.started.cached_tokens,
-            finish_reason=reason,
-            logprobs=token.logprobs,
-            prompt_logprobs=token.prompt_logprobs,
-            stop_token_id=token.token_id if reason == STOP else None,
-        )
-        done = PrefillDone(prefill.request_id, kv_bytes)
-        prefill.router.send(done, encode_prefill_result(result))
+        transfer, is_over = prefill.transfer, token.finish_reason is not None
+        kv_bytes = 0 if transfer is None or is_over else transfer.sender.total_bytes
+        send_first(prefill.router, token, prefill.started.cached_tokens, kv_bytes)
         prefill.is_response_sent = True
         if not kv_bytes:
             self._end(prefill)

@@ -6,6 +6,7 @@ and three appends.  No I/O.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
@@ -23,7 +24,7 @@ _encode: Final = msgspec.json.Encoder().encode
 Around = tuple[bytes, bytes] | tuple[()]
 
 
-class CompletionAnswer:
+class CompletionAnswer(ABC):
     """Renders a completion; implements `Answer`.
 
     A subclass renders a complete choice (`entry`) and the next part of a choice (`delta`).
@@ -54,13 +55,13 @@ class CompletionAnswer:
         self._around: dict[Choice, Around] = {}
         self.usual: tuple[bytes, bytes] | None = None
 
+    @abstractmethod
     def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """Return an entry of `choices` of a response that is not streamed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, choice: Choice, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         """Return the fields of a chunk that contain the next part of a choice."""
-        raise NotImplementedError
 
     def about_prompt(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """Return the top-level fields about the prompt; a stream sends them once per choice."""

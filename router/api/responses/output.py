@@ -7,6 +7,7 @@ last event of a stream has the same response as a request without streaming.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
@@ -20,7 +21,7 @@ from router.text.output_parts import CallArguments, CallEnd, CallStart, Content,
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class OpenItem:
+class OpenItem(ABC):
     """An item that is still growing; `stem` is the prefix of its event names."""
 
     kind: ClassVar[str]
@@ -37,13 +38,13 @@ class OpenItem:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @abstractmethod
     def fields(self, content: list[Any]) -> dict[str, Any]:
         """Return the fields of the item except its type, id and status."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part(self) -> dict[str, Any] | None:
         """Return the text as a content part; None if the item has no content."""
-        raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
         """Return the fields of the event that ends the text."""

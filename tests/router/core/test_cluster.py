@@ -53,7 +53,7 @@ def test_why_it_is_not_ready() -> None:
     router, local = Router(), Router(Limits(local_prefill=True))
 
     def reasons(router: Router, *, is_draining: bool = False) -> list[str]:
-        missing = router.dispatcher.missing_roles()
+        missing = router.dispatcher.missing_roles
         return unready(missing, router.fleet, is_draining=is_draining)
 
     assert len(reasons(router)) == 2 and len(reasons(local)) == 1

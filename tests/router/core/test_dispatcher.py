@@ -490,7 +490,7 @@ class Interleavings(RuleBasedStateMachine):
         num_open = len(self.sinks) - len(self.router.ends.ends)
         assert num_open == dispatcher.num_running + dispatcher.num_waiting
         for each in self.router.fleet:
-            assert each.num_active >= 0 and each.unread_tokens >= 0
+            assert each.num_active >= 0 and each.prefill_tokens >= 0
             assert each.promised_blocks == sum(each.promised.values()) >= 0
             assert set(each.promised) <= each.attempts
 

@@ -34,7 +34,7 @@ def cluster(*roles: Role) -> tuple[Fleet, Placement]:
 
 def books(table: Fleet) -> list[tuple[int, int, int, int]]:
     return [
-        (len(each.attempts), each.num_active, each.unread_tokens, each.promised_blocks)
+        (len(each.attempts), each.num_active, each.prefill_tokens, each.promised_blocks)
         for each in table
     ]
 
@@ -77,8 +77,8 @@ def test_both_workers_are_charged_and_released() -> None:
     attempt = placed(placement)
     assert attempt.request_id >> 32 == EPOCH
     assert books(table) == [(1, 1, 40, 0), (1, 1, 0, 3)]
-    placement.finish_reading(attempt)
-    placement.finish_reading(attempt)
+    placement.finish_prefill(attempt)
+    placement.finish_prefill(attempt)
     assert books(table) == [(1, 0, 0, 0), (1, 1, 0, 3)]
     assert placement.release_prefill(attempt) is not None
     assert placement.release_prefill(attempt) is None

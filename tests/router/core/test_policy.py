@@ -8,11 +8,14 @@ from router.core.fleet import Worker, WorkerState
 from router.core.policy import (
     Choice,
     Prompt,
+    can_decode,
     can_ever_fit,
+    can_prefill,
+    cheapest_decode,
+    cheapest_prefill,
     choose,
-    pick_decode,
-    pick_prefill,
-    reading_s,
+    prefill_s,
+    remote_s,
 )
 from tests.router.scripted import load, worker
 from wire.frames import Role
@@ -36,6 +39,17 @@ def decodes(num: int, **changes: object) -> list[Worker]:
     return [measured(Role.DECODE, rank, **changes) for rank in range(num)]
 
 
+def pick_prefill(workers: list[Worker], prompt: Prompt, max_running: int = 256) -> Worker | None:
+    free = [it for it in workers if can_prefill(it, prompt.num_tokens, max_running)]
+    return cheapest_prefill(free, prompt)
+
+
+def pick_decode(workers: list[Worker], prompt: Prompt, max_running: int = 256) -> Worker | None:
+    size = prompt.num_tokens, prompt.new_tokens
+    free = [it for it in workers if can_decode(it, *size, max_running)]
+    return cheapest_decode(free, prompt, remote_s)
+
+
 def prompt(
     num_tokens: int = 100, held: Mapping[Worker, int] | None = None, **changes: object
 ) -> Prompt:
@@ -47,71 +61,71 @@ def prompt(
 
 def read(worker: Worker, num_tokens: int, since: float = 50.0) -> None:
     """Let a worker have one more prompt to read."""
-    if not worker.num_reading:
-        worker.reading_since = since
+    if not worker.num_in_prefill:
+        worker.prefill_since = since
     worker.num_active += 1
-    worker.num_reading += 1
-    worker.unread_tokens += num_tokens
+    worker.num_in_prefill += 1
+    worker.prefill_tokens += num_tokens
 
 
 def test_a_prompt_waits_for_what_is_left_of_those_before_it() -> None:
     busy, lately = prefills(2)
     read(busy, 1000, since=50.0 - 0.09)
-    assert reading_s(busy, prompt(100), 0.0) == pytest.approx(0.01 + 0.01)
+    assert prefill_s(busy, prompt(100), 0.0) == pytest.approx(0.01 + 0.01)
     read(lately, 500)
-    assert pick_prefill([busy, lately], prompt(100), 256) is busy
+    assert pick_prefill([busy, lately], prompt(100)) is busy
     # A worker that takes longer than expected reads one prompt at most meanwhile.
     read(busy, 1000)
-    busy.reading_since = 0.0
-    assert reading_s(busy, prompt(100), 0.0) == pytest.approx(0.1 + 0.01)
+    busy.prefill_since = 0.0
+    assert prefill_s(busy, prompt(100), 0.0) == pytest.approx(0.1 + 0.01)
 
 
 def test_a_held_prefix_is_worth_the_time_to_read_it_and_no_more() -> None:
     holder, other = prefills(2)
     held = {holder: 800}
-    assert pick_prefill([other, holder], prompt(1000, held), 256) is holder
+    assert pick_prefill([other, holder], prompt(1000, held)) is holder
     read(holder, 700)
-    assert pick_prefill([other, holder], prompt(1000, held), 256) is holder
+    assert pick_prefill([other, holder], prompt(1000, held)) is holder
     read(holder, 2000)
-    assert pick_prefill([other, holder], prompt(1000, held), 256) is other
+    assert pick_prefill([other, holder], prompt(1000, held)) is other
 
 
 def test_reading_weighs_more_where_many_wait() -> None:
     holder, other = prefills(2)
     held = {holder: 800}
     read(holder, 1500)
-    assert pick_prefill([other, holder], prompt(1000, held), 256) is other
+    assert pick_prefill([other, holder], prompt(1000, held)) is other
     for _ in range(3):
         other.num_active += 1
         holder.num_active += 1
-    assert pick_prefill([other, holder], prompt(1000, held), 256) is holder
+    assert pick_prefill([other, holder], prompt(1000, held)) is holder
 
 
 def test_what_is_read_into_a_full_cache_costs_what_it_drives_out() -> None:
     free, full = prefills(2)
     full.on_load(load(64, cached=64))
-    assert pick_prefill([full, free], prompt(reuse=2.0), 256) is free
-    assert reading_s(full, prompt(reuse=2.0), 0.0) == pytest.approx(3 * 100 * TOKEN_S)
+    assert pick_prefill([full, free], prompt(reuse=2.0)) is free
+    assert prefill_s(full, prompt(reuse=2.0), 0.0) == pytest.approx(3 * 100 * TOKEN_S)
 
 
 def test_an_idle_worker_that_waited_longest_is_next() -> None:
     workers = prefills(3)
     for each, since in zip(workers, (30.0, 10.0, 20.0), strict=True):
-        each.reading_since = since
-    assert pick_prefill(workers, prompt(), 256) is workers[1]
+        each.prefill_since = since
+    assert pick_prefill(workers, prompt()) is workers[1]
     workers[1].state = WorkerState.DRAINING
-    assert pick_prefill(workers, prompt(), 256) is workers[2]
+    assert pick_prefill(workers, prompt()) is workers[2]
     workers[2].num_active = 256
-    assert pick_prefill(workers, prompt(), 256) is workers[0]
-    assert pick_prefill(workers, prompt(2000), 256) is None
-    assert pick_prefill([], prompt(), 256) is None
+    assert pick_prefill(workers, prompt()) is workers[0]
+    assert pick_prefill(workers, prompt(2000)) is None
+    assert pick_prefill([], prompt()) is None
 
 
 def test_a_slow_worker_gets_what_is_quick_there_all_the_same() -> None:
     slow, quick = prefills(2)
     slow.token_s = 4 * TOKEN_S
-    assert pick_prefill([slow, quick], prompt(1000, {slow: 700}), 256) is quick
-    assert pick_prefill([slow, quick], prompt(1000, {slow: 800}), 256) is slow
+    assert pick_prefill([slow, quick], prompt(1000, {slow: 700})) is quick
+    assert pick_prefill([slow, quick], prompt(1000, {slow: 800})) is slow
 
 
 def test_kv_is_sent_where_that_costs_less_than_one_more_sequence_there() -> None:
@@ -119,16 +133,16 @@ def test_kv_is_sent_where_that_costs_less_than_one_more_sequence_there() -> None
     busy, idle = workers = decodes(2)
     held = {busy: 900}
     busy.num_active = 8
-    assert pick_decode(workers, prompt(1000 - 16, held), 256) is busy
+    assert pick_decode(workers, prompt(1000 - 16, held)) is busy
     busy.num_others = 4
-    assert pick_decode(workers, prompt(1000 - 16, held), 256) is idle
+    assert pick_decode(workers, prompt(1000 - 16, held)) is idle
 
 
 def test_a_hot_prefix_spreads_over_the_workers() -> None:
     workers = decodes(4, num_blocks=4096, max_model_len=4096)
     held = {workers[0]: 1008}
     for _ in range(64):
-        chosen = pick_decode(workers, prompt(1024, held, answer_tokens=100.0), 256)
+        chosen = pick_decode(workers, prompt(1024, held, answer_tokens=100.0))
         assert chosen is not None
         chosen.num_active += 1
         held[chosen] = 1008
@@ -139,13 +153,13 @@ def test_a_hot_prefix_spreads_over_the_workers() -> None:
 def test_without_measurements_the_least_loaded_worker_is_chosen() -> None:
     first, second, third = workers = [worker(rank=rank) for rank in range(3)]
     first.num_others, second.num_active = 2, 1
-    assert pick_decode(workers[:2], prompt(), 256) is second
+    assert pick_decode(workers[:2], prompt()) is second
     second.num_others = 2
-    assert pick_decode(workers[:2], prompt(), 256) is first
-    assert pick_decode(workers, prompt(), 256) is third
+    assert pick_decode(workers[:2], prompt()) is first
+    assert pick_decode(workers, prompt()) is third
     readers = [worker(Role.PREFILL, rank) for rank in range(2)]
     read(readers[0], 10)
-    assert pick_prefill(readers, prompt(), 256) is readers[1]
+    assert pick_prefill(readers, prompt()) is readers[1]
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -153,7 +167,7 @@ def test_among_equals_it_is_the_one_whose_turn_it_is(role: Role) -> None:
     workers = [worker(role, rank) for rank in range(3)]
     workers[0].turn = 1
     pick = pick_prefill if role is Role.PREFILL else pick_decode
-    assert pick(workers, prompt(), 256) is workers[1]
+    assert pick(workers, prompt()) is workers[1]
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -177,47 +191,47 @@ def test_a_prompt_needs_room_for_itself_and_one_token() -> None:
 def test_decode_is_admitted_by_blocks() -> None:
     first, second = workers = decodes(2)
     first.on_load(load(64, used=58))
-    assert pick_decode(workers, prompt(), 256) is second
+    assert pick_decode(workers, prompt()) is second
     second.promise(1, 58)
-    assert pick_decode(workers, prompt(), 256) is None
+    assert pick_decode(workers, prompt()) is None
     first.on_load(load(64, used=52, cached=6))
-    assert pick_decode(workers, prompt(), 256) is first
-    assert pick_decode(workers, prompt(new_tokens=None), 256) is None  # 256 more are assumed.
+    assert pick_decode(workers, prompt()) is first
+    assert pick_decode(workers, prompt(new_tokens=None)) is None  # 256 more are assumed.
 
 
 def test_a_request_larger_than_a_worker_waits_until_it_is_empty() -> None:
     only = worker(num_blocks=8)
-    assert pick_decode([only], prompt(new_tokens=100_000), 256) is only
+    assert pick_decode([only], prompt(new_tokens=100_000)) is only
     only.promise(1, 1)
-    assert pick_decode([only], prompt(new_tokens=100_000), 256) is None
+    assert pick_decode([only], prompt(new_tokens=100_000)) is None
 
 
 def test_one_token_needs_no_decode_worker() -> None:
     [prefill], [decode] = prefills(1), decodes(1)
     alone = prompt(new_tokens=0, may_be_local=True)
-    assert choose([prefill], [decode], alone, 256) == Choice(prefill, None)
-    assert choose([prefill], [], alone, 256) == Choice(prefill, None)
-    assert choose([], [decode], alone, 256) == Choice(None, decode)
+    assert choose([prefill], [decode], alone) == Choice(prefill, None)
+    assert choose([prefill], [], alone) == Choice(prefill, None)
+    assert choose([], [decode], alone) == Choice(None, decode)
 
 
 def test_both_workers_need_room() -> None:
     [prefill], [decode] = prefills(1), decodes(1)
-    assert choose([prefill], [decode], prompt(), 256) == Choice(prefill, decode)
-    assert choose([], [decode], prompt(), 256) is None
-    assert choose([prefill], [], prompt(may_be_local=True), 256) is None
+    assert choose([prefill], [decode], prompt()) == Choice(prefill, decode)
+    assert choose([], [decode], prompt()) is None
+    assert choose([prefill], [], prompt(may_be_local=True)) is None
 
 
 def test_an_idle_decode_worker_reads_what_would_take_long_to_send() -> None:
     [prefill], [decode] = prefills(1), decodes(1)
     local = prompt(500, may_be_local=True)
-    assert choose([prefill], [decode], local, 256) == Choice(None, decode)
-    assert choose([prefill], [decode], prompt(500), 256) == Choice(prefill, decode)
+    assert choose([prefill], [decode], local) == Choice(None, decode)
+    assert choose([prefill], [decode], prompt(500)) == Choice(prefill, decode)
     # Each that generates there would wait as long as the reading takes.
     decode.num_active = 2
-    assert choose([prefill], [decode], local, 256) == Choice(prefill, decode)
+    assert choose([prefill], [decode], local) == Choice(prefill, decode)
     # Unless it holds most of the prompt, or the prefill worker is busy, or not there.
     held = prompt(500, {decode: 480}, may_be_local=True)
-    assert choose([prefill], [decode], held, 256) == Choice(None, decode)
+    assert choose([prefill], [decode], held) == Choice(None, decode)
     read(prefill, 5000)
-    assert choose([prefill], [decode], local, 256) == Choice(None, decode)
-    assert choose([], [decode], local, 256) == Choice(None, decode)
+    assert choose([prefill], [decode], local) == Choice(None, decode)
+    assert choose([], [decode], local) == Choice(None, decode)

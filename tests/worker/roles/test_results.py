@@ -6,7 +6,7 @@ from wire.frames import DecodeToken, Frame
 from wire.parts import MAX_HEADERS, decode, encode
 from wire.payloads import Logprobs, decode_map
 from worker.link import RouterLink
-from worker.roles.step import Step
+from worker.roles.results import Step
 
 
 def test_a_step_of_more_tokens_than_a_message_holds_leaves_in_several() -> None:

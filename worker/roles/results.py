@@ -1,14 +1,40 @@
-"""Sends the tokens of one engine step to routers, in as few messages as possible."""
+"""What roles send to routers: first tokens, then the tokens of each step, and usage at the end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from wire.frames import DecodeDone, DecodeToken, Frame
+from wire.frames import DecodeDone, DecodeToken, Frame, PrefillDone
 from wire.parts import MAX_HEADERS
-from wire.payloads import Logprobs, Usage, encode_map
+from wire.payloads import STOP, Logprobs, PrefillResult, Usage, encode_map, encode_prefill_result
 from worker.engine.outputs import Token
 from worker.link import RouterLink
+
+
+def send_first(router: RouterLink, token: Token, cached_tokens: int, kv_bytes: int) -> None:
+    """Send PREFILL_DONE: `kv_bytes` are to be transferred to the decode worker."""
+    is_stopped = token.finish_reason == STOP
+    result = PrefillResult(
+        token_id=token.token_id,
+        cached_tokens=cached_tokens,
+        finish_reason=token.finish_reason,
+        logprobs=token.logprobs,
+        prompt_logprobs=token.prompt_logprobs,
+        stop_token_id=token.token_id if is_stopped else None,
+    )
+    router.send(PrefillDone(token.request_id, kv_bytes), encode_prefill_result(result))
+
+
+def usage_of(token: Token, num_tokens: int) -> Usage:
+    """Return the usage of a request that ends with this token, without any KV transfer."""
+    assert token.finish_reason is not None
+    is_stopped = token.finish_reason == STOP
+    return Usage(
+        finish_reason=token.finish_reason,
+        completion_tokens=num_tokens,
+        stop_token_id=token.token_id if is_stopped else None,
+        stop_logprobs=token.logprobs if is_stopped else None,
+    )
 
 
 @dataclass(slots=True)
