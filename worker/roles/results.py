@@ -1,4 +1,4 @@
-"""What roles send to routers: first tokens, then the tokens of each step, and usage at the end."""
+"""Messages from roles to routers: first tokens, the tokens of each step, and usage at the end."""
 
 from __future__ import annotations
 
