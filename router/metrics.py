@@ -181,7 +181,7 @@ class _FleetCollector(Collector):
     def _workers(self) -> Metric:
         states = Tally((worker.role, worker.state) for worker in self._fleet)
         family = GaugeMetricFamily("baton_workers", "Workers.", labels=["role", "state"])
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (Role.PREFILL, Role.DECODE, Role.ANY):
             for state in WorkerState:
                 family.add_metric([_name(role), state.value], states[role, state])
         return family

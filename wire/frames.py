@@ -57,12 +57,13 @@ class Tag(IntEnum):
 
 
 class Role(IntEnum):
-    """The role of a peer: `DisaggRole` of seed 000, plus the raw TCP client."""
+    """The role of a peer: `DisaggRole` of seed 000, raw TCP clients, and workers of both roles."""
 
     PREFILL = 0
     DECODE = 1
     ROUTER = 2
     CLIENT = 3
+    ANY = 4
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):

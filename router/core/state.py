@@ -247,6 +247,22 @@ class RequestState(Struct, eq=False):
         )
 
 
+def begin(handle: int, request: Request, sink: Sink, limits: Limits, now: float) -> RequestState:
+    """Return the state of a request that was submitted just now."""
+    deadline_ms = request.options.deadline_ms
+    deadline = now + (limits.deadline_s if deadline_ms is None else deadline_ms / 1000)
+    return RequestState(
+        handle=handle,
+        request=request,
+        sink=sink,
+        new_tokens=new_tokens(request),
+        is_decode_asked=request.max_new_tokens is not None,
+        submitted_at=now,
+        deadline=deadline,
+        due=min(deadline, now + limits.queue_timeout_s),
+    )
+
+
 def new_tokens(request: Request) -> int | None:
     """Return how many tokens to generate after the first; None if the request sets no limit."""
     limits = [] if request.max_new_tokens is None else [request.max_new_tokens]

@@ -103,10 +103,10 @@ def test_dropped_frames_and_refused_requests() -> None:
     prefill = router.join(Role.PREFILL)
     router.say(prefill, PrefillDone(999, 0), first())
     with pytest.raises(WireError):
-        router.submit()
+        router.submit(0)
     found = samples(metrics)
     assert found["baton_frames_dropped_total{reason=unknown_request}"] == 1
-    assert found["baton_requests_rejected_total{code=no_worker}"] == 1
+    assert found["baton_requests_rejected_total{code=invalid_request}"] == 1
 
 
 def test_names_and_units() -> None:
