@@ -101,9 +101,9 @@ class Config(SharedSettings):
         256, "requests on one worker at a time; others are queued", ge=1
     )
     local_prefill: Literal["auto", "off"] = setting(
-        "off",
-        "whether decode workers read prompts: auto is where that costs less time, or where no "
-        "prefill worker is there",
+        "auto",
+        "whether decode workers prefill prompts themselves: auto does where that costs less time, "
+        "or where there is no prefill worker",
     )
     max_connections: int = setting(
         4096, "limit for HTTP connections, and for raw TCP connections", ge=1

@@ -149,7 +149,9 @@ class Placement:
             len(state.generated),
             is_local=prefill is None,
         )
-        state.num_local += attempt.is_local
+        if attempt.is_local:
+            has_choice = any(worker is not decode for worker in prefills)
+            state.local_reasons.append("cost" if has_choice else "no_prefill_worker")
         if decode is not None:
             state.arithmetic = state.arithmetic or decode.detail.arithmetic
             self._count_decode(attempt, decode, prompt)

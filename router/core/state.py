@@ -154,7 +154,7 @@ class RequestState(Struct, eq=False):
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
     num_attempts: int = 0
-    num_local: int = 0
+    local_reasons: list[str] = msgspec.field(default_factory=list)
     avoided: frozenset[bytes] = frozenset()
     arithmetic: str = ""
     trouble: WireError | None = None
@@ -243,7 +243,7 @@ class RequestState(Struct, eq=False):
             decode_s=None if first_at is None else now - first_at,
             total_s=now - self.submitted_at,
             num_attempts=self.num_attempts,
-            num_local=self.num_local,
+            local_reasons=tuple(self.local_reasons),
         )
 
 

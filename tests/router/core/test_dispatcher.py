@@ -255,7 +255,7 @@ def test_a_decode_worker_serves_a_request_alone() -> None:
     router.say(ALONE, DecodeDone(request_id), usage())
     assert sink.kinds == ["prefill", "token", "token", "token", "done"]
     assert router.sent == []  # neither DECODE_REQUEST nor CANCEL
-    assert [end.num_local for end in router.ends.ends] == [1]
+    assert [end.local_reasons for end in router.ends.ends] == [("no_prefill_worker",)]
     router.assert_idle()
 
 
