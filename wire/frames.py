@@ -21,7 +21,7 @@ from wire.errors import LocalProtocolError, RemoteProtocolError
 
 HEADER_BYTES: Final = 16
 # The protocol versions in HELLO: of a worker on ZeroMQ, and of a client on raw TCP.  SPEC 10.
-VERSION: Final = 2
+VERSION: Final = 3
 CLIENT_VERSION: Final = 1
 
 # PREFILL_REQUEST.decode_rank of a client: the router chooses the decode worker.
