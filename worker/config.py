@@ -33,7 +33,7 @@ class Config(SharedSettings):
     """A worker: prefills prompts or decodes, as its --role says, when routers request it."""
 
     role: Literal["prefill", "decode", "any"] = setting(
-        "decode", "prefill, decode, or any: what routers request of it"
+        "decode", "prefill, decode, or any: both, as routers request"
     )
     rank: int = setting(
         0,

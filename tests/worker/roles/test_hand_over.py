@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.oracle import oracle
+from tests.wire.process.key_files import write
 from tests.worker.scripted import (
     PATIENCE_S,
     GatedSteps,
@@ -34,6 +36,7 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
+from wire.process.keys import Keys
 from worker.roles.decode import DecodeRole
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
@@ -62,10 +65,12 @@ def announce(router: ScriptedRouter, to: Role, *others: PeerDetail) -> None:
 
 @asynccontextmanager
 async def two_workers(
-    first: dict[str, Any] | None = None, second: dict[str, Any] | None = None
+    first: dict[str, Any] | None = None,
+    second: dict[str, Any] | None = None,
+    keys: Keys | None = None,
 ) -> AsyncIterator[tuple[ScriptedRouter, dict[Role, Process]]]:
     async with (
-        scripted_router() as router,
+        scripted_router(keys) as router,
         running(router, "any", **(first or {})) as one,
         running(router, "decode", rank=1, **(second or {})) as two,
     ):
@@ -138,6 +143,19 @@ async def test_each_worker_prefills_for_the_other(reader: Role, settings: dict[s
         await router.until_free(*RANKS)
         for process in workers.values():
             assert role_of(process).transfers.ends == {"done": 1}, "both directions are counted"
+
+
+@pytest.mark.parametrize("reader", RANKS)
+async def test_with_keys_each_worker_is_known_by_its_role_and_rank(
+    reader: Role, tmp_path: Path
+) -> None:
+    write(tmp_path, "router", "any-0", "decode-1")
+    settings = {"keys": tmp_path, "kv_shared_memory": "off"}
+    async with two_workers(settings, settings, Keys(tmp_path, "router")) as (router, _):
+        ask(router, reader, 1, PROMPT, OPTIONS, OTHER[reader])
+        token_id = (await first(router)).token_id
+        go_on(router, OTHER[reader], 1, [*PROMPT, token_id], OPTIONS)
+        assert [token_id, *await router.tokens(59)] == ANSWER
 
 
 async def test_kv_crosses_while_both_generate() -> None:
