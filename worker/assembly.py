@@ -20,7 +20,7 @@ log = structlog.get_logger("worker")
 
 def check_speculation(config: Config, executor: Executor) -> None:
     """Raise ValueError if --speculate is set but the executor cannot verify draft tokens."""
-    if config.role == "decode" and config.speculate and not executor.capabilities.speculative:
+    if config.role != "prefill" and config.speculate and not executor.capabilities.speculative:
         raise ValueError(
             f"--speculate {config.speculate}: the executor {config.executor!r} samples one token "
             "of a sequence in a step and cannot verify drafts; leave --speculate out"
