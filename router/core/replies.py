@@ -179,7 +179,10 @@ class Replies:
             self._requests.drop_sink(state)
         if not self._requests.is_open(state):
             return
-        if result.finish_reason is not None or state.num_left == 0:
+        # An attempt without a decode worker ends after a token, but perhaps not the request.
+        is_limit_of_attempt = attempt.decode is None and result.finish_reason == "length"
+        is_over = result.finish_reason is not None and not is_limit_of_attempt
+        if is_over or state.num_left == 0:
             stop_token_id = result.stop_token_id
             usage = Usage(
                 finish_reason=result.finish_reason or "length",

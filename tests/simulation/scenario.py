@@ -125,6 +125,7 @@ def draw(random: Random, seed: int) -> Scenario:
         max_waiting=choice((3, 64)),
         cancels=choice((0.1, 0.1, 0.6)),
         layout=choice((LAYOUT, LAYOUT, MIXED)),
+        role="any" if seed % 4 == 3 else "decode",
     )
     if scenario.settings["segment_bytes"] == WHOLE and random.random() < 0.5:
         scenario = replace(scenario, copy_s=LONG_COPIES_S)

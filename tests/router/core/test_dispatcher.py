@@ -309,7 +309,7 @@ def test_raw_tcp_gets_its_first_token_before_it_says_how_many_it_wants(role: Rol
     [(peer, message)] = router.take(Tag.PREFILL_REQUEST)
     assert isinstance(message.frame, PrefillRequest)
     assert (peer, message.frame.decode_rank) == (worker, NO_RANK)
-    router.say(worker, PrefillDone(message.frame.request_id, 0), first(7))
+    router.say(worker, PrefillDone(message.frame.request_id, 0), first(7, "length"))
     assert sink.kinds == ["prefill"] and router.dispatcher.num_running == 0
     router.dispatcher.decode(handle, 2)
     [(_, message)] = router.take(Tag.PREFILL_REQUEST)
