@@ -128,10 +128,14 @@ class Engine:
         token_ids: Many[int],
         offered_by: str = "",
         *,
+        cache_salt: str = "",
         is_claimed: bool = False,
     ) -> None:
         """Queue a reservation of blocks for KV that the prefill worker `offered_by` will send."""
-        sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
+        options = Options(cache_salt=cache_salt)  # the others come with the claim
+        sequence = Sequence(
+            request_id, token_ids, options, offered_by=offered_by, status=Status.RESERVING
+        )
         sequence.is_claimed = is_claimed
         self._accept(sequence, sequence.problem(self.info, self.pool, 1))
 
