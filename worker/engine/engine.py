@@ -364,13 +364,13 @@ class Engine:
 
     def _compile(self, sequence: Sequence) -> Problem | None:
         """Start to compile the sequence's structure, if any; return the problem if it fails."""
-        structure = sequence.options.structure
+        options, structure = sequence.options, sequence.options.structure
         if structure is None:
             return None
         if not isinstance(self._executor, Structurer):
             return ErrorCode.INVALID_REQUEST, "this model cannot be held to a structure"
         sequence.structured = self._executor.structured(
-            structure, sequence.prompt_len, sequence.options.tenant
+            structure, sequence.prompt_len, options.tenant, options.cache_salt
         )
         sequence.is_ready = False
         self._compiling.append(sequence)
