@@ -306,14 +306,14 @@ def _keep_attempt(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spare_leaving(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def hand_over(self: Dispatcher, worker: Any) -> None:
+    def hand_over(self: Any, worker: Any) -> None:
         abandon = self._abandon
         # The worker that leaves is not told that it need not go on.
-        self._abandon = lambda attempt, code, _: abandon(attempt, code, worker)  # type: ignore[method-assign]
+        self._abandon = lambda attempt, code, spare: abandon(attempt, code, worker)
         try:
             sound(self, worker)
         finally:
-            del self._abandon  # type: ignore[method-assign]
+            del self._abandon
 
     return hand_over
 
