@@ -1,4 +1,4 @@
-"""The settings of an engine; a worker has a flag for each, except that --role sets `receives_kv`."""
+"""The settings of an engine; a worker has a flag for each, and --role sets `receives_kv`."""
 
 from __future__ import annotations
 
