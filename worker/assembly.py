@@ -49,6 +49,7 @@ def make_engine(
     log.info("room for KV", tokens=num_blocks * config.block_size, blocks=num_blocks)
     chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
     chosen["max_ubatch_tokens"] = config.step_tokens
+    chosen["receives_kv"] = config.role != "prefill"
     if config.role == "prefill":
         chosen["speculate"] = None  # a prefill worker generates one token, so drafts are useless
     if draft is not None:

@@ -180,6 +180,27 @@ async def test_kv_crosses_while_both_generate() -> None:
     assert texts == {n: oracle(prompt, 60, OPTIONS) for n, prompt in prompts.items()}
 
 
+async def test_workers_full_of_kv_for_each_other_do_not_wait_for_each_other() -> None:
+    """Four prompts fill the blocks of a worker twice."""
+    room = {"num_blocks": 16}
+    prompts = {n: [n, *PROMPT[:100]] for n in range(1, 9)}
+    readers = {n: Role.ANY if n % 2 else Role.DECODE for n in prompts}
+    async with two_workers(room, room) as (router, _):
+        for n, prompt in prompts.items():
+            ask(router, readers[n], n, prompt, OPTIONS, OTHER[readers[n]])
+        for _ in prompts:
+            message = await router.receive_any()
+            while message.tag is not Tag.PREFILL_DONE:
+                message = await router.receive_any()
+            n = message.frame.request_id  # type: ignore[attr-defined]
+            token_id = decode_prefill_result(message.body()).token_id
+            options = Options(max_tokens=2, ignore_eos=True)
+            frame = DecodeRequest(n, 1)
+            payload = encode_continuation([*prompts[n], token_id], options)
+            router.send(OTHER[readers[n]], frame, payload)
+        await router.until_free(*RANKS)
+
+
 @pytest.mark.parametrize("at", RANKS)
 @pytest.mark.parametrize("alone", [True, False])
 async def test_a_sequence_moves_with_the_kv_of_its_answer(at: Role, *, alone: bool) -> None:
