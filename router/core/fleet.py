@@ -275,6 +275,7 @@ class Fleet:
         """Return the decode workers for PEERS, with draining ones, which may be receiving KV."""
         return [
             PeerDetail(
+                role="any" if worker.role is Role.ANY else "decode",
                 rank=worker.rank,
                 epoch=worker.epoch,
                 kv_endpoint=worker.detail.kv_endpoint,
