@@ -59,7 +59,7 @@ class Dispatcher:
     Attributes:
         is_draining: New requests are refused.
         rejected: The number of requests that `submit` and `check_prompt` refused, by error code.
-        failovers: The number of failed attempts that were retried, by error code.
+        failovers: The number of attempts followed by another, by error code; draining: handed over.
         observers: Notified when a request ends.  Append to this list to subscribe.
     """
 
@@ -435,10 +435,7 @@ class Dispatcher:
         return True
 
     def _hand_over(self, worker: Worker) -> None:
-        """Move the answers of a draining worker to others that have capacity.
-
-        The draining worker prefills what it has cached anyway, and sends the KV.
-        """
+        """Move answers from a draining worker, which sends the KV, to others with capacity."""
         now = self._clock()
         for attempt in [self._attempts[request_id] for request_id in worker.attempts]:
             state = attempt.state
@@ -447,6 +444,7 @@ class Dispatcher:
             successor = self._placement.place(state, now, leaving=worker)
             if successor is None:
                 return
+            self.failovers[ErrorCode.DRAINING.label] += 1
             self._abandon(attempt, ErrorCode.CANCELLED, None)
             self._start(successor, now)
 
