@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from router.config import Config, split_endpoint
+from router.cores import num_engines
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
 from worker.config import Config as WorkerConfig
 
@@ -63,6 +64,12 @@ def test_endpoints_are_split() -> None:
     assert split_endpoint("tcp://[::1]:5570") == ("::1", 5570)
     assert split_endpoint("localhost:0") == ("localhost", 0)
     assert split_endpoint("ipc:///run/baton.sock", "--bus") == ("localhost", 0)
+
+
+def test_local_auto_is_as_many_workers_of_any_role_as_pay_here() -> None:
+    config = parse(Config, ["--local=auto"])
+    assert config.local_workers == [("any", rank) for rank in range(num_engines())]
+    assert config.local_workers
 
 
 @pytest.mark.parametrize("wrong", [",", "a", "a,b", "-1,2", "1,2,3", "65,0", "0,65"])
