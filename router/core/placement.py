@@ -140,6 +140,8 @@ class Placement:
             decode,
             len(state.generated),
             is_local=prefill is None,
+            held=prompt.held,
+            free=(*prefills, *decodes),
         )
         state.num_local += attempt.is_local
         if decode is not None:
