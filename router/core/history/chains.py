@@ -16,6 +16,8 @@ from router.core.history.record import Match, Record
 TOKEN_BYTES: Final = 4
 # Neighbours on each side to compare, where several share the longest prefix.
 MAX_TIES: Final = 4
+# Shorter ranges are compared as numbers, longer ones by halves.
+XOR_BYTES: Final = 256
 # Approximate overhead of a chain in bytes.
 BYTES_EACH: Final = 256
 
@@ -48,37 +50,58 @@ class Chains:
         if not entries:
             return None
         place = bisect_left(entries, (chain,))
-        left, right = entries[max(0, place - MAX_TIES) : place], entries[place : place + MAX_TIES]
-        best = max(_common(chain, each[0]) for each in (*left[-1:], *right[:1]))
+        best = _common(chain, entries[place - 1][0]) if place else 0
+        if place < len(entries) and entries[place][0].startswith(chain[: (best + 1) * TOKEN_BYTES]):
+            best = _common(chain, entries[place][0])
         prefix = chain[: best * TOKEN_BYTES]
-        ties = [record for each, _, record in (*left, *right) if each.startswith(prefix)]
-        return _match(max(ties, key=lambda each: _preference(each, salt)), best, salt)
+        start = end = place
+        while 0 < start and place - start < MAX_TIES and entries[start - 1][0].startswith(prefix):
+            start -= 1
+        limit = min(len(entries), place + MAX_TIES)
+        while end < limit and entries[end][0].startswith(prefix):
+            end += 1
+        ties = entries[start:end]
+        if len(ties) > 1:
+            ties.sort(key=lambda each: (each[2].salt == salt, not each[2].is_in_flight, each[1]))
+        found, _, record = ties[-1]
+        return Match(record, best, len(found) // TOKEN_BYTES, record.is_in_flight)
 
     def add(self, record: Record, chain: bytes) -> None:
-        """Store the chain of a record, in place of an earlier one, and drop others if needed."""
-        self.remove(record)
+        """Store the chain of a new record, and drop others if needed."""
         record.chain = chain
         size = record.size + BYTES_EACH
         if size > self._max_bytes:
             record.chain = record.outline = None
             return
         while self.num_bytes + size > self._max_bytes:
-            self.remove(self._next_to_drop(record.client, size), forget=True)
-        insort(self._sorted.setdefault(record.client, []), (chain, record.number, record))
-        self._by_age[record.number] = record
-        self._of_client.setdefault(record.client, OrderedDict())[record.number] = record
-        self._count(record.client, size)
+            self.drop(self._next_to_drop(record.client, size))
+        client, number = record.client, record.number
+        insort(self._sorted.setdefault(client, []), (chain, number, record))
+        self._by_age[number] = record
+        self._of_client.setdefault(client, OrderedDict())[number] = record
+        self._count(client, size)
 
-    def remove(self, record: Record, *, forget: bool = False) -> None:
-        """Stop comparing prompts with a record; `forget` also drops its tokens.  Idempotent."""
+    def extend(self, record: Record, answer: bytes) -> None:
+        """Append the tokens of the answer to the chain of a record, if it is still stored."""
+        if record.number not in self._by_age or record.chain is None:
+            return
+        entries = self._sorted[record.client]
+        del entries[bisect_left(entries, (record.chain, record.number))]
+        record.chain += answer
+        insort(entries, (record.chain, record.number, record))
+        self._count(record.client, len(answer))
+        while self.num_bytes > self._max_bytes:
+            self.drop(self._next_to_drop(record.client, 0))
+
+    def drop(self, record: Record) -> None:
+        """Forget the tokens of a record.  Idempotent."""
         if self._by_age.pop(record.number, None) is not None:
             assert record.chain is not None
             entries = self._sorted[record.client]
             del entries[bisect_left(entries, (record.chain, record.number))]
             del self._of_client[record.client][record.number]
             self._count(record.client, -record.size - BYTES_EACH)
-        if forget:
-            record.chain = record.outline = None
+        record.chain = record.outline = None
 
     def _next_to_drop(self, client: str, size: int) -> Record:
         share = self._max_bytes / (len(self._bytes_of) + (client not in self._bytes_of))
@@ -94,37 +117,17 @@ class Chains:
             del self._sorted[client], self._of_client[client], self._bytes_of[client]
 
 
-def _preference(record: Record, salt: str) -> tuple[bool, bool, int]:
-    return record.salt == salt, not record.is_in_flight, record.number
-
-
-def _match(record: Record, num_common: int, salt: str) -> Match:
-    assert record.chain is not None
-    num_tokens = len(record.chain) // TOKEN_BYTES
-    has_answer = num_tokens > record.num_tokens
-    return Match(
-        tokens=num_common,
-        # The last token of an answer is not read by any worker.
-        usable=min(num_common, num_tokens - has_answer),
-        is_whole=num_common == num_tokens,
-        is_in_flight=record.is_in_flight,
-        has_other_salt=record.salt != salt,
-        earlier=record.name,
-        ended_at=None if record.end is None else record.submitted_at + record.end.total_s,
-        prefiller=record.prefiller,
-    )
-
-
 def _common(one: bytes, other: bytes) -> int:
-    """Return how many leading tokens of two chains are equal, by binary search."""
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
-    if one.startswith(other) or other.startswith(one):
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        start, end = low * TOKEN_BYTES, middle * TOKEN_BYTES
-        if one[start:end] == other[start:end]:
+    """Return how many leading tokens of two chains are equal."""
+    low, high = 0, min(len(one), len(other))
+    while high - low > XOR_BYTES:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
             low = middle
         else:
-            high = middle - 1
-    return low
+            high = middle
+    differing = int.from_bytes(one[low:high], "little") ^ int.from_bytes(other[low:high], "little")
+    if not differing:
+        return high // TOKEN_BYTES
+    lowest_bit = (differing & -differing).bit_length() - 1
+    return (low + lowest_bit // 8) // TOKEN_BYTES

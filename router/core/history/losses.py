@@ -52,11 +52,8 @@ class Losses:
 
     def latest(self, prefix_hash: int) -> Loss | None:
         """Return the last loss of a block, if it is remembered."""
-        gone = [
-            Loss(name, at, is_evicted=False)
-            for name, at, hashes in self._lost
-            if prefix_hash in hashes
-        ]
-        if (evicted := self._evicted.get(prefix_hash)) is not None:
-            gone.append(evicted)
-        return max(gone, key=lambda loss: loss.at, default=None)
+        loss = self._evicted.get(prefix_hash)
+        for name, at, hashes in self._lost:
+            if prefix_hash in hashes and (loss is None or loss.at <= at):
+                loss = Loss(name, at, is_evicted=False)
+        return loss

@@ -32,9 +32,7 @@ def see(
     is_short = expected < reusable
     holder = _holder(attempt, expected, reusable, fleet, local_prefill) if is_short else None
     return Seen(
-        prefiller=prefiller.identity,
-        worker=prefiller.name,
-        block_size=size,
+        prefiller=prefiller,
         hashes=hashes,
         expected=expected,
         reusable=reusable,
@@ -82,7 +80,7 @@ def explain(record: Record, fleet: Fleet, losses: Losses, caching: Container[byt
         longest_match=0 if match is None else match.tokens,
         reusable=seen.reusable,
         diverged_at=_diverged_at(record, match),
-        earlier=match.earlier if match is not None and match.tokens else None,
+        earlier=match.earlier.name if match is not None and match.tokens else None,
         worker=why.worker,
         because=why.because,
         at=why.at,
@@ -108,7 +106,7 @@ def _why(
     record: Record, seen: Seen, fleet: Fleet, losses: Losses, caching: Container[bytes]
 ) -> Why:
     assert record.end is not None
-    cached, size, match = record.end.cached_tokens, seen.block_size, seen.match
+    cached, size, match = record.end.cached_tokens, seen.prefiller.detail.block_size, seen.match
     most = (record.num_tokens - 1) // size * size
     if most == 0:
         return Why(Reason.SHORT)
@@ -117,7 +115,7 @@ def _why(
     if match is not None and cached < seen.reusable:
         if record.is_scored:
             return Why(Reason.PROMPT_LOGPROBS)
-        if match.has_other_salt:
+        if match.earlier.salt != record.salt:
             return Why(Reason.OTHER_SALT)
         if match.is_in_flight:
             return Why(Reason.IN_FLIGHT)
@@ -140,13 +138,15 @@ def _missing(
     """Say why blocks of an earlier prompt, which was read, are not at the worker."""
     assert record.end is not None
     cached = record.end.cached_tokens
-    holders = [match.prefiller, *([seen.prefiller] if cached < seen.expected else ())]
+    holders = [match.earlier.prefiller]
+    if cached < seen.expected:
+        holders.append(seen.prefiller.identity)
     if (off := _without_cache(holders, match, fleet, caching)) is not None:
         return Why(Reason.CACHE_OFF, off)
     if cached < seen.expected:  # the worker had lost more than it had reported
-        loss = losses.latest(seen.hashes[cached // seen.block_size])
+        loss = losses.latest(seen.hashes[cached // seen.prefiller.detail.block_size])
         at = None if loss is None or not _is_recent(loss, record, fleet) else loss.at
-        return Why(Reason.EVICTED, seen.worker, at=at)
+        return Why(Reason.EVICTED, seen.prefiller.name, at=at)
     holder, loss = seen.holder, seen.loss
     if holder is not None and holder.tokens > cached:
         # A decode worker that may not prefill is not the reason if another has lost the tokens.

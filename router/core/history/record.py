@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 
+from router.core.fleet import Worker
+
 
 class Outline(Protocol):
     """Finds the part of a prompt that a token is in; see `router.text.outline`."""
@@ -52,34 +54,45 @@ class Reason(StrEnum):
 
 
 class Placed(Struct, frozen=True):
-    """The workers of one attempt.
+    """The workers of one attempt, by identity.
 
     `local` is why one worker did it alone: ``no_prefill_worker`` had capacity, or ``cost``: it took
     less time; None if a prefill worker did the prefill.  `at` is on the core's clock.
     """
 
-    prefill: str | None
-    decode: str | None
+    prefill: bytes | None
+    decode: bytes | None
     local: str | None
     at: float
 
 
 class Match(NamedTuple):
-    """The earlier prompt of the same client that a prompt shares most leading tokens with.
+    """The earlier request of the same client that a prompt shares most leading tokens with.
 
-    `is_whole` means that the prompt goes on where all the tokens of the earlier request end.
-    `usable` is the number of shared tokens that may have been in a cache, `prefiller` the identity
-    of the worker that did the earlier prefill.
+    `num_tokens` were in its chain, and `is_in_flight` was true, when the prompt was placed.
     """
 
+    earlier: Record
     tokens: int
-    usable: int
-    is_whole: bool
+    num_tokens: int
     is_in_flight: bool
-    has_other_salt: bool
-    earlier: str
-    ended_at: float | None
-    prefiller: bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt goes on where the tokens of the earlier request end."""
+        return self.tokens == self.num_tokens
+
+    @property
+    def usable(self) -> int:
+        """The shared tokens that a worker may have cached: it never reads the last of an answer."""
+        has_answer = self.num_tokens > self.earlier.num_tokens
+        return min(self.tokens, self.num_tokens - has_answer)
+
+    @property
+    def ended_at(self) -> float | None:
+        """When the earlier request ended, on the core's clock; None if it is open."""
+        end = self.earlier.end
+        return None if end is None else self.earlier.submitted_at + end.total_s
 
 
 class Loss(NamedTuple):
@@ -102,16 +115,14 @@ class Seen(NamedTuple):
     """The state of the caches, as far as known, when a request was placed; counts are in tokens.
 
     Attributes:
-        prefiller: The identity of the worker that does the prefill; `worker` is its name.
+        prefiller: The worker that does the prefill.
         expected: The tokens that this worker was believed to have cached.
         reusable: The tokens in whole blocks that an earlier request of the client has in common.
         loss: How the first block after the expected ones was lost, if the router knows.
         holder: Another worker that had more than the expected tokens.
     """
 
-    prefiller: bytes
-    worker: str
-    block_size: int
+    prefiller: Worker
     hashes: Sequence[int]
     expected: int
     reusable: int

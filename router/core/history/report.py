@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from router.core.history.chains import TOKEN_BYTES
 from router.core.history.misses import sentence
-from router.core.history.record import Cache, Placed, Record
+from router.core.history.record import Cache, Record
 
 
 class CacheReport(Struct):
@@ -35,6 +35,15 @@ class CacheReport(Struct):
     at: float | None
 
 
+class AttemptReport(Struct):
+    """The workers of one attempt; `local` is as in `router.core.history.record.Placed`."""
+
+    prefill: str | None
+    decode: str | None
+    local: str | None
+    placed_at: float
+
+
 class ChoiceReport(Struct):
     """One choice of a request.  Times `…_at` are in seconds since 1970, those `…_s` durations.
 
@@ -51,7 +60,7 @@ class ChoiceReport(Struct):
     queue_s: float | None
     ttft_s: float | None
     total_s: float | None
-    attempts: list[Placed]
+    attempts: list[AttemptReport]
     cache: CacheReport | None
 
 
@@ -83,7 +92,9 @@ def _choice(record: Record, epoch_s: float) -> ChoiceReport:
         ttft_s=None if end is None else end.ttft_s,
         total_s=None if end is None else end.total_s,
         attempts=[
-            Placed(each.prefill, each.decode, each.local, _unix(each.at, epoch_s))
+            AttemptReport(
+                _name(each.prefill), _name(each.decode), each.local, _unix(each.at, epoch_s)
+            )
             for each in record.placed
         ],
         cache=None if cache is None else _cache(record, cache, epoch_s),
@@ -119,3 +130,8 @@ def _part(record: Record, position: int) -> str | None:
 
 def _unix(at: float, epoch_s: float) -> float:
     return round(epoch_s + at, 3)
+
+
+def _name(identity: bytes | None) -> str | None:
+    """Return the role and rank of a worker, without its epoch."""
+    return None if identity is None else identity.decode("ascii").rpartition("-")[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from struct import Struct
+from collections.abc import Collection
+from struct import pack
 from typing import Final
 
 from router.core.fleet import Fleet, Worker
@@ -120,16 +120,12 @@ class History:
             total_s=end.total_s,
         )
         if record.is_in_flight or record.seen is None:
-            self._chains.remove(record, forget=True)
+            self._chains.drop(record)
         else:
             record.cache = explain(record, self._fleet, self._losses, self._caching)
-            self._keep_answer(record, record.progress.generated)
+            generated = record.progress.generated
+            self._chains.extend(record, pack(f"<{len(generated)}I", *generated))
         record.progress = record.seen = None
-
-    def _keep_answer(self, record: Record, generated: Sequence[int]) -> None:
-        if generated and record.chain is not None:
-            answer = Struct(f"<{len(generated)}I").pack(*generated)
-            self._chains.add(record, record.chain + answer)
 
     def on_load(self, worker: Worker, load: Load, now: float) -> None:
         """Record what a heartbeat of a worker says of its cache."""
@@ -153,7 +149,7 @@ class History:
         return next(iter(oldest.values()))
 
     def _drop(self, record: Record) -> None:
-        self._chains.remove(record, forget=True)
+        self._chains.drop(record)
         del self._by_age[record.number]
         del self._of_client[record.client][record.number]
         if not self._of_client[record.client]:
@@ -179,8 +175,8 @@ def _placed(attempt: Attempt, now: float) -> Placed:
         has_choice = any(worker.role is Role.PREFILL for worker in attempt.free)
         local = "cost" if has_choice else "no_prefill_worker"
     return Placed(
-        prefill=None if prefill is None else prefill.name,
-        decode=None if decode is None else decode.name,
-        local=local,
-        at=now,
+        None if prefill is None else prefill.identity,
+        None if decode is None else decode.identity,
+        local,
+        now,
     )

@@ -35,7 +35,7 @@ def test_the_nearest_chain_has_the_longest_common_prefix(
         records.append(record(number, num_tokens=len(token_ids)))
         chains.add(records[-1], chain(token_ids))
     for each in records[:num_removed]:
-        chains.remove(each)
+        chains.drop(each)
     left = earlier[num_removed:]
     found = chains.nearest("anna", chain(prompt), "")
     assert chains.nearest("ben", chain(prompt), "") is None
@@ -45,7 +45,7 @@ def test_the_nearest_chain_has_the_longest_common_prefix(
     assert found is not None
     best = max(common(prompt, each) for each in left)
     assert found.tokens == found.usable == best
-    assert common(prompt, earlier[int(found.earlier[1:])]) == best
+    assert common(prompt, earlier[found.earlier.number]) == best
 
 
 def test_of_equal_chains_the_latest_with_the_same_salt_is_preferred() -> None:
@@ -55,13 +55,13 @@ def test_of_equal_chains_the_latest_with_the_same_salt_is_preferred() -> None:
     for salt, earlier, is_other in (("a", "r0", False), ("b", "r2", False), ("d", "r3", True)):
         found = chains.nearest("anna", chain([1, 2, 3]), salt)
         assert found is not None
-        assert (found.earlier, found.has_other_salt) == (earlier, is_other)
+        assert (found.earlier.name, found.earlier.salt != salt) == (earlier, is_other)
 
 
 def test_an_answer_counts_without_its_last_token() -> None:
     chains, it = Chains(1 << 20), record(0, num_tokens=3)
     chains.add(it, chain([1, 2, 3]))
-    chains.add(it, chain([1, 2, 3, 4, 5]))
+    chains.extend(it, chain([4, 5]))
     found = chains.nearest("anna", chain([1, 2, 3, 4, 5, 6]), "")
     assert found is not None
     assert (found.tokens, found.usable, found.is_whole) == (5, 4, True)
@@ -77,7 +77,7 @@ def test_bytes_are_bounded_and_counted(added: list[tuple[str, int]]) -> None:
         kept = [each for each in records if each.chain is not None]
         assert chains.num_bytes == sum(each.size + BYTES_EACH for each in kept) <= most
     for each in records:
-        chains.remove(each, forget=True)
+        chains.drop(each)
     assert chains.num_bytes == 0
     assert all(chains.nearest(client, b"", "") is None for client in "abc")
 

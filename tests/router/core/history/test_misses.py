@@ -266,7 +266,7 @@ def test_a_local_prefill() -> None:
     record = sink.books[0].record
     assert record is not None and record.cache is not None
     [placed] = record.placed
-    assert (placed.prefill, placed.decode, placed.local) == (None, "decode-0", "no_prefill_worker")
+    assert (placed.prefill, placed.decode, placed.local) == (None, D0, "no_prefill_worker")
 
 
 @pytest.mark.parametrize("reason", list(Reason))
