@@ -53,7 +53,7 @@ class Reason(StrEnum):
     NOT_KEPT = "not_kept"
 
 
-class Placed(Struct, frozen=True):
+class Placed(Struct, frozen=True, gc=False):
     """The workers of one attempt, by identity.
 
     `local` is why one worker did it alone: ``no_prefill_worker`` had capacity, or ``cost``: it took
@@ -131,7 +131,7 @@ class Seen(NamedTuple):
     holder: Holder | None
 
 
-class Cache(Struct, frozen=True):
+class Cache(Struct, frozen=True, gc=False):
     """How much of a prompt was cached where, in tokens, and why it was not more.
 
     Attributes:
@@ -155,7 +155,7 @@ class Cache(Struct, frozen=True):
     at: float | None = None
 
 
-class Ended(Struct, frozen=True):
+class Ended(Struct, frozen=True, gc=False):
     """How a request ended; the fields are those of `router.core.request.RequestEnd`."""
 
     outcome: str

@@ -88,9 +88,9 @@ def _choice(record: Record, epoch_s: float) -> ChoiceReport:
         completion_tokens=len(generated) if end is None else end.completion_tokens,
         kv_bytes=0 if end is None else end.kv_bytes,
         submitted_at=_unix(record.submitted_at, epoch_s),
-        queue_s=None if end is None else end.queue_s,
-        ttft_s=None if end is None else end.ttft_s,
-        total_s=None if end is None else end.total_s,
+        queue_s=None if end is None else _rounded(end.queue_s),
+        ttft_s=None if end is None else _rounded(end.ttft_s),
+        total_s=None if end is None else _rounded(end.total_s),
         attempts=[
             AttemptReport(
                 _name(each.prefill), _name(each.decode), each.local, _unix(each.at, epoch_s)
@@ -126,6 +126,10 @@ def _part(record: Record, position: int) -> str | None:
         return "prompt"
     before = Layout(f"<{position}I").unpack(chain[: position * TOKEN_BYTES])
     return outline.part_after(before)
+
+
+def _rounded(duration_s: float | None) -> float | None:
+    return None if duration_s is None else round(duration_s, 6)
 
 
 def _unix(at: float, epoch_s: float) -> float:

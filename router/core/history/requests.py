@@ -47,18 +47,16 @@ class History:
         self._numbers = itertools.count()
         self._by_age: OrderedDict[int, Record] = OrderedDict()
         self._of_client: dict[str, OrderedDict[int, Record]] = {}
-        # By id and client; a request has a record for each of its choices.
-        self._by_name: dict[str, dict[str, list[Record]]] = {}
+        # By client and id; a request has a record for each of its choices.
+        self._by_name: dict[tuple[str, str], list[Record]] = {}
 
     def __len__(self) -> int:
         return len(self._by_age)
 
     def find(self, name: str, client: str | None = None) -> list[Record]:
         """Return the records with this id, of this client or of any (None); empty without."""
-        of_clients = self._by_name.get(name, {})
-        if client is not None:
-            return list(of_clients.get(client, ()))
-        return [record for records in of_clients.values() for record in records]
+        clients = self._of_client if client is None else (client,)
+        return [record for each in clients for record in self._by_name.get((each, name), ())]
 
     def on_waiting(self, state: RequestState) -> None:
         """Begin the record of an accepted request, if there is none yet."""
@@ -80,7 +78,7 @@ class History:
         )
         self._by_age[record.number] = record
         self._of_client.setdefault(record.client, OrderedDict())[record.number] = record
-        records = self._by_name.setdefault(record.name, {}).setdefault(record.client, [])
+        records = self._by_name.setdefault((record.client, record.name), [])
         if len(records) == MAX_OF_NAME or (records and all(each.end for each in records)):
             records.clear()
         records.append(record)
@@ -154,14 +152,12 @@ class History:
         del self._of_client[record.client][record.number]
         if not self._of_client[record.client]:
             del self._of_client[record.client]
-        of_clients = self._by_name.get(record.name, {})
-        records = of_clients.get(record.client, [])
+        key = record.client, record.name
+        records = self._by_name.get(key, [])
         if record in records:
             records.remove(record)
-        if not records:
-            of_clients.pop(record.client, None)
-        if not of_clients:
-            self._by_name.pop(record.name, None)
+            if not records:
+                del self._by_name[key]
 
 
 def salt_of(state: RequestState) -> str:
