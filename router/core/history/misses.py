@@ -8,7 +8,9 @@ requests only: blocks beyond what it shares with those are not looked up.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct
 
 from router.core.fleet import Fleet, Worker, WorkerState
 from router.core.history.losses import Losses
@@ -87,7 +89,7 @@ def explain(record: Record, fleet: Fleet, losses: Losses, caching: Container[byt
     )
 
 
-class Why(NamedTuple):
+class Why(Struct, frozen=True):
     """A reason, and the fields of `Cache` that go with it."""
 
     reason: Reason

@@ -66,7 +66,7 @@ class Placed(Struct, frozen=True, gc=False):
     at: float
 
 
-class Match(NamedTuple):
+class Match(Struct, frozen=True):
     """The earlier request of the same client that a prompt shares most leading tokens with.
 
     `num_tokens` were in its chain, and `is_in_flight` was true, when the prompt was placed.
@@ -111,7 +111,7 @@ class Holder(NamedTuple):
     because: str
 
 
-class Seen(NamedTuple):
+class Seen(Struct, frozen=True):
     """The state of the caches, as far as known, when a request was placed; counts are in tokens.
 
     Attributes:
