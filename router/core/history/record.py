@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from router.core.fleet import Worker
 
@@ -168,11 +168,12 @@ class Ended(Struct, frozen=True, gc=False):
     total_s: float
 
 
-class Record(Struct, eq=False):
+class Record(Struct, eq=False, gc=False):
     """One request of the core.  `progress` and `seen` are dropped when it ends.
 
     `number` orders records by age.  `is_scored` means that it asks for `prompt_logprobs`.  `chain`
     has the tokens of the prompt and of the answer as little-endian u32, as long as they are kept.
+    Records are no work for the garbage collector: the end of a request breaks their only cycle.
     """
 
     number: int
@@ -184,7 +185,7 @@ class Record(Struct, eq=False):
     progress: Progress | None
     outline: Outline | None = None
     is_scored: bool = False
-    placed: list[Placed] = field(default_factory=list)
+    placed: tuple[Placed, ...] = ()
     prefiller: bytes = b""
     chain: bytes | None = None
     seen: Seen | None = None

@@ -48,7 +48,7 @@ class History:
         self._by_age: OrderedDict[int, Record] = OrderedDict()
         self._of_client: dict[str, OrderedDict[int, Record]] = {}
         # By client and id; a request has a record for each of its choices.
-        self._by_name: dict[tuple[str, str], list[Record]] = {}
+        self._by_name: dict[tuple[str, str], tuple[Record, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -78,10 +78,11 @@ class History:
         )
         self._by_age[record.number] = record
         self._of_client.setdefault(record.client, OrderedDict())[record.number] = record
-        records = self._by_name.setdefault((record.client, record.name), [])
-        if len(records) == MAX_OF_NAME or (records and all(each.end for each in records)):
-            records.clear()
-        records.append(record)
+        key = record.client, record.name
+        records = self._by_name.get(key, ())
+        if len(records) == MAX_OF_NAME or all(each.end for each in records):
+            records = ()
+        self._by_name[key] = (*records, record)
 
     def on_placed(self, attempt: Attempt, payload: bytes, now: float) -> None:
         """Record an attempt; `payload` is its PREFILL_REQUEST, which begins with the token ids."""
@@ -89,7 +90,7 @@ class History:
         self.on_waiting(state)
         if (record := state.record) is None:
             return
-        record.placed.append(_placed(attempt, now))
+        record.placed += (_placed(attempt, now),)
         if state.first is not None:
             return  # it goes on behind the tokens that the client has
         record.prefiller = attempt.prefiller.identity
@@ -153,11 +154,10 @@ class History:
         if not self._of_client[record.client]:
             del self._of_client[record.client]
         key = record.client, record.name
-        records = self._by_name.get(key, [])
-        if record in records:
-            records.remove(record)
-            if not records:
-                del self._by_name[key]
+        if others := tuple(each for each in self._by_name.get(key, ()) if each is not record):
+            self._by_name[key] = others
+        else:
+            self._by_name.pop(key, None)
 
 
 def salt_of(state: RequestState) -> str:

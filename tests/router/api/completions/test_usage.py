@@ -30,7 +30,7 @@ def test_the_cache_of_several_prompts() -> None:
         ]
     ):
         record = Record(number, "r", "", "", 60, 0.0, None, cache=cache)
-        record.placed.append(Placed(b"prefill-0-1", b"decode-0-1", None, 1.0))
+        record.placed = (Placed(b"prefill-0-1", b"decode-0-1", None, 1.0),)
         choices[number].end = ended("stop", record=record)
     choices[4].end = ended("stop")  # the router remembers nothing of it
     usage = usage_body(choices, 2, has_baton=True)

@@ -31,7 +31,7 @@ def ended(diverged_at: int | None) -> Record:
         num_tokens=120,
         submitted_at=5.0,
         progress=None,
-        placed=[Placed(b"prefill-0-1", b"decode-0-1", None, 5.5)],
+        placed=(Placed(b"prefill-0-1", b"decode-0-1", None, 5.5),),
         chain=b"".join(number.to_bytes(4, "little") for number in range(120)),
         end=Ended("stop", 48, 3, 640, 16, 0.5, 1.0, 2.0),
         cache=Cache(Reason.EVICTED, 48, 16, 110, 96, diverged_at, "r0", "prefill-0", None, 4.0),
@@ -99,7 +99,7 @@ def test_an_open_request() -> None:
     state = states.state(Request((1, 2), Options(), 1))
     record = Record(1, "r", "", "", 2, 0.0, state)
     assert only(record)["state"] == "waiting"
-    record.placed.append(Placed(None, b"decode-0-1", "cost", 0.0))
+    record.placed = (Placed(None, b"decode-0-1", "cost", 0.0),)
     state.generated += [5, 6, 7]
     choice = only(record)
     assert (choice["state"], choice["completion_tokens"], choice["cache"]) == ("running", 3, None)
