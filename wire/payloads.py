@@ -18,7 +18,7 @@ from wire.layout import KVLayout
 from wire.logprobs import Logprobs as Logprobs
 from wire.logprobs import PackedLogprobs, check_prompt_logprobs
 from wire.maps import Map, check_keys
-from wire.options import Options, TokenId, decode_options, encode_options
+from wire.options import CacheSalt, Options, TokenId, decode_options, encode_options
 from wire.parts import Buffer
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -55,6 +55,8 @@ Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}\Z
 EndpointOrNone = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}?\Z")]
 # The stage at which a request failed.
 Stage = Annotated[str, msgspec.Meta(pattern=r"^(router|prefill|transfer|decode)\Z")]
+# The roles of workers that receive KV.
+ReceiverRole = Annotated[str, msgspec.Meta(pattern=r"^(decode|any)\Z")]
 
 # The token_id in PREFILL_DONE if the first token was a stop token: no text was generated.
 NO_TOKEN: Final = -1
@@ -114,13 +116,17 @@ class Load(Map, frozen=True, kw_only=True):
 
 
 class PeerDetail(Map, frozen=True, kw_only=True):
-    """One decode worker in PEERS; `kv_unasked_bytes` of KV may come with an offer.  SPEC 5.4."""
+    """A decode or any worker in PEERS: `kv_unasked_bytes` of KV may come with an offer.  SPEC 5.4.
+
+    Its key is that of `<role>-<rank>`.
+    """
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     epoch: U64
     kv_endpoint: Endpoint
     block_size: Count = 0
     kv_unasked_bytes: Size = 0
+    role: ReceiverRole = "decode"
 
 
 class PrefillRest(Map, frozen=True, kw_only=True):
@@ -290,6 +296,7 @@ class Offer(Map, frozen=True, kw_only=True):
 
     `memory` is the socket that passes the descriptor of the shared memory with the KV (SPEC 6.8).
     `token` authorizes a separate TCP connection for segments; `key` encrypts them there (SPEC 6.9).
+    `cache_salt` is that of the request's options.
     """
 
     layout: KVLayout
@@ -300,9 +307,10 @@ class Offer(Map, frozen=True, kw_only=True):
     memory: SocketName | None = None
     key: Key | None = None
     token: Key | None = None
+    cache_salt: CacheSalt = ""
 
     def __repr__(self) -> str:
-        """Omit the key and the prompt, which must not be logged."""
+        """Omit the key, the salt and the prompt, which must not be logged."""
         return f"Offer(num_tokens={self.num_tokens}, total_bytes={self.total_bytes})"
 
 

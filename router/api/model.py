@@ -7,7 +7,7 @@ prompt in a thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -46,13 +46,15 @@ class RequestContext(NamedTuple):
     """The client of a request, its default seed, and the workers' sequence length limit.
 
     `client` is the key for fair scheduling.  `seed` is used if the request sets none.
-    `max_model_len` is the maximum number of prompt and output tokens of a sequence.  The router
-    remembers the request as `request_id` unless the body sets another id.
+    `max_model_len` is the maximum number of prompt and output tokens of a sequence.
+    `cache_salt` returns the salt for workers, given the one that the request sets.
+    The router remembers the request as `request_id` unless the body sets another id.
     """
 
     client: str
     seed: int
     max_model_len: int
+    cache_salt: Callable[[str], str] = str
     request_id: str = ""
 
 
@@ -251,6 +253,7 @@ class ServedModel:
         self._check_ids("allowed_token_ids", body.allowed_token_ids or ())
         structure = "" if wanted is None else wanted.param
         bad = bad_sequences(self.tokenizer, body.bad_words or (), structure)
+        salt = context.cache_salt(body.cache_salt or "")
         requests = []
         for token_ids, echo in prompts:
             # Workers always generate a token; with max_tokens 0 the response omits it.
@@ -259,7 +262,9 @@ class ServedModel:
                 seed=context.seed, max_tokens=max_tokens, defaults=self._defaults
             )
             for choice in range(body.num_choices):
-                of_choice = structs.replace(options, choice=choice, bad_sequences=bad)
+                of_choice = structs.replace(
+                    options, choice=choice, bad_sequences=bad, cache_salt=salt
+                )
                 name = body.request_id or context.request_id
                 ids, client = tuple(token_ids), context.client
                 request = Request(ids, of_choice, max_tokens - 1, client, name, parts)

@@ -39,7 +39,7 @@ def museum(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     keys = directory / "api_keys"
     keys.write_text("\n".join(KEYS))
     keys.chmod(0o600)
-    args = ("--heartbeat-ms", "100", "--api-keys", str(keys))
+    args = ("--heartbeat-ms", "100", "--local-prefill", "off", "--api-keys", str(keys))
     worker_args = ("--worker-args", f"--num-blocks {NUM_BLOCKS} --block-size 16")
     with Cluster(
         directory, local="1,1", executor="hash", args=(*args, *worker_args), api_key=KEYS[0]
@@ -115,11 +115,13 @@ def test_a_session_s_answer_is_at_the_decode_worker(museum: Cluster) -> None:
     assert cache["decode_worker_tokens"] >= 64
 
 
-def test_a_prompt_that_is_scored_and_one_that_is_short(museum: Cluster) -> None:
+def test_a_prompt_that_is_scored_or_short_or_has_another_salt(museum: Cluster) -> None:
     prompt = list(range(700, 760))
     assert complete(museum, prompt)["reason"] == "first_seen"
     assert complete(museum, prompt, prompt_logprobs=0)["reason"] == "prompt_logprobs"
     assert complete(museum, prompt[:16])["reason"] == "shorter_than_a_block"
+    assert complete(museum, prompt, cache_salt="pepper")["reason"] == "other_salt"
+    assert complete(museum, prompt, cache_salt="pepper")["reason"] == "hit"
 
 
 def test_what_is_evicted_is_told_with_the_time(museum: Cluster) -> None:

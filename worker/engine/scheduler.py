@@ -32,6 +32,7 @@ from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool, TrieKey
 from worker.engine.deadlines import Deadlines
 from worker.engine.fair_shares import Shares
+from worker.engine.outgoing import Outgoing
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
@@ -136,6 +137,7 @@ class Scheduler:
         self.max_running = min(config.max_sbatch_sequences, config.max_ubatch_tokens)
         self.waiting: list[Sequence] = []  # sorted by `_order`
         self.reserving = Reservations(pool)
+        self._outgoing = Outgoing(pool, receives_kv=config.receives_kv)
         self.running: list[Sequence] = []  # sorted by `_order`
         self._enough_tokens = enough_tokens or config.max_ubatch_tokens
         self._slots = SlotNumbers()
@@ -154,6 +156,7 @@ class Scheduler:
         if sequence.status is Status.RESERVED:
             self.reserving.begin(sequence)
             self.deadlines.add(sequence)
+        self._outgoing.add(sequence)
         sequence.move_to(Status.RUNNING)
         sequence.slot = self._slots.take()
         insort(self.running, sequence, key=self._order)
@@ -172,6 +175,7 @@ class Scheduler:
             self.reserving.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._stop(sequence)
+        self._outgoing.discard(sequence)
         sequence.move_to(Status.FINISHED)
         self.deadlines.remove(sequence)
         self.swap.drop(sequence.request_id)
@@ -332,7 +336,8 @@ class Scheduler:
         """Start waiting sequences in order; return how many of their tokens were planned."""
         may_start = self.config.dynamic_batching or not self.running
         later: list[int] = []  # the number of blocks of each sequence left to the next step
-        num_passed = 0  # sequences skipped because their tenants have used their shares
+        num_passed = 0  # sequences skipped because of `Outgoing`, or of their tenants' shares
+        may_send = True
         total = budget
         while (sequence := self._head(len(later) + num_passed)) is not None:
             if sequence.status is Status.RESERVING:
@@ -344,7 +349,9 @@ class Scheduler:
                 continue
             if not may_start or budget == 0 or len(self.running) + len(later) >= self.max_running:
                 break
-            if self._has_enough_prefill(sequence.options.tenant, plan, shares):
+            may_send = may_send and self._outgoing.has_room(sequence)
+            is_passed = sequence.transfer and not may_send  # no transfer overtakes another
+            if is_passed or self._has_enough_prefill(sequence.options.tenant, plan, shares):
                 num_passed += 1
                 continue
             if self._is_better_later(sequence, plan):
@@ -433,7 +440,7 @@ class Scheduler:
         if states is not None and not states.has_room:
             return False
         keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
-        cached, prefix = self.pool.match_prefix(keys, next_token)
+        cached, prefix = self.pool.match_prefix(keys, next_token, sequence.root)
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
         if not self.pool.can_allocate(num_blocks + sum(later), cached):
             return False

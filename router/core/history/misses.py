@@ -61,7 +61,7 @@ def _why_not(worker: Worker, attempt: Attempt, local_prefill: bool) -> str:
         return worker.state.value
     if worker.identity in attempt.state.avoided:
         return "failed"
-    if worker.role is Role.DECODE and not local_prefill:
+    if not (local_prefill or worker.can(Role.PREFILL)):
         return "role"
     return "cost" if worker in attempt.free else "full"
 
@@ -152,7 +152,7 @@ def _missing(
     holder, loss = seen.holder, seen.loss
     if holder is not None and holder.tokens > cached:
         # A decode worker that may not prefill is not the reason if another has lost the tokens.
-        if holder.because != "role" or loss is None or loss.worker == holder.worker:
+        if holder.because != "role" or loss is None:
             return Why(Reason.ELSEWHERE, holder.worker, holder.because)
     if loss is None:
         return Why(Reason.NOT_KEPT)

@@ -69,7 +69,7 @@ class History:
             number=next(self._numbers),
             name=request.name,
             client=request.client,
-            salt=salt_of(state),
+            salt=request.options.cache_salt,
             num_tokens=len(request.token_ids),
             submitted_at=state.submitted_at,
             progress=state,
@@ -132,14 +132,17 @@ class History:
             return
         if load.cached or load.stored:
             self._caching.add(worker.identity)
-        if load.evicted:
+        if load.evicted and self._may_prefill(worker):
             self._losses.on_evicted(worker, load.evicted, now)
 
     def on_worker_lost(self, worker: Worker, hashes: Collection[int], now: float) -> None:
         """Record that a worker left, restarted or was lost, with the blocks of these hashes."""
         self._caching.discard(worker.identity)
-        if self._max_records:
+        if self._max_records and self._may_prefill(worker):
             self._losses.on_lost(worker, hashes, now)
+
+    def _may_prefill(self, worker: Worker) -> bool:
+        return self._local_prefill or worker.can(Role.PREFILL)
 
     def _next_to_drop(self, client: str) -> Record:
         own = self._of_client.get(client)
@@ -160,19 +163,11 @@ class History:
             self._by_name.pop(key, None)
 
 
-def salt_of(state: RequestState) -> str:
-    """Return the salt that separates the request's cached prefixes from those of others."""
-    return getattr(state.request.options, "cache_salt", "")
-
-
 def _placed(attempt: Attempt, now: float) -> Placed:
-    prefill, decode, local = attempt.prefill, attempt.decode, None
-    if attempt.is_local:
-        has_choice = any(worker.role is Role.PREFILL for worker in attempt.free)
-        local = "cost" if has_choice else "no_prefill_worker"
+    prefill, decode = attempt.prefill, attempt.decode
     return Placed(
         None if prefill is None else prefill.identity,
         None if decode is None else decode.identity,
-        local,
+        attempt.state.local_reasons[-1] if attempt.is_local else None,
         now,
     )

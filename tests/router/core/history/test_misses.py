@@ -21,12 +21,6 @@ P0, D0 = b"prefill-0-1", b"decode-0-1"
 BASE = tuple(range(100, 170))  # 70 tokens: 4 blocks and 6 tokens
 
 
-class Salted(Options, frozen=True):
-    """Options with a salt, by which cached prefixes are separated."""
-
-    cache_salt: str = ""
-
-
 class Scene(Router):
     """Workers with a real amount of cache each, which is told by the test."""
 
@@ -38,8 +32,7 @@ class Scene(Router):
     def begin(self, prompt: tuple[int, ...], client: str = "anna", **options: Any) -> int:
         """Submit a request; return the id of its attempt, whose worker is in `self.at`."""
         self.number += 1
-        kind = Salted if "cache_salt" in options else Options
-        request = Request(prompt, kind(**options), 0, client, f"r{self.number}")
+        request = Request(prompt, Options(**options), 0, client, f"r{self.number}")
         self.sink = RecordingSink()
         self.dispatcher.submit(request, self.sink)
         [(self.at, message)] = self.take(Tag.PREFILL_REQUEST)
@@ -198,6 +191,8 @@ def test_an_answer_that_only_the_decode_worker_has(seen: Scene) -> None:
     assert (cache.reason, cache.worker) == (Reason.ELSEWHERE, "decode-0")
     assert cache.because == "role"
     seen.evict(P0, longer, 2)
+    seen.hold(D0, longer[:64])
+    seen.evict(D0, longer, 3)  # later, and of no interest
     cache = seen.ask((*longer, 2), 32)
     assert (cache.reason, cache.worker) == (Reason.EVICTED, "prefill-0"), "that it could have had"
 
