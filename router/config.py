@@ -129,6 +129,18 @@ class Config(SharedSettings):
         "size of all stored responses; beyond it, the client with the most loses some",
         ge=0,
     )
+    request_history: int = setting(
+        10_000,
+        "requests to remember for GET /v1/requests/ID, which says why a prompt was not cached; 0: "
+        "none",
+        ge=0,
+        le=10_000_000,
+    )
+    request_history_bytes: int = setting(
+        64 * 1024 * 1024,
+        "size of the tokens of remembered requests, 4 bytes each, with which prompts are compared",
+        ge=0,
+    )
     max_attempts: int = setting(
         4, "attempts per request when workers fail; 1: no failover", ge=1, le=16
     )
@@ -277,6 +289,8 @@ class Config(SharedSettings):
             "max_connections",
             "max_kept_responses",
             "max_kept_bytes",
+            "request_history",
+            "request_history_bytes",
         )
         shares = {name: -(-getattr(self, name) // num_processes) for name in divided}
         of_parent = {"local": (0, 0), "ready_file": None}

@@ -238,6 +238,7 @@ def test_a_process_has_its_part_of_what_limits_the_whole(tmp_path: Path) -> None
     part = whole.for_process(3, bus="tcp://127.0.0.1:7002")
     assert (part.max_connections, part.max_waiting) == (34, 0)
     assert part.max_running_per_worker == 86 and part.max_kept_responses == 334
+    assert (part.request_history, part.request_history_bytes) == (3334, 22369622)
     assert (part.local, part.ready_file, part.bus) == ((0, 0), None, "tcp://127.0.0.1:7002")
     assert part.max_requests_per_connection == whole.max_requests_per_connection
 
