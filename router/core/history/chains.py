@@ -104,7 +104,7 @@ class Chains:
         record.chain = record.outline = None
 
     def _next_to_drop(self, client: str, size: int) -> Record:
-        share = self._max_bytes / (len(self._bytes_of) + (client not in self._bytes_of))
+        share = self._max_bytes / len(self._bytes_of)
         own = self._of_client.get(client)
         is_over = own and self._bytes_of[client] + size > share
         oldest = own if own and is_over else self._by_age

@@ -146,8 +146,8 @@ class History:
 
     def _next_to_drop(self, client: str) -> Record:
         own = self._of_client.get(client)
-        share = self._max_records / (len(self._of_client) + (own is None))
-        oldest = own if own and len(own) + 1 > share else self._by_age
+        is_over = own and len(own) + 1 > self._max_records / len(self._of_client)
+        oldest = own if own and is_over else self._by_age
         return next(iter(oldest.values()))
 
     def _drop(self, record: Record) -> None:

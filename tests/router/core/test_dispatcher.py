@@ -320,6 +320,7 @@ def test_raw_tcp_gets_its_first_token_before_it_says_how_many_it_wants(role: Rol
     router.say(worker, [DecodeToken(message.frame.request_id, 9)])
     router.say(worker, DecodeDone(message.frame.request_id), usage())
     assert sink.kinds == ["prefill", "token", "token", "done"]
+    assert sink.books[0].num_attempts == 1, "the first token alone takes none from later retries"
     router.assert_idle()
 
 
@@ -401,12 +402,29 @@ def test_a_draining_worker_hands_over_what_it_generates() -> None:
     router.assert_idle()
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_draining_worker_keeps_what_it_does_not_generate(*, is_held: bool) -> None:
+    """It has no KV of an answer to hand over."""
+    router = Router()
+    router.pair()
+    router.join(Role.DECODE, 1)
+    _, sink = router.submit(20, new=None)
+    [(_, message)] = router.take(Tag.PREFILL_REQUEST)
+    assert isinstance(message.frame, PrefillRequest)
+    if is_held:
+        router.say(P, PrefillDone(message.frame.request_id, 1280), first(7))
+    router.say(f"decode-{message.frame.decode_rank}-1".encode(), Drain(1, 5000))
+    router.dispatcher.tick()
+    assert cancels(router) == set() and router.take(Tag.PREFILL_REQUEST) == []
+    assert not sink.ends and router.dispatcher.num_running == 1
+
+
 class Interleavings(RuleBasedStateMachine):
     """Any order of client, worker and clock events, with ids that are right, stale or made up."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(Limits(max_waiting=3, max_running_per_worker=2, lease_s=5.0))
+        self.router = Router()
         self.sinks: list[RecordingSink] = []
         self.handles: list[int] = []
         self.refused = 0
@@ -415,13 +433,20 @@ class Interleavings(RuleBasedStateMachine):
         self.peers: set[bytes] = set()
         self.epoch = 0
 
-    @initialize()
-    def start(self) -> None:
-        for role in (Role.PREFILL, Role.DECODE):
+    @initialize(
+        local_prefill=st.booleans(),
+        roles=st.sampled_from([(Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.ANY), (Role.ANY,)]),
+    )
+    def start(self, roles: tuple[Role, ...], *, local_prefill: bool) -> None:
+        limits = Limits(
+            max_waiting=3, max_running_per_worker=2, lease_s=5.0, local_prefill=local_prefill
+        )
+        self.router = Router(limits)
+        for role in roles:
             for rank in (0, 1):
                 self.join(role, rank)
 
-    @rule(role=st.sampled_from([Role.PREFILL, Role.DECODE]), rank=st.integers(0, 1))
+    @rule(role=st.sampled_from([Role.PREFILL, Role.DECODE, Role.ANY]), rank=st.integers(0, 1))
     def join(self, role: Role, rank: int) -> None:
         self.epoch += 1
         self.peers.add(self.router.join(role, rank, self.epoch))
@@ -517,7 +542,7 @@ class Interleavings(RuleBasedStateMachine):
         decodes = {
             worker.rank: worker.identity
             for worker in self.router.fleet.live
-            if worker.role is Role.DECODE
+            if worker.can(Role.DECODE)
         }
         for peer, message in self.router.sent:
             frame = message.frame
@@ -536,6 +561,20 @@ class Interleavings(RuleBasedStateMachine):
             assert each.num_active >= 0 and each.prefill_tokens >= 0
             assert each.promised_blocks == sum(each.promised.values()) >= 0
             assert set(each.promised) <= each.attempts
+
+    @invariant()
+    def workers_are_charged_for_their_attempts(self) -> None:
+        attempts = self.router.dispatcher.attempts.values()
+        for each in self.router.fleet:
+            own = [it for it in attempts if each in (it.prefill, it.decode)]
+            reading = [it for it in own if it.is_in_prefill and it.prefiller is each]
+            num_decodes = sum(it.decode is each for it in own)
+            assert each.attempts == {it.request_id for it in own}
+            assert each.num_active == num_decodes + sum(it.prefill is each for it in reading)
+            assert each.num_in_prefill == len(reading)
+            assert each.prefill_tokens == sum(it.num_to_prefill for it in reading)
+            if each.can(Role.DECODE):  # until its blocks are allocated
+                assert {it.request_id for it in own if it.is_in_prefill} <= set(each.promised)
 
     def teardown(self) -> None:
         # Every request ends by its deadline at the latest, and exactly once.

@@ -100,6 +100,53 @@ def test_an_incumbent_that_is_alive_keeps_its_rank(epoch: int) -> None:
     assert table.fence_s == 3.0, "by then it would have been missed"
 
 
+@pytest.mark.parametrize("first", [Role.PREFILL, Role.DECODE, Role.ANY])
+@pytest.mark.parametrize("second", [Role.PREFILL, Role.DECODE, Role.ANY])
+def test_decode_and_any_workers_share_their_ranks(first: Role, second: Role) -> None:
+    """A PREFILL_REQUEST names the worker that decodes by its rank alone."""
+    table = fleet()
+    hello(table, first)
+    if (first is Role.PREFILL) != (second is Role.PREFILL):
+        hello(table, second, epoch=2)
+        assert [each.role for each in table.live] == [first, second]
+        return
+    with pytest.raises(WireError, match="is here already") as caught:
+        hello(table, second, epoch=2)
+    assert caught.value.code is ErrorCode.FENCED
+    hello(table, second, epoch=2, now=GONE_S)
+    assert [each.role for each in table] == [second]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.ANY])
+def test_a_role_is_absent_while_no_worker_serves_in_it(role: Role) -> None:
+    table = fleet()
+    table.overdue(0.0)
+    identity = hello(table, role, now=5.0)
+    served = [role] if role is not Role.ANY else [Role.PREFILL, Role.DECODE]
+    for each in (Role.PREFILL, Role.DECODE):
+        assert table.absent_s(each, 5.0) == (0.0 if each in served else 5.0)
+        assert bool(table.staying(each)) == (each in served)
+    table.overdue(5.5)
+    table.drain(identity)
+    table.overdue(6.0)
+    assert [table.absent_s(each, 8.0) for each in served] == [2.0] * len(served)
+
+
+@pytest.mark.parametrize("idle_s", [3.0, 0.2])
+def test_the_cost_of_an_idle_worker_approaches_the_lowest(idle_s: float) -> None:
+    table = fleet()
+    workers = [table.get(hello(table, rank=rank)) for rank in range(2)]
+    for each, step_s in zip(workers, (idle_s, 1.0), strict=True):
+        assert each is not None
+        each.on_load(load(step_s=step_s))
+    for number in range(200):
+        table.update_costs()
+        workers[1].on_load(load(step_s=1.0 + number % 2 / 1000))  # type: ignore[union-attr]
+    idle, busy = (each.step_s for each in workers if each is not None)
+    assert busy == pytest.approx(1.0, abs=0.01)
+    assert idle == pytest.approx(min(idle_s, 1.0), rel=0.02)
+
+
 @pytest.mark.parametrize("epoch", [4, 6])
 def test_a_silent_worker_loses_its_rank(epoch: int) -> None:
     table = fleet()
@@ -200,15 +247,21 @@ def test_lost_workers_are_bounded() -> None:
     assert len(list(table)) == MAX_LOST
 
 
-def test_peers_are_the_decode_workers_also_when_they_drain() -> None:
+@pytest.mark.parametrize("role", [Role.DECODE, Role.ANY])
+def test_peers_are_the_workers_that_decode_also_when_they_drain(role: Role) -> None:
     table = fleet()
     hello(table, Role.PREFILL)
     assert table.peers() == [] and table.layout == LAYOUT and table.max_model_len == 1000
-    identity = hello(table, rank=3, epoch=8, kv_unasked_bytes=99)
+    identity = hello(table, role, rank=3, epoch=8, kv_unasked_bytes=99)
     table.drain(identity)
     assert table.peers() == [
         PeerDetail(
-            rank=3, epoch=8, kv_endpoint="tcp://127.0.0.1:1", block_size=16, kv_unasked_bytes=99
+            role=role.name.lower(),
+            rank=3,
+            epoch=8,
+            kv_endpoint="tcp://127.0.0.1:1",
+            block_size=16,
+            kv_unasked_bytes=99,
         )
     ]
 

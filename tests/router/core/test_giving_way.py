@@ -87,6 +87,26 @@ def test_a_held_request_gives_way_after_its_grace() -> None:
     assert len(router.take(Tag.PREFILL_REQUEST)) == 1 and not waiting.events and not few[0].ends
 
 
+def test_held_requests_give_way_where_all_workers_prefill_and_decode() -> None:
+    """None has blocks for a prompt while the held requests have them."""
+    router = Router()
+    peers = [router.join(Role.ANY, rank) for rank in range(2)]
+    held = []
+    for _ in range(2):
+        held.append(router.submit(500, None, "hog", max_tokens=2)[1])
+        [(peer, message)] = router.take(Tag.PREFILL_REQUEST)
+        router.say(peer, PrefillDone(message.frame.request_id, 0), first())  # type: ignore[attr-defined]
+    for peer in peers:
+        router.beat(peer, load(64, used=40))
+    router.submit(500, client="new")
+    router.now += HOLD_GRACE_S
+    router.dispatcher.tick()
+    assert ended(held) == [0]
+    router.beat(peers[0], load())
+    router.beat(peers[1], load())
+    assert router.dispatcher.num_waiting == 0
+
+
 def test_a_request_with_decode_request_does_not_give_way() -> None:
     router = Router(Limits(max_running_per_worker=2))
     router.pair()

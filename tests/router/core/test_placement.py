@@ -90,6 +90,70 @@ def test_both_workers_are_charged_and_released() -> None:
     assert books(table) == [(0, 0, 0, 0)] * 2
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.ANY])
+def test_blocks_are_reserved_where_answers_need_them_until_a_heartbeat_counts_them(
+    role: Role,
+) -> None:
+    """40 tokens take 3 blocks, and so do 8 more."""
+    table, placement = cluster(role, Role.DECODE)
+    prefill, decode = table.live
+    prefill.num_others, decode.num_others = 0, 0
+    attempt = placement.place(state(), 0.0, leaving=prefill)
+    assert attempt is not None
+    both = [worker for worker in (attempt.prefill, attempt.decode) if worker is not None]
+    promised = {it.identity: 3 for it in both if it.role is not Role.PREFILL}
+    assert {it.identity: it.promised_blocks for it in table if it.promised} == promised
+    for each in table:
+        table.heartbeat(each.identity, Heartbeat(0, 1, 0), load(), 0.0)
+    assert {it.identity: it.promised_blocks for it in table if it.promised} == promised
+    placement.on_prefill_done(attempt, 0, 1.0)
+    for each in table:
+        table.heartbeat(each.identity, Heartbeat(0, 1, 0), load(), 0.0)
+        assert not each.promised and not each.promised_blocks
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"), [((), "no_prefill_worker"), ((Role.PREFILL,), "cost")]
+)
+def test_the_reason_of_a_local_attempt_does_not_count_the_worker_itself(
+    others: tuple[Role, ...], reason: str
+) -> None:
+    table, placement = cluster(Role.ANY, *others)
+    for other in table.live[1:]:
+        other.num_in_prefill, other.prefill_tokens, other.token_s = 1, 5000, 1.0
+    each = state()
+    assert placed(placement, each).is_local
+    assert each.local_reasons == [reason]
+
+
+def test_one_token_needs_no_decode_worker() -> None:
+    _, placement = cluster(Role.PREFILL)
+    assert placement.missing_worker(state(new=0)) is None
+    assert "decode" in str(placement.missing_worker(state()))
+    _, placement = cluster(Role.DECODE)
+    assert "prefill" in str(placement.missing_worker(state(new=0)))
+    _, placement = cluster(Role.ANY)
+    assert placement.missing_worker(state()) is None
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_with_local_prefill_a_prefill_worker_that_joins_is_there(*, beats: bool) -> None:
+    table = fleet()
+    limits = Limits(local_prefill=True)
+    placement = Placement(table, PrefixIndex(), limits=limits, request_ids=RequestIds(EPOCH))
+    table.overdue(0.0)
+    peer = Identity(Role.PREFILL, 0, 1).name
+    table.hello(peer, Hello(1, 0, Role.PREFILL), detail(), 0.0)
+    if beats:
+        table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
+    placement.check_workers(state(new=0), 40.0)
+    with pytest.raises(WireError, match="no decode worker"):
+        placement.check_workers(state(), 40.0)
+    table.drain(peer)
+    with pytest.raises(WireError, match="no decode worker"):
+        placement.check_workers(state(new=0), 40.0)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["", "a"]), st.integers(1, 9)), max_size=6))
 def test_a_placement_does_not_depend_on_what_is_asked_under_other_salts(
     others: list[tuple[str, int]],

@@ -203,6 +203,22 @@ def test_decode_is_admitted_by_blocks() -> None:
     assert pick_decode(workers, prompt(new_tokens=None)) is None  # 256 more are assumed.
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.ANY])
+def test_prompts_wait_for_blocks_only_where_no_answers_need_them(role: Role) -> None:
+    full = measured(role)
+    full.on_load(load(64, used=58))
+    assert can_prefill(full, 96, 256)
+    assert can_prefill(full, 97, 256) == (role is Role.PREFILL)
+
+
+def test_an_answer_waits_for_the_prompts_that_its_worker_reads() -> None:
+    busy, idle = measured_any(2)
+    read(busy, 1000)
+    assert remote_s(busy, prompt()) - remote_s(idle, prompt()) == pytest.approx(
+        1000 * TOKEN_S + 2 * 10 * SEQUENCE_S
+    )
+
+
 def test_a_request_larger_than_a_worker_waits_until_it_is_empty() -> None:
     only = worker(num_blocks=8)
     assert pick_decode([only], prompt(new_tokens=100_000)) is only
@@ -247,6 +263,11 @@ def test_a_worker_of_any_role_is_never_both_workers_of_a_pair() -> None:
     read(only, 5000)
     assert choose([only, prefill], [only], prompt()) == Choice(prefill, only)
     assert choose([only], [only, decode], prompt()) == Choice(only, decode)
+    # One that is best at both does the part in which no other can replace it.
+    [best] = measured_any(1)
+    asked = prompt(1000, {best: 992}, is_decode_asked=False)
+    assert choose([best], [best, decode], asked) == Choice(best, decode)
+    assert choose([best, prefill], [best], asked) == Choice(prefill, best)
     # A second one is chosen where the first is best at both, but may not serve the request alone.
     first, second = measured_any(2)
     asked = prompt(is_decode_asked=False)

@@ -32,6 +32,17 @@ def test_one_sequence_may_hold_more_than_the_part() -> None:
     assert outgoing.has_room(sequence(2, 1))
 
 
+@pytest.mark.parametrize(("num_held", "num_more"), [(1, 3), (2, 2), (3, 1)])
+def test_the_part_may_be_full(num_held: int, num_more: int) -> None:
+    pool = BlockPool(8, 4)
+    outgoing = Outgoing(pool, receives_kv=True)
+    first = sequence(1, 4 * num_held)
+    first.block_table.extend(pool.allocate(num_held))
+    outgoing.add(first)
+    assert outgoing.has_room(sequence(2, 4 * num_more))
+    assert not outgoing.has_room(sequence(2, 4 * num_more + 1))
+
+
 @pytest.mark.parametrize(
     ("receives_kv", "started"), [(True, [[1, 4], [2], [3]]), (False, [[1, 2, 3, 4], [], []])]
 )

@@ -14,6 +14,7 @@ from tests.oracle import oracle
 from tests.wire.process.key_files import write
 from tests.worker.scripted import (
     PATIENCE_S,
+    Clock,
     GatedSteps,
     Process,
     ScriptedDecode,
@@ -282,6 +283,27 @@ async def test_kv_is_not_offered_back_under_the_id_of_the_request_that_sends_it(
         peer.ack(1, 64 * len(PROMPT), 64 * len(PROMPT), ready=True)
         await router.receive(Tag.PREFILL_DONE)
         await router.until_free(Role.DECODE)
+
+
+async def test_kv_that_nobody_takes_is_in_flight_until_its_lease_ends() -> None:
+    clock = Clock()
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as peer,
+        running(router, "any", clock=clock) as process,
+    ):
+        announce(router, Role.ANY, PeerDetail(rank=5, epoch=1, kv_endpoint=peer.endpoint))
+        frame = PrefillRequest(1, len(PROMPT), 5)
+        router.send(Role.ANY, frame, encode_prompt(PROMPT, OPTIONS))
+        await peer.offered(1)
+        peer.ack(1, 0, 64 * len(PROMPT))
+        await peer.segment(1)
+        await router.receive(Tag.PREFILL_DONE)
+        await router.until(lambda: role_of(process).kv_inflight_bytes == 64 * len(PROMPT))
+        clock.now += 30
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        assert role_of(process).kv_inflight_bytes == 0
+        await router.until_free(Role.ANY)
 
 
 async def test_a_lost_router_takes_its_transfers_along() -> None:

@@ -73,7 +73,8 @@ def test_bytes_are_bounded_and_counted(added: list[tuple[str, int]]) -> None:
     chains, records = Chains(most), list[Record]()
     for number, (client, size) in enumerate(added):
         records.append(record(number, client))
-        chains.add(records[-1], bytes(4 * size))
+        chains.add(records[-1], bytes(2 * size))
+        chains.extend(records[-1], bytes(2 * size))
         kept = [each for each in records if each.chain is not None]
         assert chains.num_bytes == sum(each.size + BYTES_EACH for each in kept) <= most
     for each in records:

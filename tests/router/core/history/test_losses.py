@@ -29,6 +29,8 @@ def test_the_oldest_are_forgotten() -> None:
     losses.on_lost(P0, {11: None, 12: None}, 3.0)
     losses.on_lost(P1, {13: None, 14: None, 15: None}, 4.0)
     assert losses.latest(11) is None and losses.latest(13) is not None
+    losses.on_lost(P0, {16: None}, 5.0)
+    assert losses.latest(13) is not None and losses.latest(16) is not None
     for number in range(MAX_LOST_WORKERS):
         losses.on_lost(P0, {}, 5.0 + number)
     assert losses.latest(13) is None

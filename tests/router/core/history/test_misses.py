@@ -101,6 +101,13 @@ def test_a_prompt_that_differs_at_one_token(seen: Scene, position: int) -> None:
     assert cache.diverged_at == (position or None)
 
 
+def test_the_last_token_is_always_computed(scene: Scene) -> None:
+    scene.ask(BASE[:64])
+    scene.hold(P0, BASE[:64])
+    cache = scene.ask(BASE[:64], 48)
+    assert (cache.reason, cache.longest_match, cache.reusable) == (Reason.HIT, 64, 48)
+
+
 def test_a_prompt_shorter_than_a_block(seen: Scene) -> None:
     assert seen.ask(BASE[:16]).reason is Reason.SHORT, "its last token is always computed"
 
@@ -195,6 +202,10 @@ def test_an_answer_that_only_the_decode_worker_has(seen: Scene) -> None:
     seen.evict(D0, longer, 3)  # later, and of no interest
     cache = seen.ask((*longer, 2), 32)
     assert (cache.reason, cache.worker) == (Reason.EVICTED, "prefill-0"), "that it could have had"
+    seen.evict(P0, longer, 2)
+    seen.evict(D0, longer, 2)  # of no interest either
+    cache = seen.ask((*longer, 3), 32)
+    assert (cache.reason, cache.worker) == (Reason.EVICTED, "prefill-0")
 
 
 def test_an_earlier_prompt_that_is_still_read(scene: Scene) -> None:
@@ -221,6 +232,16 @@ def test_a_worker_without_a_prefix_cache(scene: Scene) -> None:
     scene.beat(P0, load())
     cache = scene.ask(BASE)
     assert (cache.reason, cache.worker) == (Reason.CACHE_OFF, "prefill-0")
+
+
+def test_a_worker_that_comes_back_without_a_prefix_cache(seen: Scene) -> None:
+    seen.bus.on_lost(P0)
+    seen.join(Role.PREFILL, 0)
+    other = tuple(range(70))
+    seen.ask(other)
+    seen.now += 1
+    seen.beat(P0, load())
+    assert seen.ask(other).reason is Reason.CACHE_OFF
 
 
 def test_blocks_that_nobody_reports(scene: Scene) -> None:
@@ -262,6 +283,28 @@ def test_a_local_prefill() -> None:
     assert record is not None and record.cache is not None
     [placed] = record.placed
     assert (placed.prefill, placed.decode, placed.local) == (None, D0, "no_prefill_worker")
+
+
+def test_an_attempt_that_goes_on_leaves_the_explanation_of_the_first() -> None:
+    router = Router(Limits(local_prefill=True, max_attempts=2))
+    busy = router.join(Role.PREFILL, 0)
+    first_worker = router.join(Role.DECODE, 0)
+    for peer, token_s in ((busy, 1.0), (first_worker, 1e-6)):
+        router.beat(peer, load(step_s=0.0, token_s=token_s, sequence_s=0.0))
+    router.fleet.update_costs()
+    sink = RecordingSink()
+    router.dispatcher.submit(Request(BASE, Options(), 3, "anna", "r1"), sink)
+    result = encode_prefill_result(PrefillResult(token_id=7))
+    router.say(first_worker, PrefillDone(router.prefill_id(), 0), result)
+    router.bus.on_lost(busy)
+    router.bus.on_lost(first_worker)
+    second_worker = router.join(Role.DECODE, 1)
+    request_id = router.prefill_id()
+    router.say(second_worker, PrefillDone(request_id, 0), result)
+    router.say(second_worker, DecodeDone(request_id), encode_map(Usage(finish_reason="stop")))
+    record = sink.books[0].record
+    assert record is not None and record.prefiller == first_worker
+    assert [each.local for each in record.placed] == ["cost", "no_prefill_worker"]
 
 
 @pytest.mark.parametrize("reason", list(Reason))
