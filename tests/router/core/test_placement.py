@@ -96,12 +96,9 @@ def test_blocks_are_reserved_where_answers_need_them_until_a_heartbeat_counts_th
 ) -> None:
     """40 tokens take 3 blocks, and so do 8 more."""
     table, placement = cluster(role, Role.DECODE)
-    prefill, decode = table.live
-    prefill.num_others, decode.num_others = 0, 0
-    attempt = placement.place(state(), 0.0, leaving=prefill)
-    assert attempt is not None
-    both = [worker for worker in (attempt.prefill, attempt.decode) if worker is not None]
-    promised = {it.identity: 3 for it in both if it.role is not Role.PREFILL}
+    attempt = placed(placement)
+    assert {attempt.prefill, attempt.decode} == set(table)
+    promised = {it.identity: 3 for it in table if it.role is not Role.PREFILL}
     assert {it.identity: it.promised_blocks for it in table if it.promised} == promised
     for each in table:
         table.heartbeat(each.identity, Heartbeat(0, 1, 0), load(), 0.0)
