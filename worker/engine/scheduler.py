@@ -32,11 +32,13 @@ from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool, TrieKey
 from worker.engine.deadlines import Deadlines
 from worker.engine.fair_shares import Shares
+from worker.engine.loads import NOTHING
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
 from worker.engine.states import StatePosition
 from worker.engine.swap import Swap, SwapSpace
+from worker.engine.tiering import Tiering
 from worker.executor.batch import BatchType
 
 # In steps of this size, the time to compute the tokens exceeds the fixed time of a step.
@@ -137,6 +139,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # sorted by `_order`
         self.reserving = Reservations(pool)
         self.running: list[Sequence] = []  # sorted by `_order`
+        self.tiering: Tiering | None = None
         self._enough_tokens = enough_tokens or config.max_ubatch_tokens
         self._slots = SlotNumbers()
         self._last_kind = BatchType.PREFILL
@@ -262,6 +265,7 @@ class Scheduler:
             blocks = tuple(sequence.block_table)
             plan.swapped_out.append(self.swap.out(sequence, blocks, num_tokens))
         self._give_back(sequence)
+        sequence.load = NOTHING if self.swap.num_tokens(sequence.request_id) else None
         insort(self.waiting, sequence, key=self._order)
         plan.preempted.append(sequence)
 
@@ -349,6 +353,9 @@ class Scheduler:
                 continue
             if self._is_better_later(sequence, plan):
                 later.append(self.pool.blocks_for(sequence.num_tokens))
+                continue
+            if self.tiering is not None and self.tiering.is_awaited(sequence):
+                later.append(0)
                 continue
             max_cached_tokens = sequence.max_cached_tokens
             if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, later):
