@@ -134,6 +134,7 @@ class Worker:
             stages=capabilities.num_stages,
             kv_endpoint=self.role.kv_endpoint,
             kv_unasked_bytes=self.role.kv_unasked_bytes,
+            num_tier_blocks=self._engine.num_tier_blocks,
             # A longer list, such as every second one of thousands of cores, would be refused.
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )

@@ -463,6 +463,11 @@ class Engine:
         return len(self.scheduler.waiting) + len(self.scheduler.reserving)
 
     @property
+    def num_tier_blocks(self) -> int:
+        """The most blocks that the tiers below the pool hold together."""
+        return 0 if self.tiering is None else self.tiering.store.max_blocks
+
+    @property
     def steps(self) -> int:
         return self.counters.steps
 

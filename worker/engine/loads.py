@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from worker.tiers.store import Progress
 
 # A load that has not read a block for so long is given up, as its tier is stuck.
 STALL_S: Final = 1.0
+
+# How much longer than computing a load may take, which is the time to wake a busy thread.
+GRACE_S: Final = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +22,7 @@ class Load:
 
     Attributes:
         due_s: When to look whether the load is stuck.
-        limit_s: When the blocks could have been computed instead; None if that is not known.
+        limit_s: When the blocks would have been computed instead; None if that is not known.
         progress: Shared with the thread that reads.
     """
 
@@ -29,6 +33,12 @@ class Load:
     is_over: bool = False
     is_given_up: bool = False
     _num_seen: int = 0
+
+    @classmethod
+    def start(cls, blocks: Sequence[int], now: float, compute_s: float | None) -> Load:
+        """Return a load that starts now, of blocks that take `compute_s` to compute, if known."""
+        limit_s = None if compute_s is None else now + compute_s + GRACE_S
+        return cls(blocks, min(now + STALL_S, limit_s or inf), limit_s)
 
     @property
     def is_awaited(self) -> bool:

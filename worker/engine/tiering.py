@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 
 from worker.engine.blocks import BlockPool, Prefix
-from worker.engine.loads import NOTHING, STALL_S, Load
+from worker.engine.loads import NOTHING, Load
 from worker.engine.sequence import Sequence
 from worker.tiers.keys import BlockKey, follow
-from worker.tiers.store import Found, TierStore
+from worker.tiers.store import Found, TierFigures, TierStore
 
 
 class Tiering:
@@ -95,15 +95,13 @@ class Tiering:
         rest = keys[len(cached) :]
         if rest and (known := self._loads.get(follow(prefix, rest[0]).digest)) is not None:
             return known
-        found, limit_s = self._worthwhile(self.store.find(prefix, rest))
+        found, compute_s = self._worthwhile(self.store.find(prefix, rest))
         if not found:
             return NOTHING
         if not self.pool.can_allocate(len(found), cached):
             return None
-        now = self._clock()
         blocks = self.pool.allocate(len(found), cached)
-        load = Load(blocks, now + min(STALL_S, limit_s or STALL_S))
-        load.limit_s = None if limit_s is None else now + limit_s
+        load = Load.start(blocks, self._clock(), compute_s)
         self._loads[found[0].key.digest] = load
         fresh = blocks[len(cached) :]
 
@@ -130,6 +128,10 @@ class Tiering:
         self.pool.free(load.blocks)
         load.is_over = True
         del self._loads[found[0].key.digest]
+
+    def figures(self) -> TierFigures:
+        """Return what the tiers hold; thread-safe."""
+        return self.store.figures(self.pool.block_size)
 
     def close(self, wait_s: float) -> None:
         """Save what is left, for at most `wait_s` seconds, and close the store."""

@@ -8,7 +8,7 @@ pool when a sequence can continue from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
@@ -40,25 +40,24 @@ class Progress:
     is_stopped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TierFigures:
-    """What the tiers hold, and totals since the start.
+class Held(NamedTuple):
+    """What a tier holds, and how many tokens were loaded from it instead of being computed."""
 
-    Attributes:
-        host_tokens, disk_tokens: Tokens whose KV came from the tier instead of being computed.
-        skipped_blocks: Blocks that were not written because the disk was too slow or failed.
-        read_errors: Blocks that could not be read, or were damaged.
+    blocks: int = 0
+    bytes: int = 0
+    tokens: int = 0
+
+
+class TierFigures(NamedTuple):
+    """What the tiers hold, and failures since the start.
+
+    `failures` are "write" and "read" errors of the disk (damaged blocks are read errors), and
+    "skipped" blocks that were not written because the disk was too slow or failed.
     """
 
-    host_blocks: int = 0
-    host_bytes: int = 0
-    host_tokens: int = 0
-    disk_blocks: int = 0
-    disk_bytes: int = 0
-    disk_tokens: int = 0
-    skipped_blocks: int = 0
-    write_errors: int = 0
-    read_errors: int = 0
+    host: Held
+    disk: Held
+    failures: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -103,6 +102,12 @@ class TierStore:
         if self._host.max_blocks or self.disk is None:
             return at_once
         return min(at_once, self.disk.room)
+
+    @property
+    def max_blocks(self) -> int:
+        """The most blocks that the tiers hold together; a block in both counts twice."""
+        num_slots = 0 if self.disk is None else self.disk.disk.num_slots
+        return self._host.max_blocks + num_slots
 
     # From the pool to the tiers.
 
@@ -243,20 +248,16 @@ class TierStore:
     # Figures.
 
     def figures(self, block_size: int) -> TierFigures:
+        """Return the figures; thread-safe."""
         disk, num_host = self.disk, len(self._host)
-        figures = TierFigures(
-            host_blocks=num_host,
-            host_bytes=num_host * self.copies.num_bytes,
-            host_tokens=self._num_loaded["host"] * block_size,
-            disk_tokens=self._num_loaded["disk"] * block_size,
-            read_errors=self._read_errors,
-        )
+        host_tokens, disk_tokens = (self._num_loaded[it] * block_size for it in ("host", "disk"))
+        host = Held(num_host, num_host * self.copies.num_bytes, host_tokens)
         if disk is None:
-            return figures
-        return replace(
-            figures,
-            disk_blocks=len(disk.index),
-            disk_bytes=len(disk.index) * disk.disk.record_bytes,
-            skipped_blocks=disk.skipped_blocks,
-            write_errors=disk.write_errors,
-        )
+            return TierFigures(host, Held(), {})
+        num_bytes = len(disk.index) * disk.disk.record_bytes
+        failures = {
+            "write": disk.write_errors,
+            "read": self._read_errors,
+            "skipped": disk.skipped_blocks,
+        }
+        return TierFigures(host, Held(len(disk.index), num_bytes, disk_tokens), failures)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from worker.engine.loads import NOTHING, STALL_S, Load
+import pytest
+
+from worker.engine.loads import GRACE_S, NOTHING, STALL_S, Load
 
 
 def test_a_load_that_gets_on_is_awaited() -> None:
@@ -25,7 +27,11 @@ def test_a_load_that_is_stuck_is_stopped() -> None:
 
 
 def test_a_load_that_takes_longer_than_computing_is_stopped() -> None:
-    load = Load(due_s=0.5, limit_s=0.5)
-    load.progress.num_loaded = 7
-    load.look(0.5)
-    assert load.is_given_up
+    for compute_s in (0.0, 0.5, 5.5 * STALL_S):
+        load = Load.start((1, 2), 100.0, compute_s)
+        while load.is_awaited:
+            load.progress.num_loaded += 1
+            now = load.due_s
+            load.look(now)
+        assert now == pytest.approx(100.0 + compute_s + GRACE_S)
+    assert Load.start((), 100.0, None).due_s == 100.0 + STALL_S

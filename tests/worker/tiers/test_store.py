@@ -14,7 +14,7 @@ from worker.engine.blocks import ROOT, BlockPool
 from worker.executor.hash import LAYOUT, HashKVCache
 from worker.tiers.disk import Files
 from worker.tiers.keys import BlockKey
-from worker.tiers.store import Progress
+from worker.tiers.store import Progress, TierFigures
 
 NUM_BLOCKS = 12
 
@@ -33,6 +33,10 @@ class Stage:
             folder, host_blocks, disk_blocks, files=self.files, clock=lambda: self.now
         )
         self.store = self.tiers.open(self.cache, self.pool)
+
+    @property
+    def figures(self) -> TierFigures:
+        return self.store.figures(1)
 
     def run(self) -> None:
         while self.tiers.num_jobs:
@@ -74,11 +78,11 @@ def test_what_was_saved_is_loaded(tmp_path: Path, rooms: tuple[int, int]) -> Non
     assert any(map(stage.store.wants, keys)) == (rooms[0] == 1), "host memory is for one only"
     assert stage.load([*keys, *chain(3, after=keys[1])], 4) == 2
     assert stage.is_equal(4, 0) and stage.is_equal(5, 1) and not stage.is_equal(6, 2)
-    figures = stage.store.figures(1)
-    assert figures.host_blocks == min(rooms[0], 2) and figures.disk_blocks == min(rooms[1], 2)
-    assert figures.host_tokens + figures.disk_tokens == 2
-    assert figures.host_bytes == figures.host_blocks * LAYOUT.token_bytes
-    assert (figures.disk_bytes > 0) == (figures.disk_blocks > 0)
+    figures = stage.figures
+    host, disk = figures.host, figures.disk
+    assert (host.blocks, disk.blocks) == (min(rooms[0], 2), min(rooms[1], 2))
+    assert host.tokens + disk.tokens == 2 and host.bytes == host.blocks * LAYOUT.token_bytes
+    assert (disk.bytes > 0) == (disk.blocks > 0) and stage.store.max_blocks == sum(rooms)
 
 
 def test_what_leaves_host_memory_is_found_on_disk_only(tmp_path: Path) -> None:
@@ -96,11 +100,11 @@ def test_a_block_that_the_disk_had_no_room_for_is_offered_again(tmp_path: Path) 
     assert stage.store.disk is not None
     stage.store.disk.max_unwritten = 0
     stage.save(keys)
-    assert stage.store.figures(1).disk_blocks == 0 and stage.store.figures(1).skipped_blocks == 3
+    assert stage.figures.disk.blocks == 0 and stage.figures.failures["skipped"] == 3
     stage.store.disk.max_unwritten = 9
     assert stage.load(keys[:1], 5) == 1
     stage.run()
-    assert stage.store.figures(1).disk_blocks == 1, "read from host memory"
+    assert stage.figures.disk.blocks == 1, "read from host memory"
     stage.save(chain(7, 8, 9), 6)
     assert stage.store.disk.index.get(keys[2]) is not None, "as it left host memory"
 
@@ -112,7 +116,7 @@ def test_a_damaged_block_ends_the_load(tmp_path: Path) -> None:
         file.seek(LAYOUT.token_bytes + 16 + 5)
         file.write(b"?")
     assert stage.load(keys, 4) == 1 and stage.is_equal(4, 0)
-    assert stage.store.figures(1).read_errors == 1 and stage.store.wants(keys[1])
+    assert stage.figures.failures["read"] == 1 and stage.store.wants(keys[1])
     assert [it.key for it in stage.store.find(ROOT, [key.tokens for key in keys])] == keys[:1]
 
 
@@ -120,7 +124,7 @@ def test_a_disk_that_cannot_be_read_costs_no_more_than_the_load(tmp_path: Path) 
     stage, keys = Stage(tmp_path, 0, 9), chain(1, 2)
     stage.save(keys)
     stage.files.is_failing = True
-    assert stage.load(keys, 4) == 0 and stage.store.figures(1).read_errors == 1
+    assert stage.load(keys, 4) == 0 and stage.figures.failures["read"] == 1
 
 
 def test_a_load_that_is_stopped_ends_before_the_next_block(tmp_path: Path) -> None:
