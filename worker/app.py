@@ -213,7 +213,8 @@ class Worker:
             await router.close(1.0)
         if self._thread.stop(wait_s=STOP_S if self._warmup.is_over else 0.0):
             self._copies.close()
-            self._engine.close_tiers(TIERS_S)
+            if self._crashed is None:
+                self._engine.close_tiers(TIERS_S)
             # A failed device accepts no calls; the end of the process frees its memory.
             for model in () if self._crash_status == EXIT_DEVICE_FAILED else self._models:
                 model.shutdown()

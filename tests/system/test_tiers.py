@@ -92,6 +92,7 @@ def test_a_session_goes_on_after_all_were_killed(tmp_path: Path, executor: str) 
     assert cached_tokens == num_computed // BLOCK_SIZE * BLOCK_SIZE, "all that was full"
 
 
+@pytest.mark.timeout(120 + 30 * NUM_KILLS)
 def test_nothing_wrong_is_served_after_kills_while_blocks_are_written(tmp_path: Path) -> None:
     """Prompts have beginnings in common; the hash executor's text shows any wrong byte."""
     draw, num_cached = random.Random(4), 0

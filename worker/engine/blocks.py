@@ -32,11 +32,11 @@ class Prefix(NamedTuple):
 
     serial: int
     hash: int
-    digest: bytes = ROOT_DIGEST
-    length: int = 0
+    digest: bytes
+    length: int
 
 
-ROOT: Final = Prefix(0, 0)
+ROOT: Final = Prefix(0, 0, ROOT_DIGEST, 0)
 
 # A key of the trie: the serial number of the parent and the tokens of the block.
 TrieKey = tuple[int, bytes]

@@ -65,13 +65,15 @@ class Tiering:
         """Start to copy cached blocks that a tier lacks, unless others are being copied."""
         if self._saving or not self.unsaved:
             return
-        batch: list[tuple[BlockKey, int]] = []
-        room = self.store.room
-        while self.unsaved and len(batch) < room:
-            block, key = next(iter(self.unsaved.items()))
-            del self.unsaved[block]
+        batch, looked_at, room = list[tuple[BlockKey, int]](), list[int](), self.store.room
+        for block, key in self.unsaved.items():
+            if len(batch) >= room:
+                break
+            looked_at.append(block)
             if self.store.wants(key):
                 batch.append((key, block))
+        for block in looked_at:
+            del self.unsaved[block]
         if batch:
             self._saving = self.pool.allocate(0, [block for _, block in batch])
             self.store.save(batch, self._end_saving)

@@ -31,7 +31,7 @@ log = structlog.get_logger("worker")
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """What the tiers may take, and what identifies their blocks.
+    """The room for tiers, and what identifies their blocks.
 
     Attributes:
         host_bytes: Host memory for blocks; 0 for none.

@@ -41,7 +41,7 @@ class Progress:
 
 
 class Held(NamedTuple):
-    """What a tier holds, and how many tokens were loaded from it instead of being computed."""
+    """The content of a tier, and how many tokens were loaded from it instead of being computed."""
 
     blocks: int = 0
     bytes: int = 0
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 class TierFigures(NamedTuple):
-    """What the tiers hold, and failures since the start.
+    """The content of the tiers, and failures since the start.
 
     `failures` are "write" and "read" errors of the disk (damaged blocks are read errors), and
     "skipped" blocks that were not written because the disk was too slow or failed.

@@ -1,4 +1,4 @@
-"""What was written is read again, after a restart too; what is torn, damaged or foreign is not."""
+"""Blocks on disk survive a restart and kills; torn, damaged and foreign ones are not used."""
 
 from __future__ import annotations
 
@@ -149,6 +149,7 @@ def test_many_parts_are_written_whole(tmp_path: Path) -> None:
         Files().synchronize(file.fileno())
 
 
+@pytest.mark.timeout(60 + 5 * NUM_KILLS)
 def test_kill_9_while_writing_leaves_nothing_wrong(tmp_path: Path) -> None:
     """`BATON_KILLS` asks for more."""
     draw, num_intact, num_torn = random.Random(5), 0, 0
