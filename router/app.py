@@ -88,7 +88,7 @@ class Router:
             num_processes=siblings.assignment.num_processes if siblings else 1,
         )
         self._planes = {"bus": Traffic(), "tcp": Traffic()}
-        self._api_keys = open_api_keys(config.api_keys)
+        self._api_keys = open_api_keys(config.api_keys, shares_prefixes=config.shared_prefix_cache)
         self._tls = server_context(config.tls_cert, config.tls_key)
         self._hub = Hub(
             lambda peer, parts: self.bus.on_message(peer, parts),

@@ -82,6 +82,11 @@ class Config(SharedSettings):
         "file with the API keys of clients, one per line; none: the systemd credential api_keys, "
         "if there is one",
     )
+    shared_prefix_cache: bool = setting(
+        False,
+        "let requests of different API keys share cached prefixes; a client can then find out by "
+        "time or cached_tokens what another client asked",
+    )
     tls_cert: Path | None = setting(None, "certificate chain (PEM) for HTTP and raw TCP")
     tls_key: Path | None = setting(None, "its private key (PEM)")
     allowed_origins: str = setting(

@@ -170,6 +170,9 @@ class Client:
         self._dispatcher.check_prompt(frame.seq_len)
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
+        if self._api_keys is not None:
+            salt = self._api_keys.cache_salt(self._key_digest, options.cache_salt)
+            options = structs.replace(options, cache_salt=salt)
         core_request = Request(token_ids, options, max_new_tokens, self._client_id)
         request.handle = self._dispatcher.submit(core_request, request)
 

@@ -96,7 +96,8 @@ def frame(vector: Vector) -> Vector:
 
 
 def prefix(vector: Vector) -> Vector:
-    hashes = prefix_hashes(vector["token_ids"], vector["block_size"])
+    salt = vector.get("cache_salt", "")
+    hashes = prefix_hashes(vector["token_ids"], vector["block_size"], salt)
     return vector | {"hashes": [f"{one:016x}" for one in hashes]}
 
 

@@ -26,6 +26,9 @@ MAX_TOP_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+# The longest has the hexadecimal digits of a digest of 512 bits.
+MAX_CACHE_SALT_LENGTH: Final = 128
+CacheSalt = Annotated[str, msgspec.Meta(max_length=MAX_CACHE_SALT_LENGTH)]
 NumTop = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 # From 1/100 to 100; beyond that, logits could overflow float32.
@@ -58,6 +61,7 @@ class Options(Map, frozen=True, kw_only=True):
     `choice` are the key of the counter-based random generator, so that each position gets the same
     random number on every worker.  `max_tokens` includes the token from prefill.  `logprobs` and
     `prompt_logprobs` are numbers of top tokens.  `deadline_ms` counts from receipt of the frame.
+    Only requests with an equal `cache_salt` share cached prefixes; "" is no salt.
     Only routers set `generated_tokens`, how many ids at the end of PREFILL_REQUEST an earlier
     attempt generated, and `tenant`, an opaque id of the API key or address, for fair scheduling.
     """
@@ -89,6 +93,7 @@ class Options(Map, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     tenant: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    cache_salt: CacheSalt = ""
 
     @property
     def has_penalties(self) -> bool:

@@ -18,7 +18,7 @@ from wire.layout import KVLayout
 from wire.logprobs import Logprobs as Logprobs
 from wire.logprobs import PackedLogprobs, check_prompt_logprobs
 from wire.maps import Map, check_keys
-from wire.options import Options, TokenId, decode_options, encode_options
+from wire.options import CacheSalt, Options, TokenId, decode_options, encode_options
 from wire.parts import Buffer
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -291,6 +291,7 @@ class Offer(Map, frozen=True, kw_only=True):
 
     `memory` is the socket that passes the descriptor of the shared memory with the KV (SPEC 6.8).
     `token` authorizes a separate TCP connection for segments; `key` encrypts them there (SPEC 6.9).
+    `cache_salt` is that of the request's options.
     """
 
     layout: KVLayout
@@ -301,9 +302,10 @@ class Offer(Map, frozen=True, kw_only=True):
     memory: SocketName | None = None
     key: Key | None = None
     token: Key | None = None
+    cache_salt: CacheSalt = ""
 
     def __repr__(self) -> str:
-        """Omit the key and the prompt, which must not be logged."""
+        """Omit the key, the salt and the prompt, which must not be logged."""
         return f"Offer(num_tokens={self.num_tokens}, total_bytes={self.total_bytes})"
 
 

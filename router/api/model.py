@@ -7,7 +7,7 @@ prompt in a thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -46,11 +46,13 @@ class RequestContext(NamedTuple):
 
     `client` is the key for fair scheduling.  `seed` is used if the request sets none.
     `max_model_len` is the maximum number of prompt and output tokens of a sequence.
+    `cache_salt` returns the salt for workers, given the one that the request sets.
     """
 
     client: str
     seed: int
     max_model_len: int
+    cache_salt: Callable[[str], str] = str
 
 
 class ServedModel:
@@ -243,6 +245,7 @@ class ServedModel:
         self._check_ids("allowed_token_ids", body.allowed_token_ids or ())
         structure = "" if wanted is None else wanted.param
         bad = bad_sequences(self.tokenizer, body.bad_words or (), structure)
+        salt = context.cache_salt(body.cache_salt or "")
         requests = []
         for token_ids, echo in prompts:
             # Workers always generate a token; with max_tokens 0 the response omits it.
@@ -251,7 +254,9 @@ class ServedModel:
                 seed=context.seed, max_tokens=max_tokens, defaults=self._defaults
             )
             for choice in range(body.num_choices):
-                of_choice = structs.replace(options, choice=choice, bad_sequences=bad)
+                of_choice = structs.replace(
+                    options, choice=choice, bad_sequences=bad, cache_salt=salt
+                )
                 request = Request(tuple(token_ids), of_choice, max_tokens - 1, context.client)
                 requests.append((request, echo))
         return CompletionRequest(

@@ -116,6 +116,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
             "step_s": worker.step_s,
             "token_s": worker.token_s,
             "sequence_s": worker.sequence_s,
+            "kv_transfer_s": worker.transfer_s,
             "kv_byte_s": worker.byte_s,
         },
         "computes": {

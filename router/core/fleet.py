@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from ipaddress import ip_address
-from statistics import fmean
 from typing import Final, NamedTuple
 
-from router.core.mean import Mean
+from router.core.estimates import LATEST, Line
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
 from wire.identity import Identity
@@ -33,6 +32,8 @@ REJOIN_S: Final = 10.0
 # This many lost workers, the latest ones, are listed until another worker takes their rank.
 MAX_LOST: Final = 64
 MAX_WORKERS: Final = 4096
+# The attributes of a worker that are costs in seconds.
+COSTS: Final = ("step_s", "token_s", "sequence_s", "transfer_s", "byte_s")
 
 
 class WorkerState(StrEnum):
@@ -75,11 +76,12 @@ class Worker:
     # The part of `running` and `waiting` that other routers placed.
     num_others: int = 0
 
-    # Measured costs in seconds: of a step, of each prompt token and each sequence in it, and of a
-    # byte of KV sent to the worker.  `Fleet.update_costs` fills in what is not measured yet.
+    # Costs in seconds (`Fleet.update_costs`): of a step, of each prompt token and each sequence in
+    # it, of a KV transfer to the worker, and of each byte of it.
     step_s: float = 0.0
     token_s: float = 0.0
     sequence_s: float = 0.0
+    transfer_s: float = 0.0
     byte_s: float = 0.0
 
     # For this router only: the ids of its attempts on the worker, how many of them are being
@@ -97,8 +99,11 @@ class Worker:
     returning_blocks: int = 0
     # Attempts whose blocks the worker allocated since its last heartbeat.
     _settling: set[int] = field(default_factory=set)
-    # Seconds per byte of KV, measured from transfers to the worker.
-    kv_byte_s: Mean = field(default_factory=Mean)
+    # Bytes and seconds of the KV transfers to the worker.
+    transfers: Line = field(default_factory=Line)
+    # The measured costs, and those of steps as in the heartbeat that was measured last.
+    measured: dict[str, float] = field(default_factory=dict)
+    _steps: tuple[float | None, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -126,6 +131,19 @@ class Worker:
             return 0.0
         unread_s = self.prefill_tokens * self.token_s
         return unread_s - min(now - self.prefill_since, unread_s / self.num_in_prefill)
+
+    def measure(self) -> bool:
+        """Update `measured` from the last heartbeat; return False if the engine made no step."""
+        load = self.load
+        steps = None if load is None else (load.step_s, load.token_s, load.sequence_s)
+        if steps is None or steps == self._steps:
+            return False
+        self._steps = steps
+        values = (*steps, *(self.transfers.fit() or (None, None)))
+        self.measured |= {
+            name: value for name, value in zip(COSTS, values, strict=True) if value is not None
+        }
+        return True
 
     def promise(self, request_id: int, num_blocks: int) -> None:
         """Reserve blocks for an attempt, until a heartbeat counts them as used."""
@@ -335,22 +353,26 @@ class Fleet:
         return worker
 
     def update_costs(self) -> None:
-        """Update the costs of all workers; a cost that a worker has not measured yet is the mean of
-        those that have.
+        """Update the costs of all workers.  Call it about once per heartbeat.
 
-        Call it about once per heartbeat.
+        A cost that a worker has not measured is the lowest of its role, so that a new worker is
+        tried.  The costs of an idle worker approach the lowest: a measurement in a bad moment would
+        otherwise keep it idle for good.
         """
         workers = list(self._workers.values())
-        measured: dict[str, list[float | None]] = {
-            name: [getattr(worker.load, name, None) for worker in workers]
-            for name in ("step_s", "token_s", "sequence_s")
-        }
-        measured["byte_s"] = [worker.kv_byte_s.value for worker in workers]
-        for name, values in measured.items():
-            known = [value for value in values if value is not None]
-            mean = fmean(known) if known else 0.0
-            for worker, value in zip(workers, values, strict=True):
-                setattr(worker, name, mean if value is None else value)
+        is_idle = [not worker.measure() for worker in workers]
+        for name in COSTS:
+            lowest = {
+                role: min(w.measured[name] for w in of_role)
+                for role in Role
+                if (of_role := [w for w in workers if w.role is role and name in w.measured])
+            }
+            overall = min(lowest.values(), default=0.0)
+            for worker, idle in zip(workers, is_idle, strict=True):
+                best = lowest.get(worker.role, overall)
+                if idle and name in worker.measured:
+                    worker.measured[name] += LATEST * (best - worker.measured[name])
+                setattr(worker, name, worker.measured.get(name, best))
 
     def overdue(self, now: float) -> list[Worker]:
         """Return the workers that were silent for too long, and mark less late ones as suspect.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from router.core.estimates import Mean
 from router.core.fleet import Fleet, Worker
-from router.core.mean import Mean
 from router.core.policy import (
     UNKNOWN_NEW_TOKENS,
     Choice,
@@ -186,10 +186,10 @@ class Placement:
         ]
 
     def learn(self, worker: Worker, usage: Usage) -> None:
-        """Update the mean answer length and the worker's transfer time per byte."""
+        """Update the mean answer length and the cost of transfers to the worker."""
         self._answer.add(usage.completion_tokens)
         if usage.kv_transfer_seconds and usage.kv_bytes:
-            worker.kv_byte_s.add(usage.kv_transfer_seconds / usage.kv_bytes)
+            worker.transfers.add(usage.kv_bytes, usage.kv_transfer_seconds)
 
     def _may_be_local(self, state: RequestState) -> bool:
         """Whether one worker may serve the request alone: its number of tokens must be known."""

@@ -2,8 +2,8 @@
 
 The cost of a worker is the time until it has done its part of the request, plus the time by which
 that delays other requests.  All weights are measured.  Workers measure how long a step, a prompt
-token and a sequence take (`worker.engine.step_costs`); the router measures how long a byte of KV
-takes to a worker, and how long answers are.
+token and a sequence take (`worker.engine.step_costs`); the router measures how long a KV transfer
+and each byte of it take to a worker, and how long answers are.
 
 - Prefill: a prompt waits for the prompts that are queued before it, then for its own tokens that
   the worker has not cached.  Each second of prefill delays, by a second, as many other requests as
@@ -180,7 +180,7 @@ def decode_s(worker: Worker, prompt: Prompt) -> float:
 
 def remote_s(worker: Worker, prompt: Prompt) -> float:
     """Return the cost of a decode worker that receives the KV which it has not cached."""
-    transfer_s = prompt.missing(worker) * prompt.kv_bytes * worker.byte_s
+    transfer_s = worker.transfer_s + prompt.missing(worker) * prompt.kv_bytes * worker.byte_s
     return transfer_s + decode_s(worker, prompt)
 
 

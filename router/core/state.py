@@ -170,7 +170,8 @@ class RequestState(Struct, eq=False):
         """Return the prefix hashes of `token_ids`; a prompt that waits is hashed once."""
         key = block_size, self.seq_len
         if key not in self.known_hashes:
-            self.known_hashes = {key: prefix_hashes(self.token_ids, block_size)}
+            salt = self.request.options.cache_salt
+            self.known_hashes = {key: prefix_hashes(self.token_ids, block_size, salt)}
         return self.known_hashes[key]
 
     @property

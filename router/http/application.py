@@ -44,7 +44,7 @@ from router.http.writer import ResponseWriter
 from router.processes.siblings import Siblings
 from wire.aio.fair_writes import FairWrites
 from wire.errors import ErrorCode, WireError
-from wire.process.api_keys import ApiKeys
+from wire.process.api_keys import ApiKeys, name_of
 from wire.process.frame_counters import Traffic
 
 log = structlog.get_logger("router")
@@ -221,7 +221,7 @@ class Application:
                 await exchange.respond(200, b"", *answer)  # browsers send no key with a preflight
                 return
             if self._api_keys is not None:
-                exchange.key_name = asgi.check_api_key(exchange.scope, self._api_keys)
+                self._identify(exchange, self._api_keys)
         if route is None:
             raise self.routes.missing(path)
         exchange.endpoint = route.name
@@ -229,6 +229,11 @@ class Application:
             await exchange.respond(200, b"", (b"allow", route.allow))
         else:
             await route.handler(method)(exchange)
+
+    def _identify(self, exchange: HttpExchange, api_keys: ApiKeys) -> None:
+        key_digest = asgi.check_api_key(exchange.scope, api_keys)
+        exchange.key_name = name_of(key_digest)
+        exchange.cache_salt = partial(api_keys.cache_salt, key_digest)
 
     # Completions.
 
@@ -242,7 +247,8 @@ class Application:
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        context = RequestContext(exchange.client_id, secrets.randbits(63), max_model_len)
+        seed = secrets.randbits(63)
+        context = RequestContext(exchange.client_id, seed, max_model_len, exchange.cache_salt)
         parse = lambda raw, **found: read(self._model, raw, context, **found)  # noqa: E731
         request = await self._read(exchange, parse, previous_of)
         if request.wanted is not None:

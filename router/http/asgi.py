@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct, field
 
 from router.api.errors import ErrorBody, Header, HttpError, openai_error
-from wire.process.api_keys import ApiKeys, bearer, digest, name_of
+from wire.process.api_keys import ApiKeys, bearer, digest
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -71,8 +71,8 @@ def has_body(scope: Scope) -> bool:
     return length != b"0" or find_header(scope, b"transfer-encoding") is not None
 
 
-def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
-    """Check the API key in OpenAI's or Anthropic's header and return its name.
+def check_api_key(scope: Scope, api_keys: ApiKeys) -> bytes:
+    """Check the API key in OpenAI's or Anthropic's header and return its digest.
 
     Raises:
         HttpError: 401.
@@ -81,7 +81,7 @@ def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
     keys = [key for key in headers if key]
     for key in keys:
         if api_keys.allow(known := digest(key)):
-            return name_of(known)
+            return known
     said = "this API key is not valid" if keys else "there is no API key in the request"
     raise HttpError(
         401,
@@ -128,6 +128,8 @@ class HttpExchange(Struct, eq=False):
     status: int = 200
     outcome: str = "ok"
     key_name: str = ""
+    # The cache salt for a request whose body sets the given one.
+    cache_salt: Callable[[str], str] = str
     # The whole request body was received.
     is_body_read: bool = False
     # A stream has started, so an error can only be sent as one more event.

@@ -29,7 +29,7 @@ class Structures:
     """The validations in progress and the cached results of the latest ones."""
 
     def __init__(self, threads: FairThreads) -> None:
-        self._results: FairCache[tuple[str, str, str], Result] = FairCache(threads, NUM_KEPT)
+        self._results: FairCache[tuple[str, ...], Result] = FairCache(threads, NUM_KEPT)
         self._num_waiting: Counter[Future[Result]] = Counter()
 
     async def validate(self, exchange: HttpExchange, wanted: Wanted) -> Structure:
@@ -40,7 +40,8 @@ class Structures:
             WireError: OVERLOADED, if too much work of this client is queued.
             Disconnected: The client disconnected before the result.
         """
-        key = wanted.param, wanted.kind, wanted.text
+        # Keys with a salt of their own do not find out what structures others have sent.
+        key = exchange.cache_salt(""), wanted.param, wanted.kind, wanted.text
         checked = self._results.get(exchange.client_id, key, partial(_check, wanted))
         if not checked.done():
             await self._wait(exchange, checked)

@@ -121,6 +121,7 @@ class Site:
         self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.num_top: dict[int, int] = {}
+        self.salts: list[str] = []
         self.fleet = fleet(**fleet_changes)
         self.bus = Bus(
             self.fleet,
@@ -180,6 +181,7 @@ class Site:
             token_ids, options = decode_prompt(message.body(), frame.seq_len)
             self.prompts[frame.request_id] = token_ids
             self.num_top[frame.request_id] = options.logprobs or 0
+            self.salts.append(options.cache_salt)
             asyncio.get_running_loop().call_soon(self._prefill, peer, frame.request_id, token_ids)
         elif isinstance(frame, DecodeRequest):
             token_ids, _ = decode_continuation(message.body())

@@ -43,10 +43,11 @@ from wire.payloads import (
     decode_continuation,
     decode_map,
     decode_prefill_result,
+    decode_prompt,
     encode_map,
     encode_prompt,
 )
-from wire.process.api_keys import ApiKeys
+from wire.process.api_keys import ApiKeys, digest
 
 P, D = b"prefill-0-1", b"decode-0-1"
 KEY, OTHER = "sk-" + "k" * 40, "sk-" + "o" * 40
@@ -73,6 +74,11 @@ class Router2(Router):
     async def request_id(self) -> int:
         [(_, message)] = await self.hear(Tag.PREFILL_REQUEST)
         return message.frame.request_id  # type: ignore[attr-defined, no-any-return]
+
+    async def cache_salt(self) -> str:
+        [(_, message)] = await self.hear(Tag.PREFILL_REQUEST)
+        assert isinstance(message.frame, PrefillRequest)
+        return decode_prompt(message.body(), message.frame.seq_len)[1].cache_salt
 
 
 @asynccontextmanager
@@ -335,6 +341,26 @@ async def test_a_key_in_hello_opens_the_connection_until_it_is_revoked(key_file:
         assert await client.next_message() is None
         cancelled = await router.hear(Tag.CANCEL)
         assert {peer for peer, _ in cancelled} == {P, D}, "its request ended with it"
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_the_salt_for_workers_depends_on_the_key(key_file: Path, *, shares: bool) -> None:
+    async with face(api_keys=ApiKeys(key_file, shares_prefixes=shares)) as (router, client):
+        hello(client, KEY)
+        salts = []
+        for request_id, requested in enumerate(("", "mine"), 1):
+            ask(client, request_id, cache_salt=requested)
+            salts.append(await router.cache_salt())
+    key_digest = digest(KEY.encode())
+    expected = [ApiKeys(key_file).cache_salt(key_digest, each) for each in ("", "mine")]
+    assert salts == (["", "mine"] if shares else expected)
+
+
+async def test_without_keys_the_salt_is_the_client_s() -> None:
+    async with face() as (router, client):
+        hello(client, KEY)  # which nobody asked for
+        ask(client, 1, cache_salt="mine")
+        assert await router.cache_salt() == "mine"
 
 
 @pytest.mark.parametrize("key", ["", "wrong", KEY[:-1], KEY + "x", KEY.upper()])

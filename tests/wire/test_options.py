@@ -67,6 +67,7 @@ def test_no_bytes_mean_every_default_and_the_other_way_round() -> None:
             "priority": st.integers(-100, 100),
             "deadline_ms": st.none() | st.integers(1, 2**31 - 1),
             "tenant": st.integers(0, 2**63 - 1),
+            "cache_salt": st.text(st.characters(exclude_categories=["Cs"]), max_size=128),
         },
     )
 )
@@ -105,6 +106,8 @@ def test_any_bytes_give_options_or_a_remote_protocol_error(buffer: bytes) -> Non
         ("logit_bias", [[5, 101]]),
         ("logit_bias", [[-1, 0]]),
         ("logit_bias", [[5, 1]] * 1025),
+        ("cache_salt", "a" * 129),
+        ("cache_salt", b"a"),
         ("structure", {"kind": "regex", "text": ""}),
         ("structure", {"kind": "regex", "text": "a" * (MAX_STRUCTURE_LENGTH + 1)}),
         ("structure", {"kind": "regex", "text": "a", "strict": True}),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from wire.prefix import prefix_hashes
+from wire.prefix import prefix_hashes, root_hash
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -42,6 +42,14 @@ def test_a_changed_token_changes_every_hash_from_its_block_on(
         one != other
         for one, other in zip(before[at // block_size :], after[at // block_size :], strict=True)
     )
+
+
+@given(TOKENS, st.integers(1, 4), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_a_salt_changes_every_hash(tokens: list[int], block_size: int, salt: str) -> None:
+    plain, salted = prefix_hashes(tokens, block_size), prefix_hashes(tokens, block_size, salt)
+    assert len(plain) == len(salted) and not set(plain) & set(salted)
+    assert prefix_hashes(tokens, block_size, salt) == salted != [*plain, 0]
+    assert root_hash("") == 0 != root_hash(salt)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_frame_is_decoded_from_the_vector(vector: dict[str, Any]) -> None:
 
 def complete(kind: str, content: Any) -> Any:
     """An offer's content names every key, some of which a vector may leave to their defaults."""
-    defaults = {"digest": "xxh3_64", "memory": None, "key": None, "token": None}
+    defaults = {"digest": "xxh3_64", "memory": None, "key": None, "token": None, "cache_salt": ""}
     return {**defaults, **content} if kind == "Offer" else content
 
 

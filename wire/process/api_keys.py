@@ -17,13 +17,19 @@ from wire.process.keys import credential
 from wire.process.settings import ConfigError
 
 MIN_CHARS: Final = 16
+# Separates the cache salts of keys from other digests with the same key.
+SALT_PURPOSE: Final = b"baton-cache-salt"
 BEARER: Final = b"bearer "
 
 
 class ApiKeys:
-    """The API keys in the file `path`.  Raises ConfigError if it cannot be read."""
+    """The API keys in the file `path`.  Raises ConfigError if it cannot be read.
 
-    def __init__(self, path: Path) -> None:
+    With `shares_prefixes`, requests of different keys share cached prefixes.
+    """
+
+    def __init__(self, path: Path, *, shares_prefixes: bool = False) -> None:
+        self._shares_prefixes = shares_prefixes
         self._file = WatchedFile(path, _read, "no API key is valid now")
 
     def allow(self, given: bytes) -> bool:
@@ -32,6 +38,18 @@ class ApiKeys:
         known = () if self._file.trouble else self._file.content
         matches = [hmac.compare_digest(given, each) for each in known]
         return any(matches)
+
+    def cache_salt(self, key_digest: bytes, requested: str) -> str:
+        """Return the cache salt of a request of this key, whose body sets the salt `requested`.
+
+        Every router derives the same salt, so their prefixes are shared.  It reveals nothing of the
+        key, because a keyed digest is one-way.
+        """
+        if self._shares_prefixes:
+            return requested
+        return hashlib.blake2b(
+            requested.encode(), digest_size=32, key=key_digest, person=SALT_PURPOSE
+        ).hexdigest()
 
 
 def digest(key: bytes) -> bytes:
@@ -51,10 +69,10 @@ def bearer(header: bytes | None) -> bytes:
     return header[len(BEARER) :].strip()
 
 
-def open_api_keys(path: Path | None) -> ApiKeys | None:
+def open_api_keys(path: Path | None, *, shares_prefixes: bool = False) -> ApiKeys | None:
     """Load the API keys from `path`, else from the systemd credential `api_keys`, if any."""
     path = path or credential("api_keys")
-    return None if path is None else ApiKeys(path)
+    return None if path is None else ApiKeys(path, shares_prefixes=shares_prefixes)
 
 
 def _read(path: Path) -> tuple[bytes, ...]:

@@ -115,6 +115,7 @@ class KVReceiver(Transfer):
         self.num_tokens = offer.num_tokens
         self.total_bytes = offer.total_bytes
         self.token_ids: tuple[int, ...] = unpack(f"<{offer.num_tokens}I", offer.token_ids)
+        self.cache_salt = offer.cache_salt
         self.is_claimed = False  # the router has sent DECODE_REQUEST
         self.cached_tokens = 0
         self.kv_bytes = 0  # stored in blocks

@@ -63,6 +63,7 @@ class KVSender(Transfer):
         memory: str | None = None,
         key: bytes | None = None,
         token: bytes | None = None,
+        cache_salt: str = "",
         peer: str = "the decode worker",
     ) -> None:
         """Prepare a transfer; the offer is sent later.
@@ -72,6 +73,7 @@ class KVSender(Transfer):
             memory: Name of the Unix socket that passes the descriptor of the KV's shared memory.
             key: Encrypts segments on the segment connection; unique to this transfer.
             token: Authorizes the segment connection.
+            cache_salt: That of the request's options.
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
@@ -89,7 +91,7 @@ class KVSender(Transfer):
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
         self._num_shards, self._stages, self._block_size = num_shards, stages, block_size
-        self._memory = memory
+        self._memory, self._cache_salt = memory, cache_salt
         self.token = token
         self._key = key
         self._is_sealing = key is not None
@@ -125,6 +127,7 @@ class KVSender(Transfer):
             memory=self._memory,
             key=self._key,
             token=self.token,
+            cache_salt=self._cache_salt,
         )
         self._key = None
         return KvCache(self.request_id, 0, 0), encode_map(offer)

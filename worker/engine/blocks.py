@@ -4,8 +4,10 @@ Every block is free, used (referenced by sequences), or cached (unreferenced, bu
 cache).  The least recently used cached block is evicted first.
 
 The prefix cache is a trie in one dict: (serial number of the parent, tokens of the block) maps to
-the block.  Serial numbers are never reused, and the tokens themselves are compared, so a hash
-collision cannot return the KV of other tokens.  Routers identify prefixes by hash (`wire.prefix`).
+the block.  Each cache salt has its own root, with the salt in place of a serial number.  Serial
+numbers are never reused, and the salts and tokens themselves are compared, so a hash collision
+cannot return the KV of other tokens or of another salt.  Routers identify prefixes by hash
+(`wire.prefix`).
 
 A cached block may lack its KV in sliding-window layers (`worker.engine.windows`) or the recurrent
 state at its end (`worker.engine.states`).  A chain of blocks is shared only as far as it has all
@@ -21,25 +23,34 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 from wire.payloads import MAX_HASHES
+from wire.prefix import root_hash
 from worker.engine.states import States
 from worker.engine.windows import Windows
-from worker.tiers.keys import ROOT_DIGEST, BlockKey, follow
+from worker.tiers.keys import BlockKey, follow, root_digest
 
 
 class Prefix(NamedTuple):
-    """A chain of `length` full blocks: the serial number of its trie node, its hash
-    (`wire.prefix`), and the digest by which tiers know it (`worker.tiers`)."""
+    """A chain of `length` full blocks: the serial number of its trie node, and its hash.
 
-    serial: int
+    Routers know a chain by its hash (`wire.prefix`), tiers by its digest (`worker.tiers.keys`).
+    The empty chain, a root, has the cache salt in place of the number.
+    """
+
+    serial: int | str
     hash: int
     digest: bytes
     length: int
 
 
-ROOT: Final = Prefix(0, 0, ROOT_DIGEST, 0)
+def root_of(cache_salt: str) -> Prefix:
+    """Return the root of the chains with this salt."""
+    return Prefix(cache_salt, root_hash(cache_salt), root_digest(cache_salt), 0)
 
-# A key of the trie: the serial number of the parent and the tokens of the block.
-TrieKey = tuple[int, bytes]
+
+ROOT: Final = root_of("")
+
+# A key of the trie: the serial number of the parent, or the salt, and the tokens of the block.
+TrieKey = tuple[int | str, bytes]
 
 
 class Node(NamedTuple):
@@ -146,19 +157,20 @@ class BlockPool:
         return self.blocks_for(num_tokens) <= self.num_blocks
 
     def match_prefix(
-        self, keys: Sequence[bytes], next_token: int | None = None
+        self, keys: Sequence[bytes], next_token: int | None = None, root: Prefix = ROOT
     ) -> tuple[list[int], Prefix]:
         """Find the longest cached chain of blocks with these tokens that can be shared.
 
         Args:
             next_token: The position of the first token to compute, if the KV before it will be
                 received; None if that token directly follows the chain.
+            root: The root of the chain, which depends on the cache salt.
 
         Returns:
             The chain's blocks, which the next call of `allocate` must share, and its prefix.
         """
         blocks: list[int] = []
-        num_shared, prefix, current = 0, ROOT, ROOT
+        num_shared, prefix, current = 0, root, root
         whole_from = 0  # sliding-window layers have the KV of all tokens from this position on
         if self.enable_prefix_cache:
             for end, key in enumerate(keys, start=1):

@@ -146,10 +146,14 @@ class Engine:
         token_ids: Many[int],
         offered_by: str = "",
         *,
+        cache_salt: str = "",
         is_claimed: bool = False,
     ) -> None:
         """Queue a reservation of blocks for KV that the prefill worker `offered_by` will send."""
-        sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
+        options = Options(cache_salt=cache_salt)  # the others come with the claim
+        sequence = Sequence(
+            request_id, token_ids, options, offered_by=offered_by, status=Status.RESERVING
+        )
         sequence.is_claimed = is_claimed
         self._accept(sequence, sequence.problem(self.info, self.pool, 1))
 
@@ -392,13 +396,13 @@ class Engine:
 
     def _compile(self, sequence: Sequence) -> Problem | None:
         """Start to compile the sequence's structure, if any; return the problem if it fails."""
-        structure = sequence.options.structure
+        options, structure = sequence.options, sequence.options.structure
         if structure is None:
             return None
         if not isinstance(self._executor, Structurer):
             return ErrorCode.INVALID_REQUEST, "this model cannot be held to a structure"
         sequence.structured = self._executor.structured(
-            structure, sequence.prompt_len, sequence.options.tenant
+            structure, sequence.prompt_len, options.tenant, options.cache_salt
         )
         sequence.is_ready = False
         self._compiling.append(sequence)

@@ -107,7 +107,8 @@ class Reservations:
         if not self.pool.enable_prefix_cache:
             return False
         return any(
-            other.offered_by == sequence.offered_by and _begins_with(sequence.token_ids, other)
+            (other.offered_by, other.root) == (sequence.offered_by, sequence.root)
+            and _begins_with(sequence.token_ids, other)
             for other in self._arriving.values()
         )
 

@@ -440,7 +440,7 @@ class Scheduler:
         if states is not None and not states.has_room:
             return False
         keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
-        cached, prefix = self.pool.match_prefix(keys, next_token)
+        cached, prefix = self.pool.match_prefix(keys, next_token, sequence.root)
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
         if not self.pool.can_allocate(num_blocks + sum(later), cached):
             return False

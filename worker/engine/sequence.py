@@ -13,7 +13,7 @@ from typing import Final
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
-from worker.engine.blocks import ROOT, BlockPool, Prefix, TrieKey
+from worker.engine.blocks import BlockPool, Prefix, TrieKey, root_of
 from worker.engine.loads import Load
 from worker.engine.outputs import FinishReason
 from worker.executor.batch import PromptScores
@@ -88,6 +88,7 @@ class Sequence:
         "prefix",
         "prompt_len",
         "request_id",
+        "root",
         "scores",
         "slot",
         "started_s",
@@ -126,6 +127,7 @@ class Sequence:
         self.set_options(options or Options(), max_new_tokens)
         if self.options.prompt_logprobs is not None:
             self.scores = PromptScores(self.prompt_len, self.options.prompt_logprobs)
+        self.root = root_of(self.options.cache_salt)
         # Progress that survives a preemption.
         self.status = status
         self.arrival = 0
@@ -145,7 +147,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_registered_blocks = 0
-        self.prefix: Prefix = ROOT
+        self.prefix: Prefix = self.root
         self.state_block: int | None = None  # the block whose state the next step reads
         self.whole_from = 0  # sliding-window layers have no KV before this position
         # The range of the block table for which window blocks are held.
@@ -397,7 +399,7 @@ class Sequence:
     def missing(self, pool: BlockPool) -> list[TrieKey]:
         """Return a list with the key of the first full block that is not cached; [] if all are."""
         keys = self.keys(self.max_cached_tokens // pool.block_size, pool.block_size)
-        cached, prefix = pool.match_prefix(keys)
+        cached, prefix = pool.match_prefix(keys, root=self.root)
         return [(prefix.serial, key) for key in keys[len(cached) : len(cached) + 1]]
 
     def problem(self, info: ModelInfo, pool: BlockPool, extra_tokens: int = 0) -> Problem | None:

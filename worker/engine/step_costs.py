@@ -13,9 +13,11 @@ import numpy as np
 
 # Each step reduces the weight of earlier ones by this factor: to a half after 140 steps.
 KEPT: Final = 0.995
-# Ridge regression: where all steps are alike, the duration is attributed to the tokens or sequences
-# in them rather than to the step itself.
-RIDGE: Final = 1e-3
+# Ridge regression: where all steps are alike, the duration is attributed to the prompt tokens in
+# them, but not to the sequences: a worker that has generated one sequence only would seem to get
+# too slow for a second one, and so never be given one.
+RIDGE: Final = 1e-4
+SEQUENCES: Final = 10.0
 
 
 class Speed(NamedTuple):
@@ -53,7 +55,8 @@ class StepCosts:
         n, t, s, tt, ts, ss, y, ty, sy = self._sums
         if n < 1:
             return Speed()
-        products = np.array([[n, t, s], [t, tt, ts], [s, ts, ss]]) + RIDGE * n * np.eye(3)
+        products = np.array([[n, t, s], [t, tt, ts], [s, ts, ss]])
+        products += RIDGE * np.diag([n, n, n + SEQUENCES * ss])
         step_s, token_s, sequence_s = np.linalg.solve(products, [y, ty, sy]).clip(0).tolist()
         return Speed(
             step_s=step_s,

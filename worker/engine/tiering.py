@@ -92,7 +92,7 @@ class Tiering:
         """Return a load of what follows the sequence's cached blocks; None if there is no room."""
         size = self.pool.block_size
         keys = sequence.keys(sequence.max_cached_tokens // size, size)
-        cached, prefix = self.pool.match_prefix(keys)
+        cached, prefix = self.pool.match_prefix(keys, root=sequence.root)
         self.store.use(prefix)
         rest = keys[len(cached) :]
         if rest and (known := self._loads.get(follow(prefix, rest[0]).digest)) is not None:

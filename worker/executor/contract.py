@@ -303,10 +303,13 @@ class Structurer(Protocol):
     `sample` then chooses only tokens that `Sampling.structured` allows.
     """
 
-    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
+    def structured(
+        self, structure: Structure, prompt_len: int, tenant: int = 0, cache_salt: str = ""
+    ) -> Structured:
         """Start to compile a structure for a response; tenants share the threads fairly.
 
         The result `is_ready` when compilation ends; it has a `problem` if the structure is invalid.
+        A cached result is reused for an equal `cache_salt` only.
         """
 
 

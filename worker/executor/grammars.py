@@ -77,15 +77,20 @@ class Grammars:
         self._slow_masks = FairThreads(1, "slow-masks")
         load = partial(_load, tokenizer, vocab_size, self._eos)
         self._tokenizer = self._compiling.submit("the model", load)
-        self._kept: FairCache[Structure, Compiled] = FairCache(self._compiling, _NUM_KEPT)
+        self._kept: FairCache[tuple[str, Structure], Compiled] = FairCache(
+            self._compiling, _NUM_KEPT
+        )
         self._started: Future[Masks] | None = None
         self._started_s = 0.0
         self._current: list[Structured] = []  # those in the step that was started
 
-    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
+    def structured(
+        self, structure: Structure, prompt_len: int, tenant: int = 0, cache_salt: str = ""
+    ) -> Structured:
         """Start to compile a grammar; return its initial state for a new response."""
+        compute = partial(self._compile, structure)
         try:
-            compiled = self._kept.get(tenant, structure, partial(self._compile, structure))
+            compiled = self._kept.get(tenant, (cache_salt, structure), compute)
         except WireError as error:
             compiled = Future()
             compiled.set_exception(StructureError(error.message))

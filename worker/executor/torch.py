@@ -225,9 +225,11 @@ class TorchExecutor:
         if (name := cuda.last_started(self._model.device.index or 0)) is not None:
             error.add_note(f"{name} was started last")
 
-    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
+    def structured(
+        self, structure: Structure, prompt_len: int, tenant: int = 0, cache_salt: str = ""
+    ) -> Structured:
         """See `worker.executor.grammars`."""
-        return self._grammars.structured(structure, prompt_len, tenant)
+        return self._grammars.structured(structure, prompt_len, tenant, cache_salt)
 
     def score(self, logits: torch.Tensor, batch: Batch) -> list[bytes]:
         """See `worker.executor.sampler.score`."""

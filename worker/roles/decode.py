@@ -53,11 +53,13 @@ class Generation:
         engine.begin_decode(frame.request_id, self.token_ids, *limits)
 
     def check(self, receiver: KVReceiver) -> None:
-        """Raise RemoteProtocolError unless the KV is that of the first tokens of the request."""
+        """Raise RemoteProtocolError unless the KV has the request's first tokens and cache salt."""
         num_tokens = receiver.num_tokens
         is_short = len(self.token_ids) <= num_tokens
         if is_short or self.token_ids[:num_tokens] != receiver.token_ids:
             raise RemoteProtocolError("the KV offered is not that of the requested tokens")
+        if self.options.cache_salt != receiver.cache_salt:
+            raise RemoteProtocolError("the KV offered does not have the requested cache_salt")
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the deadline passed before the KV came; later the engine checks it."""

@@ -20,6 +20,7 @@ import structlog
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireError
 from wire.frames import ANY_RANK, NO_RANK, PrefillRequest
+from wire.options import Options
 from wire.parts import Message
 from wire.payloads import PeerDetail, decode_prompt
 from wire.process.log_limit import RepeatedLine
@@ -131,7 +132,7 @@ class PrefillRole:
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         transfer = None
         if frame.decode_rank != NO_RANK:
-            transfer = self._offer_to(router, frame, token_ids)
+            transfer = self._offer_to(router, frame, token_ids, options)
         self._prefills[frame.request_id] = Prefill(router, frame.request_id, transfer)
         # With a transfer, the engine stops after one token regardless of the request's limit.
         is_sent = transfer is not None
@@ -233,7 +234,11 @@ class PrefillRole:
         await asyncio.gather(*self._sending.values(), return_exceptions=True)
 
     def _offer_to(
-        self, router: RouterLink, frame: PrefillRequest, token_ids: tuple[int, ...]
+        self,
+        router: RouterLink,
+        frame: PrefillRequest,
+        token_ids: tuple[int, ...],
+        options: Options,
     ) -> OutgoingTransfer:
         peer = self.peers.find(router.endpoint, frame.decode_rank)
         if peer is None:
@@ -262,6 +267,7 @@ class PrefillRole:
                 memory=None if self._memory is None else self._memory.name,
                 key=new_key() if peer.segments and self._is_encrypted else None,
                 token=peer.segments.token if peer.segments else None,
+                cache_salt=options.cache_salt,
                 peer=peer.name,
             )
 

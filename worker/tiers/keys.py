@@ -1,4 +1,4 @@
-"""Names of blocks in tiers: a digest of a block's tokens and of all tokens before it.
+"""Names of blocks in tiers: a digest of a block's tokens, of all tokens before it, and of the salt.
 
 A trie node has a serial number that no other process knows; a digest means the same after a
 restart.  Tokens are compared all the same, so that a tier returns the KV of these tokens or none.
@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, Protocol
 from xxhash import xxh3_64_intdigest
 
 DIGEST_BYTES: Final = 16
-ROOT_DIGEST: Final = bytes(DIGEST_BYTES)
 
 
 class Chain(Protocol):
@@ -44,6 +43,14 @@ def follow(chain: Chain, tokens: bytes) -> BlockKey:
     prefix_hash = xxh3_64_intdigest(tokens, chain.hash)
     digest = digest_of(chain.digest, tokens)
     return BlockKey(digest, prefix_hash, chain.length + 1, chain.digest, tokens)
+
+
+def root_digest(cache_salt: str) -> bytes:
+    """Return the digest of the empty chain, so that no chain is shared under another salt."""
+    if not cache_salt:
+        return bytes(DIGEST_BYTES)
+    # Apart from the digests of chains: a salt may have the bytes of a digest and tokens.
+    return blake2b(cache_salt.encode(), digest_size=DIGEST_BYTES, person=b"cache_salt").digest()
 
 
 def digest_of(parent: bytes, tokens: bytes) -> bytes:

@@ -370,7 +370,11 @@ class IncomingTransfers:
         receiver, peer = transfer.receiver, transfer.peer.decode()
         self._engine.post(
             lambda engine: engine.reserve(
-                receiver.request_id, receiver.token_ids, peer, is_claimed=receiver.is_claimed
+                receiver.request_id,
+                receiver.token_ids,
+                peer,
+                cache_salt=receiver.cache_salt,
+                is_claimed=receiver.is_claimed,
             )
         )
 

@@ -18,7 +18,7 @@ from router.api.errors import invalid
 from router.api.messages.blocks import Chat, Kinds, Message, Nothing, Strict, read_typed, text_of
 from router.api.messages.response import MessageAnswer
 from router.api.model import SWITCHES, RequestContext, ServedModel
-from router.api.requests.body import MAX_STOPS, Body, Sampled, StopString, parse
+from router.api.requests.body import MAX_STOPS, Body, CacheSalt, Sampled, StopString, parse
 from router.api.requests.conversation import (
     MAX_TOOLS,
     Conversation,
@@ -191,6 +191,7 @@ class MessagesBody(PromptBody, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # an extension
+    cache_salt: CacheSalt | None = None  # an extension
     container: None = None
     inference_geo: None = None
 
@@ -203,7 +204,7 @@ class MessagesBody(PromptBody, kw_only=True):
     def sampled(self) -> MessageSampled:
         """The sampling fields, in the form that all endpoints share."""
         config = self.output_config or OutputConfig()
-        names = ("stream", "temperature", "top_p", "top_k", "seed", "max_tokens")
+        names = ("stream", "temperature", "top_p", "top_k", "seed", "max_tokens", "cache_salt")
         return MessageSampled(
             **{name: getattr(self, name) for name in names},
             stop=self.stop_sequences,

@@ -30,6 +30,7 @@ from router.api.requests.value_count import check_values
 from wire.options import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
+    MAX_CACHE_SALT_LENGTH,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
     Bias,
@@ -59,6 +60,7 @@ BadWords = Annotated[list[StopString], Meta(max_length=MAX_BAD_SEQUENCES // 2)]
 AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
 # -1 truncates to the free part of the context.
 Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LENGTH)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
 Prompt = str | tuple[int, ...]
 
@@ -111,6 +113,7 @@ class Sampled(Body, kw_only=True):
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
     request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)

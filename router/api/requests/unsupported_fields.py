@@ -57,7 +57,6 @@ _REFUSED: Final = {
     "use_beam_search": Refused("it samples", (False,)),
     "watermarking": Refused("answers have no watermark", (False,)),
     "logprob_token_ids": Refused("ask for the likeliest tokens", ([],)),
-    "cache_salt": Refused("cached prefixes are shared by all who ask; give tenants clusters"),
     "kv_transfer_params": Refused("the router says where KV goes", ({},)),
     "ec_transfer_params": Refused("there are no encoders", ({},)),
     "vllm_xargs": Refused("they are for extensions of vLLM", ({},)),

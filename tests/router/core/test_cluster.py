@@ -43,7 +43,13 @@ def test_every_worker_and_the_routers_own_requests() -> None:
         "step": 1,
         "blocks": {"total": 64, "used": 3, "cached": 10, "free": 51},
         "kv_inflight_bytes": 5,
-        "costs": {"step_s": 0.0, "token_s": 0.0, "sequence_s": 0.0, "kv_byte_s": 0.0},
+        "costs": {
+            "step_s": 0.0,
+            "token_s": 0.0,
+            "sequence_s": 0.0,
+            "kv_transfer_s": 0.0,
+            "kv_byte_s": 0.0,
+        },
         "computes": {"arithmetic": "hash", "threads": 1, "cores": "0-3", "shards": 1, "stages": 1},
     }
     assert body["router"] == {"running": 1, "waiting": 0}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from router.core.fleet import Fleet
@@ -86,6 +88,27 @@ def test_both_workers_are_charged_and_released() -> None:
     assert placement.release_decode(attempt) is not None
     assert placement.release_decode(attempt) is None
     assert books(table) == [(0, 0, 0, 0)] * 2
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "a"]), st.integers(1, 9)), max_size=6))
+def test_a_placement_does_not_depend_on_what_is_asked_under_other_salts(
+    others: list[tuple[str, int]],
+) -> None:
+    def salted(salt: str, first_token: int, num_tokens: int) -> RequestState:
+        prompt = tuple(range(first_token, first_token + num_tokens))
+        return states.state(Request(prompt, Options(cache_salt=salt), 8))
+
+    def place(first_token: int) -> tuple[bytes, bytes, int]:
+        """Others send prompts from this token on, then one of tokens 0 to 143 is placed."""
+        _, placement = cluster(Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+        for salt, num_blocks in others:
+            placed(placement, salted(salt, first_token, 16 * num_blocks))
+        attempt = placed(placement, salted("mine", 0, 144))
+        assert attempt.prefill is not None and attempt.decode is not None
+        return attempt.prefill.identity, attempt.decode.identity, attempt.num_to_prefill
+
+    assert place(0) == place(500)
+    assert place(0)[2] == 144, "none of it is cached"
 
 
 def test_requests_that_can_never_be_served_are_refused() -> None:

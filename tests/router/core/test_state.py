@@ -11,6 +11,7 @@ from tests.router.scripted import worker
 from wire.frames import Role
 from wire.options import Options
 from wire.payloads import PrefillResult, Usage
+from wire.prefix import prefix_hashes
 
 EPOCH = 7
 MANY = 5_000
@@ -52,6 +53,15 @@ def test_workers_learn_the_tenant_of_a_request_whatever_its_client_claims() -> N
     assert tenant("alice") == 4966672586037949734
     assert 0 < tenant("alice") < 2**63
     assert tenant("", claimed=5) == 0
+
+
+def test_hashes_are_of_tokens_and_salt_and_workers_get_the_salt() -> None:
+    prompt = tuple(range(32))
+    it = state(Request(prompt, Options(cache_salt="a"), 9))
+    assert it.hashes(16) == prefix_hashes(prompt, 16, "a") != prefix_hashes(prompt, 16)
+    it.generated = [5] * 16
+    assert it.hashes(16) == prefix_hashes([*prompt, *it.generated], 16, "a")
+    assert Attempt(1, it, None, None, num_generated=16).options(10.0).cache_salt == "a"
 
 
 def test_an_end_tells_the_whole_story() -> None:

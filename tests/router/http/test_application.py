@@ -386,6 +386,33 @@ async def test_with_a_key_there_is_everything_until_it_is_revoked(
         assert answer.status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", CHAT | {"model": "letters", "max_tokens": 5}),
+    ],
+)
+async def test_the_salt_for_workers_depends_on_key_and_request(
+    site: Site, guarded: Path, path: str, body: dict[str, Any]
+) -> None:
+    keys = ApiKeys(guarded)
+    salt_of = partial(keys.cache_salt, digest(b"sk-0123456789abcdef"))
+    for api_keys, expected in (
+        (keys, [salt_of(""), salt_of("mine")]),
+        (ApiKeys(guarded, shares_prefixes=True), ["", "mine"]),
+        (None, ["", "mine"]),
+    ):
+        site.configure(api_keys=api_keys)
+        site.salts.clear()
+        for fields in ({}, {"cache_salt": "mine"}):
+            answer = await post(site, path, body | fields, **{"x-api-key": "sk-0123456789abcdef"})
+            assert answer.status_code == 200, answer.text
+        assert site.salts == expected
+
+
 @pytest.mark.usefixtures("guarded")
 async def test_requests_are_their_key_s_wherever_they_come_from(site: Site) -> None:
     site.bus.dispatcher.observers.append(ends := Ends())

@@ -35,6 +35,7 @@ class Asking:
         *,
         param: str = PARAM,
         kind: Literal["regex", "lark"] = "regex",
+        salt: str = "",
     ) -> asyncio.Task[Structure]:
         async def receive() -> Event:
             await (has_left or asyncio.Event()).wait()
@@ -44,6 +45,7 @@ class Asking:
             raise AssertionError(event)
 
         exchange = HttpExchange({"headers": []}, receive, send, "id", 0.0, key_name=asker)
+        exchange.cache_salt = lambda _: salt
         wanted = Wanted(param, kind, text)
         return asyncio.create_task(self.structures.validate(exchange, wanted))
 
@@ -65,6 +67,14 @@ async def test_a_known_structure_is_not_checked_again(checks: Checks, asking: As
             await asking.ask(asker, "(")
         assert (caught.value.status, caught.value.param) == (400, PARAM)
     assert checks.checked == ["a+", "("]
+
+
+async def test_a_key_does_not_find_what_another_key_has_sent(
+    checks: Checks, asking: Asking
+) -> None:
+    for asker, salt in (("anna", "a"), ("anna", "a"), ("ben", "b"), ("ben", "")):
+        await asking.ask(asker, "a+", salt=salt)
+    assert checks.checked == ["a+"] * 3
 
 
 async def test_a_known_structure_does_not_wait(checks: Checks, asking: Asking) -> None:

@@ -76,6 +76,24 @@ def test_a_file_that_cannot_work_is_refused_by_name(
     assert str(path) in str(caught.value) and "short" not in str(caught.value)
 
 
+def test_a_salt_depends_on_the_key_and_on_the_request_and_is_the_same_on_every_router(
+    path: Path,
+) -> None:
+    salts = {
+        (key, requested): ApiKeys(path).cache_salt(digest(key.encode()), requested)
+        for key in (ONE, TWO)
+        for requested in ("", "a", "ü" * 128)
+    }
+    assert len(set(salts.values())) == len(salts)
+    assert salts == {
+        (key, requested): ApiKeys(path).cache_salt(digest(key.encode()), requested)
+        for key, requested in salts
+    }
+    assert salts[ONE, ""] == "8c2e382aba9091bac6701720a04afefd2a256cbd516f6343e4cdfadef39514ca"
+    shared = ApiKeys(path, shares_prefixes=True)
+    assert [shared.cache_salt(digest(ONE.encode()), each) for each in ("", "a")] == ["", "a"]
+
+
 def test_only_digests_are_kept(path: Path) -> None:
     assert ONE not in repr(vars(ApiKeys(path)))
 

@@ -12,7 +12,7 @@ from tests.worker.engine.windowed import windows_over
 from wire.payloads import MAX_HASHES
 from wire.prefix import prefix_hashes
 from worker.compute.state_slots import StateSlots
-from worker.engine.blocks import ROOT, BlockPool, Journal
+from worker.engine.blocks import ROOT, BlockPool, Journal, root_of
 from worker.engine.states import States
 
 Tokens = tuple[int, int]
@@ -22,8 +22,8 @@ def keys_of(blocks: Iterable[Tokens]) -> list[bytes]:
     return [pack("<2I", *tokens) for tokens in blocks]
 
 
-def register(pool: BlockPool, chain: list[Tokens], table: list[int]) -> None:
-    prefix = ROOT
+def register(pool: BlockPool, chain: list[Tokens], table: list[int], salt: str = "") -> None:
+    prefix = root_of(salt)
     for key, block in zip(keys_of(chain), table, strict=False):
         prefix = pool.register(prefix, key, block)
 
@@ -71,6 +71,34 @@ def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch
     assert pool.match_prefix(keys_of([A, B]))[0] == table
     assert pool.match_prefix(keys_of([A, C]))[0] == table[:1]
     assert pool.match_prefix(keys_of([C, B]))[0] == []
+
+
+def test_equal_hashes_do_not_make_equal_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engine.blocks.root_hash", lambda _: 0)
+    pool = BlockPool(4, 2)
+    tables = {salt: pool.allocate(2) for salt in ("", "a")}
+    for salt, table in tables.items():
+        register(pool, [A, B], table, salt)
+    for salt, table in tables.items():
+        assert pool.match_prefix(keys_of([A, B]), root=root_of(salt))[0] == table
+    assert pool.match_prefix(keys_of([A, B]), root=root_of("b"))[0] == []
+
+
+def test_a_cached_block_reports_the_hash_of_tokens_and_salt() -> None:
+    pool = BlockPool(4, 2)
+    register(pool, [A, B], pool.allocate(2), "ü")
+    assert pool.journal.read() == (tuple(prefix_hashes([1, 2, 3, 4], 2, "ü")), ())
+
+
+def test_ever_new_salts_leave_nothing_behind() -> None:
+    pool = BlockPool(4, 2)
+    for number in range(100):
+        table = pool.allocate(2)
+        register(pool, [A, B], table, f"salt {number}")
+        pool.free(table)
+    assert pool.num_cached == 4 == len(pool.journal)
+    known = [it for it in vars(pool).values() if isinstance(it, dict)]
+    assert max(map(len, known)) == 4
 
 
 def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
@@ -156,29 +184,40 @@ def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.Dat
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Chains over a tiny alphabet in a tiny pool: sharing, eviction and twins all happen."""
+    """Chains over a tiny alphabet in a tiny pool: sharing, eviction and twins all happen.
+
+    A block is only ever shared with the tokens and the salt that it was written for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(7, 2)
         self.live: list[tuple[list[Tokens], list[int]]] = []
-        self.content: dict[int, tuple[Tokens, ...]] = {}  # what was written into each block
+        # What was written into each block: the salt, and the tokens up to its end.
+        self.content: dict[int, tuple[str, tuple[Tokens, ...]]] = {}
         self.told: set[int] = set()
 
-    @rule(chain=st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=5), full=st.booleans())
-    def start(self, chain: list[Tokens], full: bool) -> None:
-        shared, prefix = self.pool.match_prefix(keys_of(chain))
+    @rule(
+        chain=st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=5),
+        salt=st.sampled_from(["", "a", "b"]),
+        full=st.booleans(),
+    )
+    def start(self, chain: list[Tokens], salt: str, full: bool) -> None:
+        shared, prefix = self.pool.match_prefix(keys_of(chain), root=root_of(salt))
         for index, block in enumerate(shared):
-            assert self.content[block] == tuple(chain[: index + 1]), "another prefix's block"
+            assert self.content[block] == (salt, tuple(chain[: index + 1])), "another's block"
         num_blocks = len(chain) - len(shared)
         if not self.pool.can_allocate(num_blocks, shared):
             assert num_blocks > self.pool.num_free
             return
         table = self.pool.allocate(num_blocks, shared)
         for index in range(len(shared), len(chain)):
-            self.content[table[index]] = tuple(chain[: index + 1])
+            self.content[table[index]] = salt, tuple(chain[: index + 1])
             if full:
                 prefix = self.pool.register(prefix, keys_of(chain)[index], table[index])
+        if full:
+            keys = keys_of(chain)
+            assert len(self.pool.match_prefix(keys, root=root_of(salt))[0]) == len(chain)
         self.live.append((chain, table))
 
     @precondition(lambda self: self.live)

@@ -268,7 +268,9 @@ class EndsWhenLookedAt(Future[Any]):
 class Compiling(RecordingExecutor):
     """Computes what it is given, which must not be what could not be compiled."""
 
-    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
+    def structured(
+        self, structure: Structure, prompt_len: int, tenant: int = 0, cache_salt: str = ""
+    ) -> Structured:
         return Structured(EndsWhenLookedAt(), prompt_len, lambda _: Future())
 
     def forward(self, batch: Batch) -> list[int]:
@@ -295,7 +297,9 @@ class SlowMasks(RecordingExecutor):
         super().__init__()
         self.masks: list[Future[Any]] = []
 
-    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
+    def structured(
+        self, structure: Structure, prompt_len: int, tenant: int = 0, cache_salt: str = ""
+    ) -> Structured:
         compiled: Future[Any] = Future()
         compiled.set_result(None)
         structured = Structured(compiled, prompt_len, self._make)

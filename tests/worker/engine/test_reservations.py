@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wire.options import Options
 from worker.engine.blocks import BlockPool
 from worker.engine.reservations import PART_OF_ALL, PEER_PART, Reservations, Unclaimed
 from worker.engine.sequence import Sequence, Status
@@ -57,6 +58,23 @@ def test_a_reservation_waits_for_an_arriving_prefix(token_ids: list[int]) -> Non
 def test_a_reservation_does_not_wait_for_a_longer_prompt(token_ids: list[int]) -> None:
     reservations, _, second = pair(token_ids)
     assert reservations.head() is second
+
+
+@pytest.mark.parametrize("salt", ["", "b"])
+def test_a_reservation_does_not_wait_for_the_prefix_of_another_salt(salt: str) -> None:
+    reservations = Reservations(BlockPool(16, 4))
+
+    def salted(request_id: int, cache_salt: str) -> Sequence:
+        options = Options(cache_salt=cache_salt)
+        return Sequence(request_id, PROMPT, options, status=Status.RESERVING)
+
+    first = arriving(reservations, salted(1, "a"), reservations.pool)
+    reservations.add(same := salted(2, "a"))
+    assert reservations.head() is None
+    reservations.add(other := salted(3, salt))
+    assert reservations.head() is other
+    begin(reservations, first)
+    assert reservations.head() is same
 
 
 def held(reservations: Reservations, pool: BlockPool, peer: str, count: int) -> list[Sequence]:

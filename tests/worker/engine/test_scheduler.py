@@ -46,13 +46,14 @@ class Queue:
         deadline_ms: int | None = None,
         like: int | None = None,
         tenant: int = 0,
+        salt: str = "",
     ) -> Sequence:
         """Queue a prompt; it begins as those that are `like` the same request."""
         return self.enqueue(
             Sequence(
                 request_id,
                 self._prompt(request_id if like is None else like, num_tokens),
-                Options(priority=priority, deadline_ms=deadline_ms, tenant=tenant),
+                Options(priority=priority, deadline_ms=deadline_ms, tenant=tenant, cache_salt=salt),
                 transfer=transfer,
             )
         )
@@ -386,6 +387,16 @@ def test_prompts_with_one_prefix_compute_it_once() -> None:
     assert sizes(queue.step()) == ([], [(1, 9)])
     assert sizes(queue.step()) == ([1], [(2, 1), (3, 6)])
     assert [queue.sequences[i].num_cached_tokens for i in (1, 2, 3)] == [0, 8, 8]
+
+
+def test_only_prompts_with_one_salt_share_a_prefix() -> None:
+    queue = Queue(max_ubatch_tokens=64)
+    for request_id, salt in enumerate(("a", "a", "", "", "b"), 1):
+        queue.add(request_id, 9, like=0, salt=salt)
+    assert sizes(queue.step()) == ([], [(1, 9), (3, 9), (5, 9)])
+    assert sizes(queue.step()) == ([1, 3, 5], [(2, 1), (4, 1)])
+    assert [queue.sequences[i].num_cached_tokens for i in range(1, 6)] == [0, 8, 0, 8, 0]
+    assert len({queue.sequences[i].block_table[0] for i in range(1, 6)}) == 3
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4])

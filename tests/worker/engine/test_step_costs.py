@@ -34,6 +34,9 @@ def test_what_no_step_has_shown_is_unknown() -> None:
     assert speed.sequence_s is None
     # One size only: the tokens get the whole time, for they are what there will be more of.
     assert speed.token_s == pytest.approx((5e-3 + 0.2048) / 2048, rel=0.01)
+    # But a second sequence is expected to add little.
+    speed = learnt([(0, 1)] * 100)
+    assert speed.sequence_s is not None and speed.sequence_s < 0.1 * 5.5e-3
 
 
 def test_late_steps_count() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.worker.engine.hashed import GREEDY, engine_of, of_kind, run, text
 from tests.worker.tiers.lazy import LazyTiers
@@ -131,7 +132,7 @@ class Stage:
 PROMPT = range(10, 31)
 
 
-@pytest.fixture(params=[0, 9], ids=["disk", "host"])
+@pytest.fixture(params=[0, 30], ids=["disk", "host"])
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Stage:
     return Stage(tmp_path, request.param)
 
@@ -160,6 +161,17 @@ def test_equal_prompts_wait_for_one_load(stage: Stage) -> None:
     stage.run()
     for request_id in (1, 2):
         assert stage.text(request_id) == expected and stage.cached_tokens(request_id) == 20
+
+
+def test_another_salt_finds_nothing(stage: Stage) -> None:
+    expected = stage.saved(PROMPT)
+    for request_id, salt, cached_tokens in ((1, "a", 0), (2, "b", 0), (3, "a", 20), (4, "", 20)):
+        options = structs.replace(GREEDY, cache_salt=salt)
+        stage.engine.add(Sequence(request_id, PROMPT, options, 3))
+        stage.run()
+        assert stage.text(request_id) == expected
+        assert stage.cached_tokens(request_id) == cached_tokens
+        stage.engine.pool.free(stage.engine.pool.allocate(16))
 
 
 def test_what_follows_cached_blocks_is_loaded_behind_them(stage: Stage) -> None:

@@ -106,11 +106,11 @@ class Compiling:
         for _ in range(count):
             assert self._begun.acquire(timeout=60)
 
-    def structured(self, text: str, tenant: int) -> Structured:
-        return self.model.structured(Structure("regex", text), 0, tenant)
+    def structured(self, text: str, tenant: int, salt: str = "") -> Structured:
+        return self.model.structured(Structure("regex", text), 0, tenant, salt)
 
-    def compile(self, text: str, tenant: int) -> None:
-        structured = self.structured(text, tenant)
+    def compile(self, text: str, tenant: int, salt: str = "") -> None:
+        structured = self.structured(text, tenant, salt)
         structured.wait(60)
         assert structured.is_ready and structured.problem is None
 
@@ -131,6 +131,12 @@ def test_new_structures_of_a_tenant_do_not_keep_those_of_another_waiting(
     compiling.compile("[0-9]", 2)
     compiling.compile("[a-z]", 3)
     assert not any(each.is_ready for each in kept)
+
+
+def test_a_compiled_structure_is_reused_for_its_salt_only(compiling: Compiling) -> None:
+    for tenant, salt in ((1, "a"), (2, "a"), (2, "b"), (2, ""), (1, "b")):
+        compiling.compile("[0-9]", tenant, salt)
+    assert len(compiling.compiled) == 3
 
 
 def deep(num_levels: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.worker.scripted import (
     EPOCH,
@@ -118,6 +119,41 @@ async def test_a_copy_that_breaks_fails_closed() -> None:
         await accepted(prefill, 1)
         prefill.segment(1, WHOLE)
         assert await prefill.error() == (1, ErrorCode.INTERNAL)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_cached_prefix_is_matched_for_offers_with_its_salt_only() -> None:
+    async with stage() as (router, prefill):
+        prefill.offer(1, PROMPT, cache_salt="a")
+        assert (await prefill.ack())[1].cached_tokens == 0
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        router.decode(1, [*PROMPT, 5], 3, structs.replace(OPTIONS, cache_salt="a"))
+        await router.tokens(3)
+        await router.receive(Tag.DECODE_DONE)
+        for request_id, (salt, has_it) in enumerate({"b": 0, "": 0, "a": 1}.items(), 2):
+            prefill.offer(request_id, PROMPT, cache_salt=salt)
+            assert bool((await prefill.ack())[1].cached_tokens) == has_it, salt
+            prefill.cancel(request_id)
+        await router.until_free(Role.DECODE)
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+async def test_kv_of_another_salt_than_requested_is_refused(*, is_asked_first: bool) -> None:
+    async with stage() as (router, prefill):
+        asked = structs.replace(OPTIONS, cache_salt="a")
+        if is_asked_first:
+            router.decode(1, [*PROMPT, 5], 3, asked)
+            await heard(router)
+        prefill.offer(1, PROMPT, cache_salt="b")
+        if not is_asked_first:
+            await prefill.ack()
+            router.decode(1, [*PROMPT, 5], 3, asked)
+        assert await prefill.error() == (1, ErrorCode.PROTOCOL)
+        if not is_asked_first:  # else the request waits for another offer
+            ended = Error(1, ErrorCode.TRANSFER_FAILED)
+            assert (await router.receive(Tag.ERROR)).frame == ended
+        router.send(Role.DECODE, Cancel(1, 0))
         await router.until_free(Role.DECODE)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from tests.worker.scripted import (
     PATIENCE_S,
@@ -85,9 +86,10 @@ async def receive_all(decode: ScriptedDecode, request_id: int) -> None:
 
 async def test_no_more_is_sent_than_was_granted() -> None:
     async with running_prefill() as (router, decode):
-        router.prefill(1, PROMPT, OPTIONS)
+        router.prefill(1, PROMPT, structs.replace(OPTIONS, cache_salt="a"))
         offer = await decode.offered(1)
         assert (offer.num_tokens, offer.total_bytes) == (288, TOTAL)
+        assert offer.cache_salt == "a" and "cache_salt" not in repr(offer)
         assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(1, TOTAL)
         for number in range(3):
             decode.ack(1, number * STEP, (number + 1) * STEP)

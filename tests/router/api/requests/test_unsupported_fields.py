@@ -100,6 +100,7 @@ SCHEMA = {"type": "object"}
 SHARED: dict[str, tuple[object, dict[str, Any]]] = {
     "allowed_token_ids": ([5], {}),
     "bad_words": (["a"], {}),
+    "cache_salt": ("mine", {}),
     "guided_choice": (["a"], {}),
     "guided_grammar": ("start: /a/", {}),
     "guided_json": (SCHEMA, {}),
