@@ -119,3 +119,20 @@ def test_nothing_wrong_is_served_after_kills_while_blocks_are_written(tmp_path: 
         ready(cluster)
         assert num_cached + check(cluster) > 0
         cluster.until_idle()
+
+
+def test_two_workers_hand_over_what_their_tiers_gave_back(tmp_path: Path) -> None:
+    """Sessions that do not fit the blocks of either worker, with KV that is handed over."""
+    draw, num_cached = random.Random(5), 0
+    tiers = f"--num-blocks 48 --host-kv-bytes 50000 --disk-kv {tmp_path} --disk-kv-bytes 1000000"
+    sessions = [[draw.randrange(900) for _ in range(300)] for _ in range(5)]
+    options = Options(ignore_eos=True)
+    with Cluster(tmp_path, executor="hash", args=("--worker-args", tiers)) as cluster:
+        for turn in range(3):
+            for session in sessions:
+                answer, cached_tokens = ask(cluster, session)
+                assert answer == hash_oracle(session, NUM_TOKENS, options)
+                num_cached += cached_tokens if turn else 0
+                session += [*answer, *(draw.randrange(900) for _ in range(20))]
+        cluster.until_idle()
+    assert num_cached > 0.7 * 2 * sum(map(len, sessions))

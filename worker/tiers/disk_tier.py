@@ -79,7 +79,7 @@ class DiskTier:
     def open(self) -> None:
         """Read what an earlier start has left; the thread must be idle.  Raises OSError."""
         num_skipped = 0
-        for found in self.disk.scan():
+        for found in [*self.disk.scan()]:  # all or, if it fails half way, none
             if found is None or found[1].digest in self.index:
                 num_skipped += 1
                 continue
@@ -119,7 +119,7 @@ class DiskTier:
         """Start to write the next batch, unless one is being written."""
         if self._writing or not self._unwritten:
             return
-        for digest in [*islice(self._unwritten, self._max_batch)]:
+        for digest in [*islice(self._unwritten, min(self._max_batch, self._limit))]:
             self._writing[digest] = self._unwritten.pop(digest)
         self._slots = [self._take_slot() for _ in self._writing]
         pairs = zip(self._slots, self._writing.values(), strict=True)

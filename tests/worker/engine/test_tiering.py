@@ -6,6 +6,8 @@ import os
 import random
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,36 @@ from worker.engine.engine import Engine
 from worker.engine.loads import STALL_S
 from worker.engine.outputs import Output, Started
 from worker.engine.sequence import Sequence
+from worker.tiers.disk import Files
 from worker.tiers.opening import TierSettings
+from worker.tiers.records import Checksum, Encryption
 from worker.tiers.store import TierFigures
 
 NUM_WORKLOADS = int(os.environ.get("BATON_WORKLOADS", "160")) // 2
+
+
+class Flaky(Files):
+    """A disk that fails now and then, in the midst of a write too."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self.is_failing = False
+
+    def _may_fail(self) -> None:
+        if self.is_failing and self._draw.random() < 0.1:
+            raise OSError(self._draw.choice([EIO, ENOSPC]), "as in the field")
+
+    def write(self, descriptor: int, parts: Many[Buffer], offset: int) -> None:
+        super().write(descriptor, parts[:1], offset)
+        self._may_fail()
+        super().write(descriptor, parts, offset)
+
+    def read(self, descriptor: int, num_bytes: int, offset: int) -> bytes:
+        self._may_fail()
+        return super().read(descriptor, num_bytes, offset)
+
+    def synchronize(self, descriptor: int) -> None:
+        self._may_fail()
 
 
 class TieredWorkload(Workload):
@@ -32,8 +60,13 @@ class TieredWorkload(Workload):
     def __init__(self, seed: int, folder: Path, **settings: Any) -> None:
         draw = random.Random(seed)
         rooms = draw.choice([0, 1, 9, 100]), draw.choice([0, 1, 9, 100, 100])
-        self.tiers = LazyTiers(folder, *rooms, draw, clock=lambda: self.now)
+        self.files, is_flaky = Flaky(draw), draw.random() < 0.3
+        seal = Encryption(b"secret") if draw.random() < 0.2 else Checksum()
+        self.tiers = LazyTiers(
+            folder, *rooms, draw, files=self.files, seal=seal, clock=lambda: self.now
+        )
         super().__init__(seed, prefix_cache=True, **settings)
+        self.files.is_failing = is_flaky
 
     def _engine(self, settings: dict[str, Any]) -> Engine:
         engine = super()._engine(settings)
@@ -59,6 +92,8 @@ class TieredWorkload(Workload):
             self.tiers.writing.close(0)
             if self.engine.has_work():
                 assert not self.engine.step()
+        assert self.engine.tiering is not None
+        self.engine.tiering.unsaved.clear()  # else a disk that recovers now would get them
         super()._rest()
 
     @property

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from errno import EIO
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from tests.worker.tiers.chains import chain
 from worker.engine.blocks import BlockPool
 from worker.executor.hash import LAYOUT, MIXED, HashKVCache
+from worker.tiers.disk import Disk, Slot
+from worker.tiers.keys import BlockKey
 from worker.tiers.opening import TierSettings, contents_of
 from worker.tiers.store import TierStore
 
@@ -70,6 +75,20 @@ def test_a_folder_in_use_or_unusable_costs_the_disk_only(tmp_path: Path) -> None
         ]
         store.close(5.0)
     first.close(5.0)
+
+
+def test_a_disk_that_fails_at_the_start_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Disk) -> Iterator[tuple[Slot, BlockKey]]:
+        yield Slot(0, bytes(12)), chain(1)[0]
+        raise OSError(EIO, "Input/output error")
+
+    monkeypatch.setattr(Disk, "scan", failing)
+    pool = BlockPool(4, 4)
+    store = settings(tmp_path).open(HashKVCache(4, 4), pool)
+    assert store is not None and store.disk is None and pool.journal.read() == ((), ())
+    store.close(5.0)
 
 
 def test_a_model_with_windows_or_states_has_no_tiers(tmp_path: Path) -> None:
