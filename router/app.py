@@ -30,7 +30,7 @@ from router.bus import Bus
 from router.config import Config, split_endpoint
 from router.core.cluster import ProcessState, Readiness, is_free, state_of, status_line, try_this
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import REJOIN_S, Fleet
+from router.core.fleet import Fleet
 from router.core.state import Limits, RequestIds
 from router.http.application import Application
 from router.http.limits import Bodies
@@ -60,6 +60,8 @@ log = structlog.get_logger("router")
 MAX_TICK_S: Final = 0.1
 # The interval between two checks whether all requests have ended during a drain.
 DRAIN_TICK_S: Final = 0.02
+# How long a process that joins running ones waits for the workers to join it too.
+JOIN_S: Final = 10.0
 # The interval between two status reports to systemd.
 REPORT_S: Final = 1.0
 # Files to reserve besides client connections: workers, 128 unauthenticated bus peers, keys.
@@ -266,8 +268,8 @@ class Router:
         await self._hub.close(FLUSH_S)
 
     async def _wait_for_workers(self) -> None:
-        """Wait at most REJOIN_S for workers to join; meanwhile other processes serve clients."""
-        deadline = time.monotonic() + REJOIN_S
+        """Wait at most JOIN_S for workers to join; meanwhile other processes serve clients."""
+        deadline = time.monotonic() + JOIN_S
         while self.state.reasons and time.monotonic() < deadline:
             self.bus.tick()
             await asyncio.sleep(MAX_TICK_S)

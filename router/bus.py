@@ -12,12 +12,12 @@ from typing import Final
 import structlog
 
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import Fleet, Worker, WorkerState, check_version
+from router.core.fleet import Fleet, Worker, WorkerState
 from router.core.prefixes import PrefixIndex
 from router.core.replies import MAX_LOGGED
 from router.core.state import Limits, RequestIds
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
-from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
+from wire.frames import VERSION, Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import (
     ErrorDetail,
@@ -131,9 +131,8 @@ class Bus:
         if now >= self._next_beat:
             self._next_beat = now + self.fleet.heartbeat_s
             self.fleet.update_costs()
-            for role in (Role.PREFILL, Role.DECODE):
-                for worker in self.fleet.live(role):
-                    self.send(worker.identity, Heartbeat(0, len(worker.attempts), 0))
+            for worker in self.fleet.live:
+                self.send(worker.identity, Heartbeat(0, len(worker.attempts), 0))
         self.dispatcher.tick()
 
     def send_error(self, peer: bytes, code: ErrorCode, message: str) -> None:
@@ -146,7 +145,7 @@ class Bus:
     def _dispatch(self, worker: Worker, message: Message) -> None:
         """Handle a message of a registered worker."""
         frame, worker.last_heard = message.frame, self._clock()
-        if _ANSWERED_BY.get(frame.tag, worker.role) is not worker.role:
+        if not worker.can(_ANSWERED_BY.get(frame.tag, worker.role)):
             raise RemoteProtocolError(f"{worker.name} is not one that sends {frame.tag.name}")
         if isinstance(frame, Heartbeat):
             self._on_heartbeat(worker, frame, message.body())
@@ -155,7 +154,7 @@ class Bus:
                 raise RemoteProtocolError("DRAIN: the epoch is another worker's")
             self.fleet.drain(worker.identity)
             log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
-            self.dispatcher.let_go(worker)
+            self.dispatcher.on_drain(worker)
         elif isinstance(frame, Error) and frame.request_id == 0:
             log.warning(
                 "error from worker",
@@ -194,10 +193,7 @@ class Bus:
         limit = WelcomeDetail(max_kv_transfer_bytes=self.fleet.own_max_kv_transfer_bytes)
         self.send(peer, welcome, encode_map(limit))
         self.index.add(peer, detail.num_blocks + detail.num_tier_blocks)
-        if worker.role is Role.DECODE:
-            self._send_peers(self.fleet.live(Role.PREFILL))
-        else:
-            self._send_peers([worker])
+        self._send_peers(self.fleet.live if worker.can(Role.DECODE) else [worker])
 
     def _compare_arithmetic(self) -> None:
         """Log a warning if workers may compute different outputs, once per set of workers."""
@@ -225,8 +221,8 @@ class Bus:
     def _on_removed(self, worker: Worker) -> None:
         # If the same identity has joined again, `_on_hello` adds it after this.
         self.index.remove(worker.identity)
-        if worker.role is Role.DECODE:
-            self._send_peers(self.fleet.live(Role.PREFILL))
+        if worker.can(Role.DECODE):
+            self._send_peers(self.fleet.live)
         self.dispatcher.on_lost(worker.identity)
 
     def _send_peers(self, workers: list[Worker]) -> None:
@@ -234,6 +230,16 @@ class Bus:
         payload = encode_map(peers)
         for worker in workers:
             self.send(worker.identity, Peers(self._epoch, len(peers)), payload)
+
+
+def check_version(hello: Hello) -> None:
+    """Raise WireError MISMATCH for another version; call it before the payload is decoded."""
+    if hello.version != VERSION:
+        raise WireError(
+            ErrorCode.MISMATCH,
+            f"protocol version {hello.version}, the router speaks {VERSION}; "
+            "install the same release of baton-serve on both",
+        )
 
 
 def _name(peer: bytes) -> str:

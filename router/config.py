@@ -106,9 +106,9 @@ class Config(SharedSettings):
         256, "requests on one worker at a time; others are queued", ge=1
     )
     local_prefill: Literal["auto", "off"] = setting(
-        "off",
-        "whether decode workers read prompts: auto is where that costs less time, or where no "
-        "prefill worker is there",
+        "auto",
+        "whether decode workers prefill prompts themselves: auto does where that costs less time, "
+        "or where there is no prefill worker",
     )
     max_connections: int = setting(
         4096, "limit for HTTP connections, and for raw TCP connections", ge=1
@@ -175,8 +175,9 @@ class Config(SharedSettings):
         ge=1,
         le=64,
     )
-    local: tuple[NumWorkers, NumWorkers] = setting(
-        (0, 0), "P,D: also run P prefill and D decode workers on this machine"
+    local: Annotated[tuple[NumWorkers, ...], Field(min_length=1, max_length=2)] = setting(
+        (0, 0),
+        "P,D: also run P prefill and D decode workers on this machine; N: N workers of role any",
     )
     local_cores: Sharing = setting(
         "auto",
@@ -195,7 +196,7 @@ class Config(SharedSettings):
         except ValidationError:
             raise ValueError(
                 "it is P,D: how many prefill and how many decode workers to run here, each from 0 "
-                "to 64; --local 1,1 is one of each"
+                "to 64; --local 1,1 is one of each; --local 2 is two workers that do both"
             ) from None
 
     _check_bus = field_validator("bus")(check_endpoint)
@@ -206,9 +207,9 @@ class Config(SharedSettings):
     def _check_worker_args(cls, flags: str, info: ValidationInfo) -> str:
         """Refuse flags that must differ between local workers."""
         words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
-        prefills, decodes = info.data.get("local", (0, 0))
-        both = prefills + decodes
-        takers = {"--metrics": both, "--kv-bind": decodes, "--kv-segment-port": decodes}
+        local = info.data.get("local", (0, 0))
+        receivers = local[-1]
+        takers = {"--metrics": sum(local), "--kv-bind": receivers, "--kv-segment-port": receivers}
         for flag, value in pairwise([*words, ""]):
             if flag in ("--role", "--rank", "--router"):
                 raise ValueError(f"{flag} is not for all of them: --local says it to each worker")
@@ -278,6 +279,13 @@ class Config(SharedSettings):
         shares = {name: -(-getattr(self, name) // num_processes) for name in divided}
         of_parent = {"local": (0, 0), "ready_file": None}
         return self.model_copy(update={**shares, **of_parent, **endpoints})
+
+    @property
+    def local_workers(self) -> list[tuple[str, int]]:
+        """Role and rank of each worker of `local`; decode workers come first."""
+        roles = ("any",) if len(self.local) == 1 else ("decode", "prefill")
+        counts = zip(roles, reversed(self.local), strict=True)
+        return [(role, rank) for role, count in counts for rank in range(count)]
 
     @property
     def origins(self) -> list[str]:

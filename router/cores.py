@@ -1,7 +1,7 @@
 """Assigns CPU cores to the local workers.  This module does no I/O.
 
-On a machine with several NUMA nodes, each worker runs on one node: first decode workers, then
-prefill workers are spread over the nodes.  If a node has `ENOUGH` physical cores or more for each
+On a machine with several NUMA nodes, each worker runs on one node: they are spread over the nodes
+in their order, decode workers first.  If a node has `ENOUGH` physical cores or more for each
 of its workers, each worker gets cores of its own.  Otherwise all workers of the node share its
 cores, with one thread per core.
 
@@ -24,19 +24,18 @@ ENOUGH: Final = 4
 
 
 def plan(
-    nodes: Sequence[Node], num_prefill: int, num_decode: int, sharing: Sharing = "auto"
+    nodes: Sequence[Node], workers: Sequence[tuple[str, int]], sharing: Sharing = "auto"
 ) -> dict[tuple[str, int], frozenset[int]]:
     """Return the cores of each worker, by role and rank.
 
     Args:
         nodes: The NUMA nodes of the machine.
+        workers: Role and rank of each worker; if cores are left over, the first ones get them.
         sharing: "split" gives each worker its own cores, however few; "shared" gives all workers
             all cores.
     """
     if sharing == "shared":
         nodes = [[core for node in nodes for core in node]]
-    workers = [("decode", rank) for rank in range(num_decode)]
-    workers += [("prefill", rank) for rank in range(num_prefill)]
     workers_of: list[list[tuple[str, int]]] = [[] for _ in nodes]
     for worker in workers:
         index = max(range(len(nodes)), key=lambda it: len(nodes[it]) / (len(workers_of[it]) + 1))
@@ -51,6 +50,6 @@ def plan(
 
 
 def _part(node: Node, index: int, num_parts: int) -> frozenset[int]:
-    """Return one of `num_parts` parts of a node; the first ones, for decode, get the remainder."""
+    """Return one of `num_parts` parts of a node; the first ones get the remainder."""
     start, end = (-(-len(node) * it // num_parts) for it in (index, index + 1))
     return frozenset[int]().union(*node[start:end])

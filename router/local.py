@@ -1,4 +1,4 @@
-"""`--local P,D`: runs workers on this machine as child processes.
+"""`--local`: runs workers on this machine as child processes.
 
 A worker that dies is restarted with backoff.  A worker that exits because of wrong settings (exit
 status 78) is not restarted, unless it ran before: then files of the model may be broken, and may be
@@ -60,9 +60,8 @@ class LocalWorkers:
 
     def start(self) -> None:
         """Start all workers, and restart them until `stop` is called."""
-        for role, count in zip(("prefill", "decode"), self._config.local, strict=True):
-            for rank in range(count):
-                self._tasks.append(asyncio.create_task(self._keep_running(role, rank)))
+        for role, rank in self._config.local_workers:
+            self._tasks.append(asyncio.create_task(self._keep_running(role, rank)))
 
     async def stop(self, drain_s: float) -> None:
         """Terminate all workers, kill those left after `drain_s`, and wait for their exit."""
@@ -151,7 +150,8 @@ def cores_of_workers(config: Config) -> dict[tuple[str, int], frozenset[int]]:
     by_node = [physical_cores(node) for node in nodes(cores)]
     # Under a CPU quota, the scheduler chooses the cores.
     has_quota = quota() < sum(map(len, by_node))
-    planned = plan(by_node, *config.local, "shared" if has_quota else config.local_cores)
+    sharing = "shared" if has_quota else config.local_cores
+    planned = plan(by_node, config.local_workers, sharing)
     return {worker: assigned for worker, assigned in planned.items() if assigned != cores}
 
 

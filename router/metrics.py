@@ -44,7 +44,6 @@ SUMS: Final = (
     ),
     ("generated_tokens", "Tokens of ended requests.", "completion_tokens"),
     ("kv_transfer_bytes", "KV bytes handed to decode workers.", "kv_bytes"),
-    ("local_prefills", "Prompts given to decode workers to read.", "num_local"),
     (
         "kv_skipped_tokens",
         "Prompt tokens not sent because the decode worker held them.",
@@ -75,6 +74,12 @@ class Metrics:
         self._sums = [
             (self._counter(name, help_text), attrgetter(field)) for name, help_text, field in SUMS
         ]
+        self._local_prefills = self._counter(
+            "local_prefills",
+            "Attempts with one worker for both prompt and answer: it costs less, or no other "
+            "worker could do the prefill.",
+            "reason",
+        )
         self._slow_clients = self._counter("slow_clients", "Clients cut: they did not read.")
         self._lag = Gauge(
             LAG, "How late the last timer of the event loop was.", registry=self._registry
@@ -110,6 +115,8 @@ class Metrics:
         self._requests[end.outcome if end.outcome in OUTCOMES else "other",] += 1
         for counts, value_of in self._sums:
             counts[()] += value_of(end)
+        for reason in end.local_reasons:
+            self._local_prefills[reason,] += 1
         self._request.observe(end.total_s)
         if end.queue_s is not None:
             self._queue.observe(end.queue_s)
@@ -181,7 +188,7 @@ class _FleetCollector(Collector):
     def _workers(self) -> Metric:
         states = Tally((worker.role, worker.state) for worker in self._fleet)
         family = GaugeMetricFamily("baton_workers", "Workers.", labels=["role", "state"])
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (Role.PREFILL, Role.DECODE, Role.ANY):
             for state in WorkerState:
                 family.add_metric([_name(role), state.value], states[role, state])
         return family

@@ -39,6 +39,8 @@ class Measured:
     prompt_tokens: int
     chunk_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
     problem: str = ""
 
     @property
@@ -144,13 +146,17 @@ def _read(connection: HttpConnection, measured: Measured) -> str | None:
     for at, chunk in connection.events():
         if "error" in chunk:
             measured.problem = chunk["error"]["message"]
-        counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
+        if usage := chunk.get("usage"):
+            counted = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            measured.cached_tokens = details.get("cached_tokens") or 0
         for choice in chunk.get("choices", ()):
             all_s.append(at - connection.sent_at)
             token_ids = choice.get("token_ids") or ()
             if token_ids:
                 measured.chunk_s.append(all_s[-1])
             measured.num_tokens += len(token_ids)
+            measured.token_ids += token_ids
             finish_reason = choice["finish_reason"] or finish_reason
     if not measured.num_tokens:
         measured.chunk_s, measured.num_tokens = all_s, counted

@@ -55,7 +55,7 @@ def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = 
         sys.exit("a party is named twice, and has one key")
     for name in names:
         if not is_party(name):
-            sys.exit(f"{name!r} is no party: say router, prefill-RANK or decode-RANK")
+            sys.exit(f"{name!r} is no party: say router, prefill-RANK, decode-RANK or any-RANK")
         if (directory / f"{name}.key").exists():
             sys.exit(
                 f"{directory / name}.key is there already and stays as it is; to replace it, "

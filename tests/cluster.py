@@ -63,6 +63,7 @@ class Cluster:
         directory: Path,
         *,
         local: str = "1,1",
+        local_prefill: str = "off",
         model: str = "demo",
         executor: str = "torch",
         args: tuple[str, ...] = (),
@@ -71,6 +72,7 @@ class Cluster:
         self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = "demo" if model == "demo" else Path(model).name
         self._local = local
+        self._local_prefill = local_prefill  # "off" makes each request pass through two workers
         self._model = model
         self._executor = executor
         self._args = args
@@ -194,7 +196,8 @@ class Cluster:
         local = ("--local", self._local) if self._local else ()
         self._spawn(
             *("router", *self._listen_flags(), *local, "--ready-file", str(self._ready_file)),
-            *("--model", self._model, "--executor", self._executor, *self._args),
+            *("--model", self._model, "--executor", self._executor),
+            *("--local-prefill", self._local_prefill, *self._args),
         )
         until(self._is_listening, "router listening", START_S)
         self.endpoints = json.loads(self._ready_file.read_text())

@@ -21,7 +21,7 @@ from wire.errors import LocalProtocolError, RemoteProtocolError
 
 HEADER_BYTES: Final = 16
 # The protocol versions in HELLO: of a worker on ZeroMQ, and of a client on raw TCP.  SPEC 10.
-VERSION: Final = 2
+VERSION: Final = 3
 CLIENT_VERSION: Final = 1
 
 # PREFILL_REQUEST.decode_rank of a client: the router chooses the decode worker.
@@ -57,12 +57,13 @@ class Tag(IntEnum):
 
 
 class Role(IntEnum):
-    """The role of a peer: `DisaggRole` of seed 000, plus the raw TCP client."""
+    """The role of a peer: `DisaggRole` of seed 000, the raw TCP client, and a worker for both."""
 
     PREFILL = 0
     DECODE = 1
     ROUTER = 2
     CLIENT = 3
+    ANY = 4
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -100,7 +101,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 class PrefillRequest(Frame, frozen=True):
-    """Router to prefill worker: prefill this prompt, send its KV to `decode_rank`.  SPEC 4.1."""
+    """Router to worker: prefill this prompt, send its KV to `decode_rank`.  SPEC 4.1."""
 
     tag = Tag.PREFILL_REQUEST
     layout = Struct("<QII")
@@ -111,7 +112,7 @@ class PrefillRequest(Frame, frozen=True):
 
 
 class PrefillDone(Frame, frozen=True):
-    """Prefill worker to router: prefill is complete; carries the first token.  SPEC 4.2."""
+    """Worker to router: prefill is complete; carries the first token.  SPEC 4.2."""
 
     tag = Tag.PREFILL_DONE
     layout = Struct("<QQ")
@@ -197,7 +198,7 @@ class Hello(Frame, frozen=True):
     def check(self) -> None:
         Frame.check(self)
         if self.role > max(Role):
-            raise RemoteProtocolError(f"HELLO: role {self.role} is not one of 0 to 3")
+            raise RemoteProtocolError(f"HELLO: role {self.role} is not one of 0 to 4")
 
     @classmethod
     def of_client(cls) -> Self:
@@ -228,7 +229,7 @@ class Heartbeat(Frame, frozen=True):
 
 
 class Peers(Frame, frozen=True):
-    """Router to prefill worker: the decode workers it may send KV to.  SPEC 5.4."""
+    """Router to worker: the decode and any workers it may send KV to.  SPEC 5.4."""
 
     tag = Tag.PEERS
     layout = Struct("<QII")

@@ -16,7 +16,7 @@ from wire.frames import NO_RANK, Role
 MAX_EPOCH: Final = 2**64 - 1
 # Each identity has one spelling (no leading zero, sign or space), so that equal identities have
 # equal bytes.
-_NAME: Final = re.compile(rb"(prefill|decode)-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,19})")
+_NAME: Final = re.compile(rb"(prefill|decode|any)-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,19})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}\Z
 EndpointOrNone = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}?\Z")]
 # The stage at which a request failed.
 Stage = Annotated[str, msgspec.Meta(pattern=r"^(router|prefill|transfer|decode)\Z")]
+# The roles of workers that receive KV.
+ReceiverRole = Annotated[str, msgspec.Meta(pattern=r"^(decode|any)\Z")]
 
 # The token_id in PREFILL_DONE if the first token was a stop token: no text was generated.
 NO_TOKEN: Final = -1
@@ -115,13 +117,17 @@ class Load(Map, frozen=True, kw_only=True):
 
 
 class PeerDetail(Map, frozen=True, kw_only=True):
-    """One decode worker in PEERS; `kv_unasked_bytes` of KV may come with an offer.  SPEC 5.4."""
+    """A decode or any worker in PEERS: `kv_unasked_bytes` of KV may come with an offer.  SPEC 5.4.
+
+    Its key is that of `<role>-<rank>`.
+    """
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     epoch: U64
     kv_endpoint: Endpoint
     block_size: Count = 0
     kv_unasked_bytes: Size = 0
+    role: ReceiverRole = "decode"
 
 
 class PrefillRest(Map, frozen=True, kw_only=True):

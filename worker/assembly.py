@@ -24,7 +24,7 @@ log = structlog.get_logger("worker")
 
 def check_speculation(config: Config, executor: Executor) -> None:
     """Raise ValueError if --speculate is set but the executor cannot verify draft tokens."""
-    if config.role == "decode" and config.speculate and not executor.capabilities.speculative:
+    if config.role != "prefill" and config.speculate and not executor.capabilities.speculative:
         raise ValueError(
             f"--speculate {config.speculate}: the executor {config.executor!r} samples one token "
             "of a sequence in a step and cannot verify drafts; leave --speculate out"
@@ -59,6 +59,7 @@ def make_engine(
     log.info("room for KV", tokens=num_blocks * config.block_size, blocks=num_blocks)
     chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
     chosen["max_ubatch_tokens"] = config.step_tokens
+    chosen["receives_kv"] = config.role != "prefill"
     if config.role == "prefill":
         chosen["speculate"] = None  # a prefill worker generates one token, so drafts are useless
     if draft is not None:

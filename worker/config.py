@@ -32,8 +32,15 @@ WILDCARD_HOSTS: Final = ("*", "0.0.0.0", "[::]")
 class Config(SharedSettings):
     """A worker: prefills prompts or decodes, as its --role says, when routers request it."""
 
-    role: Literal["prefill", "decode"] = setting("decode", "prefill or decode")
-    rank: int = setting(0, "number of this worker among those of its role", ge=0, lt=0xFFFFFFFE)
+    role: Literal["prefill", "decode", "any"] = setting(
+        "decode", "prefill, decode, or any: both, as routers request"
+    )
+    rank: int = setting(
+        0,
+        "number of this worker among the prefill workers, or among the decode and any workers",
+        ge=0,
+        lt=0xFFFFFFFE,
+    )
     router: tuple[str, ...] = setting(
         ("tcp://127.0.0.1:5570",), "bus endpoints of the routers to serve"
     )
@@ -110,11 +117,11 @@ class Config(SharedSettings):
     speculate: str = setting(
         "",
         "draft up to K tokens per step, 64 at most: ngram:K from the text so far, or draft:K:MODEL "
-        "with a smaller model with the same tokenizer; decode workers only; empty: off",
+        "with a smaller model with the same tokenizer; not on prefill workers; empty: off",
     )
-    kv_bind: str = setting("tcp://127.0.0.1:0", "where a decode worker listens for KV")
+    kv_bind: str = setting("tcp://127.0.0.1:0", "where a decode or any worker listens for KV")
     kv_advertise: str = setting(
-        "", "KV endpoint that prefill workers connect to; empty: the one of --kv-bind"
+        "", "KV endpoint that other workers connect to; empty: the one of --kv-bind"
     )
     segment_bytes: int = setting(
         2 * MIB, "size of a KV segment on the wire", ge=1 * MIB, le=4 * MIB
@@ -126,7 +133,7 @@ class Config(SharedSettings):
         ge=4 * MIB,
     )
     max_kv_inflight_bytes: int = setting(
-        512 * MIB, "maximum bytes in flight to a decode worker, all transfers together", ge=4 * MIB
+        512 * MIB, "maximum bytes in flight to this worker, all transfers together", ge=4 * MIB
     )
     kv_unasked_bytes: int = setting(
         2 * MIB,
@@ -136,7 +143,7 @@ class Config(SharedSettings):
     )
     kv_shared_memory: Literal["auto", "off"] = setting(
         "auto",
-        "auto: KV of a prefill worker of the same user on the same machine is copied from its "
+        "auto: KV of a worker of the same user on the same machine is copied from its "
         "memory, the host's or a GPU's; off: all KV is sent",
     )
     kv_segment_port: str = setting(
@@ -307,7 +314,7 @@ class Config(SharedSettings):
     def draft_model(self) -> str | None:
         """The draft model in `speculate`, or None if this worker does not load one."""
         kind, _, rest = self.speculate.partition(":")
-        return rest.partition(":")[2] if kind == "draft" and self.role == "decode" else None
+        return rest.partition(":")[2] if kind == "draft" and self.role != "prefill" else None
 
     @property
     def num_drafts(self) -> int:

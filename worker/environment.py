@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from wire.aio.unix import DescriptorPort, fetch_descriptor
@@ -118,7 +118,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """The parts of a worker that its prefill or decode role uses."""
+    """The parts of a worker that its role uses; `segment_traffic`: of segment connections."""
 
     config: Config
     identity: Identity
@@ -127,3 +127,4 @@ class WorkerContext:
     copies: Copying
     plane: Plane
     outside: Environment
+    segment_traffic: Traffic = field(default_factory=Traffic)

@@ -74,7 +74,7 @@ HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 
 
 class Requests(Protocol):
-    """Handles a router's frames: the prefill or decode role.
+    """Handles a router's frames: a role (`worker.roles`).
 
     `on_request` raises WireError to refuse one; `on_router_lost` ends all requests of the router.
     """
@@ -238,13 +238,13 @@ class RouterLink:
             self._dispatch(decode(parts))
         except RemoteProtocolError as error:
             log.warning("bad frame from router", router=self.endpoint, reason=error.message)
-            self.refuse(0, error, self.identity.role.name.lower())
+            self.refuse(0, error, "router")
 
     def _dispatch(self, message: Message) -> None:
         frame = message.frame
         match frame:
             case PrefillRequest() | DecodeRequest():
-                self._on_request(frame.request_id, message)
+                self._on_request(frame, message)
             case Cancel():
                 self.requests.on_cancel(frame.request_id)
             case Heartbeat():
@@ -266,11 +266,12 @@ class RouterLink:
             case _:
                 raise RemoteProtocolError(f"a router does not send {frame.tag.name}")
 
-    def _on_request(self, request_id: int, message: Message) -> None:
+    def _on_request(self, frame: PrefillRequest | DecodeRequest, message: Message) -> None:
         try:
             self.requests.on_request(self, message)
         except WireError as error:
-            self.refuse(request_id, error, self.identity.role.name.lower())
+            stage = "prefill" if isinstance(frame, PrefillRequest) else "decode"
+            self.refuse(frame.request_id, error, stage)
 
     def _on_peers(self, frame: Peers, peers: list[PeerDetail]) -> None:
         if frame.num_peers != len(peers):

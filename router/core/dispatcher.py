@@ -22,11 +22,11 @@ from typing import Final
 import structlog
 from msgspec import structs
 
-from router.core.failover import AGAIN, RetryBudget, at_fault, given_up, pause_s
+from router.core.failover import RetryBudget, at_fault, given_up, no_retry, pause_s
 from router.core.fleet import Fleet, Worker, WorkerState
 from router.core.placement import Placement
 from router.core.prefixes import PrefixIndex
-from router.core.queue import Queue, heaviest_first
+from router.core.queue import Queue, giving_way
 from router.core.replies import Replies
 from router.core.request import Request, Sink
 from router.core.state import (
@@ -36,7 +36,7 @@ from router.core.state import (
     Phase,
     RequestState,
     Send,
-    new_tokens,
+    begin,
 )
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
@@ -59,7 +59,7 @@ class Dispatcher:
     Attributes:
         is_draining: New requests are refused.
         rejected: The number of requests that `submit` and `check_prompt` refused, by error code.
-        failovers: The number of failed attempts that were retried, by error code.
+        failovers: The number of attempts followed by another, by error code; draining: handed over.
         observers: Notified when a request ends.  Append to this list to subscribe.
     """
 
@@ -123,19 +123,7 @@ class Dispatcher:
         Raises:
             WireError: The request is refused.  Nothing was sent to a worker or to `sink`.
         """
-        now = self._clock()
-        deadline_ms = request.options.deadline_ms
-        deadline = now + (self._limits.deadline_s if deadline_ms is None else deadline_ms / 1000)
-        state = RequestState(
-            handle=next(self._handles),
-            request=request,
-            sink=sink,
-            new_tokens=new_tokens(request),
-            is_decode_asked=request.max_new_tokens is not None,
-            submitted_at=now,
-            deadline=deadline,
-            due=min(deadline, now + self._limits.queue_timeout_s),
-        )
+        state = begin(next(self._handles), request, sink, self._limits, self._clock())
         try:
             if self.is_draining:
                 raise WireError(ErrorCode.DRAINING, "the router is shutting down")
@@ -188,6 +176,8 @@ class Dispatcher:
         self._fail_overdue()
         self._place_waiting()
         self._make_way()
+        for worker in self._fleet.draining:
+            self._hand_over(worker)
         self._replies.tick()
         self._followed.tick()
 
@@ -206,6 +196,11 @@ class Dispatcher:
         """Retry or fail the requests of a worker that is lost, restarted or stalled."""
         self._fail_worker(peer)
         self._place_waiting()
+
+    def on_drain(self, worker: Worker) -> None:
+        """Hand over the requests of a draining worker, and confirm its end when it has none."""
+        self._hand_over(worker)
+        self.let_go(worker)
 
     def on_capacity(self) -> None:
         """Place waiting requests after a worker joined or freed blocks."""
@@ -234,7 +229,7 @@ class Dispatcher:
         attempt, num_left = state.attempt, state.num_left
         if num_left == 0:
             self.finish_early(state, Usage(finish_reason="length"))
-        elif attempt is None:  # the attempt failed while the request was held
+        elif attempt is None:  # it ended with the first token, or failed
             self._requeue(state)
         elif num_left is not None and attempt.decode is not None:
             state.phase, state.due = Phase.DECODE, state.deadline
@@ -287,7 +282,9 @@ class Dispatcher:
         if state.num_left == 0:  # every token was sent to the client: only DECODE_DONE is missing
             self.finish(state, Usage(finish_reason="length", kv_bytes=state.kv_bytes))
             return
-        reason = self._no_retry(state, error, now)
+        reason = no_retry(
+            state, error, self._limits.max_attempts, self._placement, self._budget, now
+        )
         if reason is not None:
             self._fail(state, given_up(state, error, reason), spare)
             return
@@ -305,6 +302,13 @@ class Dispatcher:
         else:
             self._requeue(state)
 
+    def end_first(self, attempt: Attempt) -> None:
+        """End an attempt of one token; `go_on` starts the next when the client asks for more."""
+        del self._attempts[attempt.request_id]
+        attempt.state.attempt = None
+        attempt.state.num_attempts -= 1
+        self.release_prefill(attempt)
+
     def release_prefill(self, attempt: Attempt) -> None:
         """Remove the attempt from its prefill worker, which has finished with it."""
         worker = self._placement.release_prefill(attempt)
@@ -321,8 +325,6 @@ class Dispatcher:
         """Reply to DRAIN if the worker is draining and has no attempts left."""
         if worker.state is WorkerState.DRAINING and not worker.attempts:
             self._send(worker.identity, Drain(worker.epoch, 0))
-
-    # Waiting, placing, ending.
 
     def _add(self, state: RequestState) -> None:
         """Place a request or queue it.
@@ -358,7 +360,9 @@ class Dispatcher:
             if self._place(state):
                 self._waiting.take(state, self._clock())
                 continue
-            giving = self._placement.give_way(state, self._giving_way())
+            giving = self._placement.give_way(
+                state, giving_way(self._parked(), self._clock() - HOLD_GRACE_S)
+            )
             if not giving:
                 return
             for each in giving:
@@ -426,8 +430,28 @@ class Dispatcher:
         attempt = self._placement.place(state, now)
         if attempt is None:
             return False
-        self._attempts[attempt.request_id] = state.attempt = attempt
         state.num_attempts += 1
+        self._start(attempt, now)
+        return True
+
+    def _hand_over(self, worker: Worker) -> None:
+        """Move answers from a draining worker, which sends the KV, to others with capacity."""
+        now = self._clock()
+        for attempt in [self._attempts[request_id] for request_id in worker.attempts]:
+            state = attempt.state
+            if attempt.decode is not worker or state.phase is not Phase.DECODE:
+                continue
+            successor = self._placement.place(state, now, leaving=worker)
+            if successor is None:
+                return
+            self.failovers[ErrorCode.DRAINING.label] += 1
+            self._abandon(attempt, ErrorCode.CANCELLED, None)
+            self._start(successor, now)
+
+    def _start(self, attempt: Attempt, now: float) -> None:
+        """Send a placed attempt to the worker that does its prefill."""
+        state = attempt.state
+        self._attempts[attempt.request_id] = state.attempt = attempt
         state.phase, state.due = Phase.PREFILL, state.deadline
         state.placed_at = state.placed_at or now
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
@@ -436,17 +460,9 @@ class Dispatcher:
             PrefillRequest(attempt.request_id, attempt.seq_len, rank),
             encode_prompt(state.token_ids, attempt.options(now)),
         )
-        return True
 
     def _parked(self) -> list[RequestState]:
-        table = [attempt.state for attempt in self._attempts.values()]
-        return [state for state in table if state.is_parked]
-
-    def _giving_way(self) -> Iterator[RequestState]:
-        """Yield held requests past their grace period, first from the client with the most."""
-        parked, limit = self._parked(), self._clock() - HOLD_GRACE_S
-        is_late = [state.first_at is not None and state.first_at <= limit for state in parked]
-        return heaviest_first(parked, is_late)
+        return [it.state for it in self._attempts.values() if it.state.is_parked]
 
     def _make_room(self, state: RequestState) -> None:
         """If the queue is full, drop a request of a heavier client, or raise WireError."""
@@ -459,24 +475,6 @@ class Dispatcher:
         if displaced is None:
             raise self._placement.missing_worker(state) or overloaded
         self._fail(displaced, self._placement.missing_worker(displaced) or overloaded)
-
-    def _no_retry(self, state: RequestState, error: WireError, now: float) -> str | None:
-        """Return why a failed request is not retried, or None if it is retried.
-
-        The reason is "" if `error` needs no addition.  The checks of `submit` are repeated, because
-        the tokens generated so far lengthen the prompt of the next attempt.
-        """
-        if error.code not in AGAIN:
-            return ""
-        if state.num_attempts >= self._limits.max_attempts:
-            return "" if self._limits.max_attempts == 1 else "no more are made"
-        try:
-            self._placement.check(state)
-            self._placement.check_workers(state, now)
-        except WireError as problem:
-            if problem.code is not ErrorCode.NO_WORKER:
-                return problem.message
-        return None if self._budget.spend(now) else "too many are made at the moment"
 
     def _wake(self) -> None:
         now = self._clock()

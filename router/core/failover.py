@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from router.core.fleet import Worker
+from router.core.placement import Placement
 from router.core.state import Attempt, RequestState
 from wire.errors import ErrorCode, WireError
 
@@ -53,6 +54,32 @@ class RetryBudget:
             return False
         self._left -= 1.0
         return True
+
+
+def no_retry(
+    state: RequestState,
+    error: WireError,
+    max_attempts: int,
+    placement: Placement,
+    budget: RetryBudget,
+    now: float,
+) -> str | None:
+    """Return why a failed request is not retried, or None if it is retried.
+
+    The reason is "" if `error` needs no addition.  The checks of `submit` are repeated, because the
+    tokens generated so far lengthen the prompt of the next attempt.
+    """
+    if error.code not in AGAIN:
+        return ""
+    if state.num_attempts >= max_attempts:
+        return "" if max_attempts == 1 else "no more are made"
+    try:
+        placement.check(state)
+        placement.check_workers(state, now)
+    except WireError as problem:
+        if problem.code is not ErrorCode.NO_WORKER:
+            return problem.message
+    return None if budget.spend(now) else "too many are made at the moment"
 
 
 def pause_s(state: RequestState, error: WireError) -> float:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from router.core.estimates import LATEST, Line
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
-from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
+from wire.frames import NO_RANK, Heartbeat, Hello, Role
 from wire.identity import Identity
 from wire.layout import KVLayout
 from wire.payloads import HelloDetail, Load, PeerDetail
@@ -27,8 +27,6 @@ from wire.payloads import HelloDetail, Load, PeerDetail
 MISSED_BEATS: Final = 3
 # After this many intervals it is suspect, and gets no more requests until its next heartbeat.
 SUSPECT_BEATS: Final = 2
-# While a worker was lost less than this long ago, requests wait for it to be restarted.
-REJOIN_S: Final = 10.0
 # This many lost workers, the latest ones, are listed until another worker takes their rank.
 MAX_LOST: Final = 64
 MAX_WORKERS: Final = 4096
@@ -112,6 +110,10 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
+
+    def can(self, role: Role) -> bool:
+        """Whether it serves requests in this role; `--role any` serves in both."""
+        return self.role in (role, Role.ANY)
 
     @property
     def available_blocks(self) -> int:
@@ -216,8 +218,10 @@ class Fleet:
         # For each role, the largest KV transfer that one of its workers accepts.
         self._kv_bytes: list[int] = []
         self._looked_at: float | None = None  # when `overdue` was last called
-        self._ranks: dict[tuple[Role, int], Worker] = {}
+        self._ranks: dict[tuple[Role, int], Worker] = {}  # by `_seat`
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
+        # For each role that no worker serves in, since when.
+        self._absent_since: dict[Role, float] = {}
 
     def __iter__(self) -> Iterator[Worker]:
         """Yield all workers, including lost ones whose rank is still free."""
@@ -228,23 +232,29 @@ class Fleet:
         """Return the worker with this identity, or None if it is unknown or lost."""
         return self._workers.get(identity)
 
-    def live(self, role: Role) -> list[Worker]:
-        """Return all workers of a role that are not lost."""
-        return [worker for worker in self._workers.values() if worker.role is role]
+    @property
+    def live(self) -> list[Worker]:
+        """All workers that are not lost."""
+        return list(self._workers.values())
 
-    def expected(self, role: Role, now: float) -> list[Worker]:
-        """Return the workers of a role that are ready or may become ready soon."""
-        lost = (worker for worker in self._lost.values() if now - worker.lost_at <= REJOIN_S)
-        return [
-            worker
-            for worker in (*self._workers.values(), *lost)
-            if worker.role is role and worker.state is not WorkerState.DRAINING
-        ]
+    def staying(self, role: Role) -> list[Worker]:
+        """Return the workers of a role that are ready, or may become ready soon."""
+        draining = WorkerState.DRAINING
+        return [it for it in self.live if it.can(role) and it.state is not draining]
+
+    def absent_s(self, role: Role, now: float) -> float:
+        """Return for how many seconds there has been no worker of a role."""
+        return 0.0 if self.staying(role) else now - self._absent_since.get(role, now)
 
     def ready(self, role: Role) -> list[Worker]:
         """Return the workers of a role that requests may be placed on."""
         ready = WorkerState.READY
-        return [it for it in self._workers.values() if it.role is role and it.state is ready]
+        return [it for it in self._workers.values() if it.state is ready and it.can(role)]
+
+    @property
+    def draining(self) -> list[Worker]:
+        """The workers that are about to leave."""
+        return [it for it in self._workers.values() if it.state is WorkerState.DRAINING]
 
     @property
     def layout(self) -> KVLayout | None:
@@ -265,13 +275,15 @@ class Fleet:
         """Return the decode workers for PEERS, with draining ones, which may be receiving KV."""
         return [
             PeerDetail(
+                role="any" if worker.role is Role.ANY else "decode",
                 rank=worker.rank,
                 epoch=worker.epoch,
                 kv_endpoint=worker.detail.kv_endpoint,
                 block_size=worker.detail.block_size,
                 kv_unasked_bytes=worker.detail.kv_unasked_bytes,
             )
-            for worker in self.live(Role.DECODE)
+            for worker in self._workers.values()
+            if worker.can(Role.DECODE)
         ]
 
     @property
@@ -289,10 +301,11 @@ class Fleet:
         """
         if reason := self._mismatch(hello, detail):
             raise WireError(ErrorCode.MISMATCH, reason)
-        key = Role(hello.role), hello.rank
-        if Identity.parse(identity) != Identity(*key, hello.epoch):
+        role, rank = Role(hello.role), hello.rank
+        if Identity.parse(identity) != Identity(role, rank, hello.epoch):
             raise RemoteProtocolError("HELLO names another worker than the ZeroMQ identity does")
-        replaced = self._ranks.get(key)
+        seat = _seat(role, rank)
+        replaced = self._ranks.get(seat)
         if replaced is not None and replaced.identity != identity:
             self._fence(replaced, now)
         if replaced is None and len(self._workers) >= MAX_WORKERS:
@@ -300,9 +313,9 @@ class Fleet:
         if replaced is not None:
             self.lose(replaced.identity, now)
         turn = (hello.rank - self._process) % self._num_processes
-        worker = Worker(identity, *key, hello.epoch, detail, now, now, turn=turn)
-        self._workers[identity] = self._ranks[key] = worker
-        self._lost.pop(key, None)
+        worker = Worker(identity, role, rank, hello.epoch, detail, now, now, turn=turn)
+        self._workers[identity] = self._ranks[seat] = worker
+        self._lost.pop(seat, None)
         self._note_limits()
         self.update_costs()
         return Joined(worker, replaced)
@@ -342,10 +355,11 @@ class Fleet:
         if worker is None:
             return None
         self._note_limits()
-        key = worker.role, worker.rank
-        del self._ranks[key]
+        self._note_absences(now)
+        seat = _seat(worker.role, worker.rank)
+        del self._ranks[seat]
         if worker.state is not WorkerState.DRAINING or worker.attempts:
-            self._lost[key] = worker
+            self._lost[seat] = worker
             if len(self._lost) > MAX_LOST:
                 self._lost.popitem(last=False)
         worker.state, worker.load, worker.lost_at = WorkerState.LOST, None, now
@@ -382,6 +396,7 @@ class Fleet:
         """
         pause_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
+        self._note_absences(now)
         if pause_s > self.heartbeat_s:
             for worker in self._workers.values():
                 worker.last_heard = min(now, worker.last_heard + pause_s)
@@ -401,6 +416,13 @@ class Fleet:
                 "worker another --rank, or stop that one first",
             )
 
+    def _note_absences(self, now: float) -> None:
+        for role in (Role.PREFILL, Role.DECODE):
+            if self.staying(role):
+                self._absent_since.pop(role, None)
+            else:
+                self._absent_since.setdefault(role, now)
+
     def _note_limits(self) -> None:
         """Recompute the limits of the fleet, which every request reads."""
         self._kv_bytes = self._best(lambda detail: detail.max_kv_transfer_bytes)
@@ -411,7 +433,7 @@ class Fleet:
     def _best(self, limit: Callable[[HelloDetail], int]) -> list[int]:
         """Return, for each role that has workers, the highest value of a limit."""
         found = [
-            [limit(worker.detail) for worker in self.live(role)]
+            [limit(worker.detail) for worker in self.live if worker.can(role)]
             for role in (Role.PREFILL, Role.DECODE)
         ]
         return [max(limits) for limits in found if limits]
@@ -422,15 +444,15 @@ class Fleet:
             (
                 worker.detail.layout
                 for worker in self._workers.values()
-                if (worker.role, worker.rank) != (role, rank)
+                if _seat(worker.role, worker.rank) != _seat(role, rank)
             ),
             None,
         )
 
     def _mismatch(self, hello: Hello, detail: HelloDetail) -> str:
         """Return why a worker does not fit this cluster, or ""."""
-        if hello.role not in (Role.PREFILL, Role.DECODE):
-            return f"role {hello.role}: only prefill and decode workers join the bus"
+        if hello.role not in (Role.PREFILL, Role.DECODE, Role.ANY):
+            return f"role {hello.role}: only workers of prefill, decode or any join the bus"
         if hello.rank >= NO_RANK:
             return f"rank {hello.rank} is reserved; use one below {NO_RANK}"
         if detail.fingerprint != self.model_fingerprint:
@@ -444,28 +466,23 @@ class Fleet:
                 f"KV layout {detail.layout}, the cluster has {layout}; "
                 "start every worker with the same --model, --executor, --dtype and --kv-dtype"
             )
-        if hello.role == Role.DECODE and not _is_reachable(detail.kv_endpoint):
+        if hello.role != Role.PREFILL and not _is_reachable(detail.kv_endpoint):
             return (
-                f"a decode worker with the KV endpoint {detail.kv_endpoint or '(none)'}, where "
-                "nobody can connect to; set --kv-advertise"
+                f"a {Role(hello.role).name.lower()} worker with the KV endpoint "
+                f"{detail.kv_endpoint or '(none)'}, where nobody can connect to; set --kv-advertise"
             )
         if detail.num_blocks < 1:
             return "no KV blocks; set --num-blocks or --kv-cache-bytes"
         return ""
 
 
-def check_version(hello: Hello) -> None:
-    """Raise WireError MISMATCH for another version; call it before the payload is decoded."""
-    if hello.version != VERSION:
-        raise WireError(
-            ErrorCode.MISMATCH,
-            f"protocol version {hello.version}, the router speaks {VERSION}; "
-            "install the same release of baton-serve on both",
-        )
+def _seat(role: Role, rank: int) -> tuple[Role, int]:
+    """Return the role and rank that only one worker may have: `decode` and `any` share ranks."""
+    return Role.PREFILL if role is Role.PREFILL else Role.DECODE, rank
 
 
 def _is_reachable(endpoint: str) -> bool:
-    """Whether prefill workers can connect to it: no wildcard or multicast address."""
+    """Whether other workers can connect to it: no wildcard or multicast address."""
     if not endpoint.startswith("tcp://"):
         return bool(endpoint)
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]

@@ -40,6 +40,8 @@ class Placement:
         self._fleet = fleet
         self._index = index
         self._max_running = limits.max_running_per_worker
+        # While a role is absent for no longer than this, requests wait for a worker to come back.
+        self._rejoin_s = limits.queue_timeout_s
         self._local_prefill = limits.local_prefill
         self._vocab_size = limits.vocab_size
         self._request_ids = request_ids
@@ -82,12 +84,11 @@ class Placement:
         Raises:
             WireError: NO_WORKER or OUT_OF_BLOCKS.
         """
-        seq_len = state.seq_len
-        is_alone = self._may_be_local(state) and not self._fleet.expected(Role.PREFILL, now)
+        is_alone = self._local_prefill and not self._fleet.staying(Role.PREFILL)
         if not is_alone:
-            self._check_role(Role.PREFILL, seq_len, now)
+            self._check_role(Role.PREFILL, state.seq_len, now)
         if is_alone or state.num_left != 1:
-            self._check_role(Role.DECODE, seq_len, now)
+            self._check_role(Role.DECODE, state.seq_len, now)
 
     def check_length(self, state: RequestState) -> None:
         """Check the length of a request; see `check_tokens`."""
@@ -119,14 +120,21 @@ class Placement:
             raise no_worker(Role.PREFILL)
         return max(0, limit - len(state.request.token_ids) - 1)
 
-    def place(self, state: RequestState, now: float) -> Attempt | None:
-        """Choose workers and count an attempt there; return None if there is no room now."""
+    def place(
+        self, state: RequestState, now: float, leaving: Worker | None = None
+    ) -> Attempt | None:
+        """Choose workers and count an attempt there; return None if there is no capacity now.
+
+        `leaving` is a draining worker that has the request's KV: it may do the prefill.
+        """
         # Capacity is checked before the prefix index: a waiting request is tried often.
         decodes = self._free_decodes(state)
         if not decodes and state.num_left != 1:
             return None
         prefills = self._free_prefills(state)
-        if not prefills and not (decodes and self._may_be_local(state)):
+        if leaving is not None:
+            prefills.append(leaving)
+        if not prefills and not self._local_prefill:
             return None
         prompt = self._prompt(state, now)
         choice = self._choose(prefills, decodes, prompt)
@@ -141,7 +149,9 @@ class Placement:
             len(state.generated),
             is_local=prefill is None,
         )
-        state.num_local += attempt.is_local
+        if attempt.is_local:
+            has_choice = any(worker is not decode for worker in prefills)
+            state.local_reasons.append("cost" if has_choice else "no_prefill_worker")
         if decode is not None:
             state.arithmetic = state.arithmetic or decode.detail.arithmetic
             self._count_decode(attempt, decode, prompt)
@@ -191,11 +201,6 @@ class Placement:
         if usage.kv_transfer_seconds and usage.kv_bytes:
             worker.transfers.add(usage.kv_bytes, usage.kv_transfer_seconds)
 
-    def _may_be_local(self, state: RequestState) -> bool:
-        """Whether one worker may serve the request alone: its number of tokens must be known."""
-        is_known = state.is_decode_asked and state.new_tokens is not None
-        return self._local_prefill and is_known
-
     def _prompt(self, state: RequestState, now: float) -> Prompt:
         """Return the properties of a request that its placement depends on."""
         held: dict[bytes, int] = {}
@@ -214,9 +219,10 @@ class Placement:
             held=held,
             arithmetic=state.arithmetic,
             new_tokens=new_tokens,
+            is_decode_asked=state.is_decode_asked,
             answer_tokens=answer_tokens,
             kv_bytes=self._transfer_bytes(state) / num_tokens,
-            may_be_local=self._may_be_local(state),
+            local_prefill=self._local_prefill,
             reuse=(self._cached.value or 0.0) / (self._read.value or 1.0),
         )
 
@@ -228,6 +234,9 @@ class Placement:
         if not worker.num_in_prefill:
             worker.prefill_since = prompt.now
         worker.num_in_prefill += 1
+        if worker is attempt.prefill and worker.can(Role.DECODE):
+            blocks = blocks_to_promise(worker, prompt.num_tokens, 0)
+            worker.promise(attempt.request_id, blocks)
         attempt.num_to_prefill = prompt.missing(worker)
         worker.prefill_tokens += attempt.num_to_prefill
         self._index.store(worker.identity, attempt.state.hashes(worker.detail.block_size))
@@ -246,13 +255,14 @@ class Placement:
         suffice, or if enough blocks are being freed already and the next heartbeat will show it.
         """
         seq_len, new_tokens = state.seq_len, state.num_more
-        if not self._free_prefills(state):
-            return []
         workers = {
             worker.identity: worker
             for worker in self._candidates(Role.DECODE, state)
             if can_ever_fit(worker, seq_len)
         }
+        is_alone = self._local_prefill or any(it.role is Role.ANY for it in workers.values())
+        if not is_alone and not self._free_prefills(state):
+            return []
         giving: dict[bytes, list[RequestState]] = {identity: [] for identity in workers}
         # Blocks that would be freed by worker: reserved ones at once, allocated ones later.
         promised, held = Counter[bytes](), Counter[bytes]()
@@ -322,8 +332,9 @@ class Placement:
             prefiller.num_active -= prefiller is attempt.prefill
             prefiller.num_in_prefill -= 1
             prefiller.prefill_tokens -= attempt.num_to_prefill
-            if attempt.decode is not None:
-                attempt.decode.settle(attempt.request_id)
+            for worker in (attempt.prefill, attempt.decode):
+                if worker is not None:
+                    worker.settle(attempt.request_id)
 
     def _correct(self, attempt: Attempt, worker: Worker, cached_tokens: int) -> None:
         """Remove a prompt from the index if the worker had cached less of it than expected.
@@ -340,6 +351,7 @@ class Placement:
         if worker is not None:
             self.finish_prefill(attempt)
             worker.attempts.discard(attempt.request_id)
+            worker.unpromise(attempt.request_id)
             attempt.prefill = None
         return worker
 
@@ -364,10 +376,10 @@ class Placement:
 
     def _check_role(self, role: Role, seq_len: int, now: float) -> None:
         """Check that a worker of this role has enough KV blocks in total."""
-        workers = self._fleet.expected(role, now)
-        if not workers:
+        workers = self._fleet.staying(role)
+        if not workers and self._fleet.absent_s(role, now) >= self._rejoin_s:
             raise no_worker(role)
-        if not any(can_ever_fit(worker, seq_len) for worker in workers):
+        if workers and not any(can_ever_fit(worker, seq_len) for worker in workers):
             raise WireError(
                 ErrorCode.OUT_OF_BLOCKS,
                 f"no {role.name.lower()} worker has KV blocks for {seq_len + 1} tokens; "

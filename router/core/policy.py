@@ -11,8 +11,10 @@ and each byte of it take to a worker, and how long answers are.
   of which would have been used again.
 - Decode: an answer waits for the KV that the worker has not cached, then takes one step for each
   token.  Its sequence makes each step longer for all other sequences on the worker.
-- Local prefill: the decode worker does both.  No KV is sent, and the prefill delays all sequences
-  that generate on the worker.
+- Local: one worker does both.  No KV is sent, and the prefill delays all sequences that generate on
+  the worker.
+
+A worker of `--role any` is considered for all three.
 
 If costs are equal, the least loaded worker is chosen, then by `turn` and rank, so that the choice
 is deterministic and routers that share workers choose different ones.  A retry prefers workers with
@@ -26,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from router.core.fleet import Worker
+from wire.frames import Role
 
 # The assumed length of an answer while a raw TCP client has not sent DECODE_REQUEST.
 UNKNOWN_NEW_TOKENS: Final = 256
@@ -41,9 +44,10 @@ class Prompt(NamedTuple):
         reuse: Cached tokens per prefilled token, averaged over recent prompts.
         arithmetic: The arithmetic of an earlier attempt, or "".
         new_tokens: The most tokens that the decode worker may generate; None if unknown.
+        is_decode_asked: The client has said how many tokens it wants, so decoding may follow.
         answer_tokens: How many tokens the decode worker is expected to generate.
         kv_bytes: The size of the KV of one token in bytes.
-        may_be_local: Whether a decode worker may do the prefill.
+        local_prefill: Whether decode workers may prefill prompts themselves.
     """
 
     now: float
@@ -52,17 +56,26 @@ class Prompt(NamedTuple):
     reuse: float = 0.0
     arithmetic: str = ""
     new_tokens: int | None = None
+    is_decode_asked: bool = True
     answer_tokens: float = 0.0
     kv_bytes: float = 0.0
-    may_be_local: bool = False
+    local_prefill: bool = False
 
     def missing(self, worker: Worker) -> int:
         """Return how many tokens the worker has to prefill or receive: at least the last one."""
         return self.num_tokens - min(self.held.get(worker.identity, 0), self.num_tokens - 1)
 
+    def may_be_alone(self, worker: Worker) -> bool:
+        """Whether a decode worker may prefill the prompt."""
+        return self.local_prefill or worker.role is Role.ANY
+
 
 class Choice(NamedTuple):
-    """The workers of an attempt; if `prefill` is None, the decode worker does the prefill."""
+    """The workers of an attempt.
+
+    If `prefill` is None, the decode worker does the prefill.  If `decode` is None, the attempt ends
+    with the first token.
+    """
 
     prefill: Worker | None
     decode: Worker | None
@@ -87,9 +100,15 @@ def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | Non
 
 
 def can_prefill(worker: Worker, num_tokens: int, max_running: int) -> bool:
-    """Whether the worker has capacity now to prefill so many tokens."""
+    """Whether the worker has capacity now to prefill so many tokens.
+
+    Prompts may wait for blocks on a prefill worker, but not on one where answers need them too.
+    """
     is_free = worker.is_ready and worker.num_active < max_running
-    return is_free and can_ever_fit(worker, num_tokens)
+    if not is_free or not can_ever_fit(worker, num_tokens):
+        return False
+    is_shared = worker.can(Role.DECODE)
+    return not is_shared or blocks_to_promise(worker, num_tokens, 0) <= worker.available_blocks
 
 
 def can_decode(worker: Worker, num_tokens: int, new_tokens: int | None, max_running: int) -> bool:
@@ -98,7 +117,8 @@ def can_decode(worker: Worker, num_tokens: int, new_tokens: int | None, max_runn
     A request whose answer could need more blocks than the worker has is placed when all blocks are
     free: most such answers end early, and the worker fails the others.
     """
-    if not can_prefill(worker, num_tokens, max_running):
+    is_free = worker.is_ready and worker.num_active < max_running
+    if not is_free or not can_ever_fit(worker, num_tokens):
         return False
     return blocks_to_promise(worker, num_tokens, new_tokens) <= worker.available_blocks
 
@@ -106,34 +126,52 @@ def can_decode(worker: Worker, num_tokens: int, new_tokens: int | None, max_runn
 def choose(prefills: Sequence[Worker], decodes: Sequence[Worker], prompt: Prompt) -> Choice | None:
     """Return the workers with the lowest cost among these, which have capacity; None without.
 
-    A request for a single token needs no decode worker if there is a prefill worker.
+    One worker is enough for a single token, and for the first token while it is not known how many
+    more are wanted.
     """
+    alones = [worker for worker in decodes if prompt.may_be_alone(worker)]
+    if prompt.new_tokens == 0:
+        prefill = cheapest_prefill([*prefills, *alones], prompt)
+        return None if prefill is None else Choice(prefill, None)
+    pair = cheapest_pair(prefills, decodes, prompt)
+    if not prompt.is_decode_asked:
+        first = cheapest_prefill(alones, prompt) if pair is None else None
+        return pair if first is None else Choice(first, None)
+    alone = cheapest_decode(alones, prompt, local_s)
+    if alone is None:
+        return pair
+    if pair is None or local_s(alone, prompt) < split_s(pair, prefills, prompt):
+        return Choice(None, alone)
+    return pair
+
+
+def cheapest_pair(
+    prefills: Sequence[Worker], decodes: Sequence[Worker], prompt: Prompt
+) -> Choice | None:
+    """Return the two different workers that together cost the least; None without."""
     prefill = cheapest_prefill(prefills, prompt)
-    if prefill is not None and prompt.new_tokens == 0:
-        return Choice(prefill, None)
-    alone = cheapest_decode(decodes, prompt, local_s) if prompt.may_be_local else None
-    if prefill is None:
-        return None if alone is None else Choice(None, alone)
     decode = cheapest_decode(decodes, prompt, remote_s)
-    if decode is None:
+    if prefill is None or decode is None:
         return None
-    if alone is not None:
-        split_s = prefill_s(prefill, prompt, mean_active(prefills)) + remote_s(decode, prompt)
-        if local_s(alone, prompt) < split_s:
-            return Choice(None, alone)
-    return Choice(prefill, decode)
+    if prefill is not decode:
+        return Choice(prefill, decode)
+    other_prefill = cheapest_prefill([it for it in prefills if it is not decode], prompt)
+    other_decode = cheapest_decode([it for it in decodes if it is not prefill], prompt, remote_s)
+    pairs = [Choice(other_prefill, decode)] if other_prefill is not None else []
+    pairs += [Choice(prefill, other_decode)] if other_decode is not None else []
+    return min(pairs, key=lambda pair: split_s(pair, prefills, prompt), default=None)
 
 
 def cheapest_prefill(workers: Sequence[Worker], prompt: Prompt) -> Worker | None:
     """Return the prefill worker with the lowest cost; None without workers."""
     if len(workers) < 2:
         return workers[0] if workers else None
-    num_delayed = mean_active(workers)
+    mean = mean_active(workers)
 
     def order(worker: Worker) -> tuple[bool, float, int, float, int, int]:
         return (
             _differs(worker, prompt),
-            prefill_s(worker, prompt, num_delayed),
+            prefill_s(worker, prompt, num_delayed(worker, mean)),
             worker.prefill_tokens + prompt.missing(worker),
             worker.prefill_since,
             worker.turn,
@@ -164,10 +202,10 @@ def cheapest_decode(
     return min(workers, key=order)
 
 
-def prefill_s(worker: Worker, prompt: Prompt, num_delayed: float) -> float:
-    """Return the cost of the prefill; each second of it delays `num_delayed` other requests."""
+def prefill_s(worker: Worker, prompt: Prompt, delayed: float) -> float:
+    """Return the cost of the prefill; each second of it delays this many other requests."""
     missing = prompt.missing(worker)
-    tokens = (1 + num_delayed) * missing + prompt.reuse * max(0, missing - worker.free_tokens)
+    tokens = (1 + delayed) * missing + prompt.reuse * max(0, missing - worker.free_tokens)
     return worker.prefill_wait_s(prompt.now) + tokens * worker.token_s
 
 
@@ -181,18 +219,32 @@ def decode_s(worker: Worker, prompt: Prompt) -> float:
 def remote_s(worker: Worker, prompt: Prompt) -> float:
     """Return the cost of a decode worker that receives the KV which it has not cached."""
     transfer_s = worker.transfer_s + prompt.missing(worker) * prompt.kv_bytes * worker.byte_s
-    return transfer_s + decode_s(worker, prompt)
+    return transfer_s + worker.prefill_wait_s(prompt.now) + decode_s(worker, prompt)
 
 
 def local_s(worker: Worker, prompt: Prompt) -> float:
-    """Return the cost of a decode worker that prefills the prompt itself."""
-    num_delayed = worker.num_active + worker.num_others
-    return prefill_s(worker, prompt, num_delayed) + decode_s(worker, prompt)
+    """Return the cost of a worker that does both the prefill and the decode."""
+    return prefill_s(worker, prompt, num_delayed(worker, 0.0)) + decode_s(worker, prompt)
+
+
+def split_s(pair: Choice, prefills: Sequence[Worker], prompt: Prompt) -> float:
+    """Return the cost of a prefill worker and a decode worker together."""
+    prefill, decode = pair
+    assert prefill is not None and decode is not None
+    delayed = num_delayed(prefill, mean_active(prefills))
+    return prefill_s(prefill, prompt, delayed) + remote_s(decode, prompt)
 
 
 def mean_active(workers: Sequence[Worker]) -> float:
-    """Return the mean number of requests per worker."""
-    return sum([worker.num_active for worker in workers]) / len(workers)
+    """Return the mean number of requests per prefill worker; 0 without any."""
+    counts = [worker.num_active for worker in workers if worker.role is Role.PREFILL]
+    return sum(counts) / max(1, len(counts))
+
+
+def num_delayed(worker: Worker, mean: float) -> float:
+    """Return how many requests a prefill delays: on a prefill worker those of its queue, which are
+    about the `mean`; else all that the worker generates."""
+    return mean if worker.role is Role.PREFILL else worker.num_active + worker.num_others
 
 
 def _differs(worker: Worker, prompt: Prompt) -> bool:

@@ -142,17 +142,15 @@ class Queue:
         return share * HEAD_START * self._timeout_s
 
 
-def heaviest_first(
-    states: Sequence[RequestState], may_end: Sequence[bool]
-) -> Iterator[RequestState]:
-    """Yield requests to end, each the oldest of the client with the most requests left.
+def giving_way(parked: Sequence[RequestState], limit: float) -> Iterator[RequestState]:
+    """Yield held requests to end, each the oldest of the client with the most of them left.
 
-    `states` are sorted by age.  Those that must not be ended (False in `may_end`) are counted too.
+    `parked` is sorted by age.  Requests held since after `limit` are counted, but not ended.
     """
-    count = Counter(state.request.client for state in states)
+    count = Counter(state.request.client for state in parked)
     lines: dict[str, list[RequestState]] = {}
-    for state, is_free in zip(reversed(states), reversed(may_end), strict=True):
-        if is_free:
+    for state in reversed(parked):
+        if state.first_at is not None and state.first_at <= limit:
             lines.setdefault(state.request.client, []).append(state)
     while lines:
         client = max(lines, key=lambda client: count[client])

@@ -73,6 +73,7 @@ class Requests(Protocol):
     def finish(self, state: RequestState, usage: Usage) -> None: ...
     def finish_early(self, state: RequestState, usage: Usage) -> None: ...
     def drop_sink(self, state: RequestState) -> None: ...
+    def end_first(self, attempt: Attempt) -> None: ...
     def release_prefill(self, attempt: Attempt) -> None: ...
     def release_decode(self, attempt: Attempt) -> None: ...
     def fail_attempt(
@@ -178,7 +179,10 @@ class Replies:
             self._requests.drop_sink(state)
         if not self._requests.is_open(state):
             return
-        if result.finish_reason is not None or state.num_left == 0:
+        # An attempt without a decode worker ends after a token, but perhaps not the request.
+        is_limit_of_attempt = attempt.decode is None and result.finish_reason == "length"
+        is_over = result.finish_reason is not None and not is_limit_of_attempt
+        if is_over or state.num_left == 0:
             stop_token_id = result.stop_token_id
             usage = Usage(
                 finish_reason=result.finish_reason or "length",
@@ -187,6 +191,8 @@ class Replies:
             )
             self._requests.finish_early(state, usage)
         else:
+            if attempt.decode is None:
+                self._requests.end_first(attempt)
             self._requests.go_on(state)
 
     def _on_tokens(self, peer: bytes, message: Message) -> None:

@@ -34,7 +34,8 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
 
     `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` is from
     `submit` to the placement, `ttft_s` from `submit` to the first token, `decode_s` from there to
-    the end, `total_s` all of it.  `num_local` of the attempts had one worker for prompt and answer.
+    the end, `total_s` all of it.  `local_reasons` has one item for each attempt that had one worker
+    for prompt and answer: "cost" or "no_prefill_worker".
     """
 
     outcome: str
@@ -52,7 +53,7 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     decode_s: float | None
     total_s: float
     num_attempts: int
-    num_local: int = 0
+    local_reasons: tuple[str, ...] = ()
 
 
 class Sink(Protocol):

@@ -154,7 +154,7 @@ class RequestState(Struct, eq=False):
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
     num_attempts: int = 0
-    num_local: int = 0
+    local_reasons: list[str] = msgspec.field(default_factory=list)
     avoided: frozenset[bytes] = frozenset()
     arithmetic: str = ""
     trouble: WireError | None = None
@@ -244,8 +244,24 @@ class RequestState(Struct, eq=False):
             decode_s=None if first_at is None else now - first_at,
             total_s=now - self.submitted_at,
             num_attempts=self.num_attempts,
-            num_local=self.num_local,
+            local_reasons=tuple(self.local_reasons),
         )
+
+
+def begin(handle: int, request: Request, sink: Sink, limits: Limits, now: float) -> RequestState:
+    """Return the state of a request that was submitted just now."""
+    deadline_ms = request.options.deadline_ms
+    deadline = now + (limits.deadline_s if deadline_ms is None else deadline_ms / 1000)
+    return RequestState(
+        handle=handle,
+        request=request,
+        sink=sink,
+        new_tokens=new_tokens(request),
+        is_decode_asked=request.max_new_tokens is not None,
+        submitted_at=now,
+        deadline=deadline,
+        due=min(deadline, now + limits.queue_timeout_s),
+    )
 
 
 def new_tokens(request: Request) -> int | None:

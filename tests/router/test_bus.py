@@ -53,18 +53,18 @@ def test_a_worker_is_welcomed_and_told_the_settings_that_bind_it() -> None:
     assert decode_map(WelcomeDetail, message.body()).max_kv_transfer_bytes == 1 << 20
 
 
-def test_prefill_workers_hear_of_every_change_of_decode_workers() -> None:
+def test_all_workers_hear_of_every_change_of_decode_workers() -> None:
     router = Router()
     router.join(Role.PREFILL)
     assert peer_lists(router) == [(P, [])]
     router.join(Role.DECODE)
-    assert peer_lists(router) == [(P, [1])]
+    assert peer_lists(router) == [(P, [1]), (D, [1])]
     router.join(Role.PREFILL, 1)
     assert peer_lists(router) == [(b"prefill-1-1", [1])]
     router.now += GONE_S
-    router.join(Role.DECODE, epoch=2)
-    assert peer_lists(router)[-2:] == [(P, [2]), (b"prefill-1-1", [2])]
-    router.bus.on_lost(b"decode-0-2")
+    router.join(Role.ANY, epoch=2)  # `any` and `decode` workers share ranks
+    assert peer_lists(router)[-3:] == [(P, [2]), (b"prefill-1-1", [2]), (b"any-0-2", [2])]
+    router.bus.on_lost(b"any-0-2")
     assert peer_lists(router) == [(P, []), (b"prefill-1-1", [])]
 
 
@@ -131,7 +131,7 @@ def test_a_bad_heartbeat_or_hello_is_a_breach() -> None:
     assert router.forgotten == [D, P, b"x"]
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [2, 4])
 def test_another_version_is_a_mismatch_whatever_its_payload_is(version: int) -> None:
     router = Router()
     router.say(b"decode-0-1", Hello(1, 0, Role.DECODE, version), encode_map(load()))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.config import Config
 from router.cores import ENOUGH, Sharing, plan
 from wire.process.cores import format_cores
 
@@ -28,7 +29,7 @@ def said(places: dict[tuple[str, int], frozenset[int]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local", "sharing", "planned"),
+    ("nodes", "local", "sharing", "planned"),  # `local` as in --local
     [
         (machine(1, 2), (1, 1), "auto", {"d0": "0-1", "p0": "0-1"}),
         (machine(1, 2), (1, 1), "split", {"d0": "0", "p0": "1"}),
@@ -48,29 +49,31 @@ def said(places: dict[tuple[str, int], frozenset[int]]) -> dict[str, str]:
             {"d0": "0-3", "d1": "4-7", "p0": "8-10"},
         ),
         (machine(1, 4), (0, 0), "auto", {}),
+        (machine(1, 8), (2,), "auto", {"a0": "0-3", "a1": "4-7"}),
+        (machine(2, 4), (3,), "auto", {"a0": "0-3", "a1": "4-7", "a2": "0-3"}),
     ],
 )
 def test_the_plan_of_a_machine(
     nodes: list[list[frozenset[int]]],
-    local: tuple[int, int],
+    local: tuple[int, ...],
     sharing: Sharing,
     planned: dict[str, str],
 ) -> None:
-    assert said(plan(nodes, *local, sharing)) == planned
+    assert said(plan(nodes, Config(local=local).local_workers, sharing)) == planned
 
 
 @given(
     st.integers(1, 4),
     st.integers(1, 40),
     st.integers(1, 2),
-    st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    st.tuples(st.integers(0, 8), st.integers(0, 8)) | st.tuples(st.integers(0, 8)),
     st.sampled_from(["auto", "split", "shared"]),
 )
 def test_plans_of_random_machines(
-    num_nodes: int, num_cores: int, threads: int, local: tuple[int, int], sharing: Sharing
+    num_nodes: int, num_cores: int, threads: int, local: tuple[int, ...], sharing: Sharing
 ) -> None:
     nodes = machine(num_nodes, num_cores, threads)
-    places = plan(nodes, *local, sharing)
+    places = plan(nodes, Config(local=local).local_workers, sharing)
     assert len(places) == sum(local)
     for cores in places.values():
         near = [node for node in nodes if cores & frozenset[int]().union(*node)]

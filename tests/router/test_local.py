@@ -38,7 +38,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def local_workers(
-    sizes: tuple[int, int], is_free: Callable[[str, int], bool] = lambda *_: True
+    sizes: tuple[int, ...], is_free: Callable[[str, int], bool] = lambda *_: True
 ) -> LocalWorkers:
     return LocalWorkers(Config(local=sizes), "tcp://127.0.0.1:1", is_free, min_pause_s=0.01)
 
@@ -55,8 +55,10 @@ def test_a_local_worker_is_told_the_routers_settings() -> None:
     assert settings.max_kv_transfer_bytes == config.max_kv_transfer_bytes
 
 
-@pytest.mark.parametrize(("local", "share"), [((1, 0), 0.8), ((1, 1), 0.4), ((1, 3), 0.2)])
-def test_local_workers_divide_the_gpu(local: tuple[int, int], share: float) -> None:
+@pytest.mark.parametrize(
+    ("local", "share"), [((1, 0), 0.8), ((1, 1), 0.4), ((1, 3), 0.2), ((4,), 0.2)]
+)
+def test_local_workers_divide_the_gpu(local: tuple[int, ...], share: float) -> None:
     config = Config(local=local, memory_share=0.8)
     settings = parse(WorkerConfig, command(config, "tcp://127.0.0.1:9", "prefill", 0)[3:])
     assert settings.memory_share == pytest.approx(share)
@@ -94,6 +96,15 @@ def test_only_those_that_may_not_use_every_core_are_told_cores(
     monkeypatch.setattr(local, "quota", lambda: quota)
     found = cores_of_workers(Config(local=(1, 1), local_cores=sharing))
     assert planned == {role: format_cores(place) for (role, _), place in found.items()}
+
+
+async def test_one_number_starts_workers_that_do_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script(monkeypatch, OBEDIENT)
+    workers = LocalWorkers(parse(Config, ["--local", "2"]), "tcp://127.0.0.1:1", lambda *_: True)
+    workers.start()
+    await until(lambda: len(workers.pids) == 2)
+    assert workers.pids.keys() == {("any", 0), ("any", 1)}
+    await workers.stop(20.0)
 
 
 async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

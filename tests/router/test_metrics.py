@@ -60,13 +60,13 @@ def test_the_transfer() -> None:
     router = Router()
     metrics = served(router)
     metrics.on_request_end(ended("stop", kv_bytes=640, kv_skipped_tokens=16, kv_seconds=0.3))
-    metrics.on_request_end(ended("stop", num_local=1))
+    metrics.on_request_end(ended("stop", local_reasons=("no_prefill_worker",)))
     found = samples(metrics)
     assert found["baton_kv_transfer_bytes_total"] == 640
     assert found["baton_kv_skipped_tokens_total"] == 16
     assert found["baton_kv_transfer_seconds_sum"] == 0.3
     assert found["baton_kv_transfer_limit_bytes"] == 1 << 20
-    assert found["baton_local_prefills_total"] == 1
+    assert found["baton_local_prefills_total{reason=no_prefill_worker}"] == 1
 
 
 def test_a_worker_cannot_invent_labels() -> None:
@@ -103,10 +103,10 @@ def test_dropped_frames_and_refused_requests() -> None:
     prefill = router.join(Role.PREFILL)
     router.say(prefill, PrefillDone(999, 0), first())
     with pytest.raises(WireError):
-        router.submit()
+        router.submit(0)
     found = samples(metrics)
     assert found["baton_frames_dropped_total{reason=unknown_request}"] == 1
-    assert found["baton_requests_rejected_total{code=no_worker}"] == 1
+    assert found["baton_requests_rejected_total{code=invalid_request}"] == 1
 
 
 def test_names_and_units() -> None:

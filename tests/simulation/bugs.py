@@ -305,6 +305,36 @@ def _keep_attempt(sound: Callable[..., Any]) -> Callable[..., Any]:
     return abandon
 
 
+def _spare_leaving(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def hand_over(self: Any, worker: Any) -> None:
+        abandon = self._abandon
+        # The worker that leaves is not told that it need not go on.
+        self._abandon = lambda attempt, code, spare: abandon(attempt, code, worker)
+        try:
+            sound(self, worker)
+        finally:
+            del self._abandon
+
+    return hand_over
+
+
+def _keep_first(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def end_first(self: Dispatcher, attempt: Any) -> None:
+        # Nothing is released: the worker seems to compute the prompt for ever.
+        del self._attempts[attempt.request_id]
+        attempt.state.attempt = None
+
+    return end_first
+
+
+def _cancel_half(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cancel(self: DecodeRole, request_id: int) -> None:
+        if request_id not in self.prefill.request_ids:
+            sound(self, request_id)
+
+    return on_cancel
+
+
 def _miss_wake(sound: Callable[..., Any]) -> Callable[..., Any]:
     def on_ack(self: OutgoingTransfer, ack: Any, credit: Any) -> None:
         # The credit is noted, but who waits for it is not woken.
@@ -351,6 +381,9 @@ BUGS: dict[str, Bug] = {
     "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake, 0),
     "keep-local": Bug(LocalRequests, "on_token", _keep_local, 1),
     "leave-unread": Bug(Placement, "release_decode", _leave_unread, 16),
+    "spare-leaving": Bug(Dispatcher, "_hand_over", _spare_leaving, 0),
+    "keep-first": Bug(Dispatcher, "end_first", _keep_first, 0),
+    "cancel-half": Bug(DecodeRole, "on_cancel", _cancel_half, 0),
     "blame-others": Bug(Fleet, "overdue", _blame_others, 7),
     # Found here, and put back to see that it would be found again.
     "cancelled-by-nobody": Bug(

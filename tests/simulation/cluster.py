@@ -116,7 +116,7 @@ class RouterProcess:
 def _config(name: str, routers: tuple[str, ...]) -> Config:
     role, _, rank = name.partition("-")
     return Config(
-        role="prefill" if role == "prefill" else "decode",
+        role=role,  # type: ignore[arg-type]
         rank=int(rank),
         router=routers,
         executor="hash",
@@ -154,7 +154,7 @@ class WorkerProcess:
         routers = tuple(map(endpoint_of, self._scenario.routers))
         config = _config(self.name, routers).model_copy(update=self._scenario.settings)
         info = replace(INFO, layout=self._scenario.layout)
-        is_late = self._scenario.is_late and config.role == "decode"
+        is_late = self._scenario.is_late and config.role != "prefill"
         self.executor = SlowExecutor(info, is_late=is_late)
         self._stop = asyncio.Event()
         self.config = config

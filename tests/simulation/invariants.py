@@ -173,10 +173,10 @@ def _left_at_worker(one: WorkerProcess, has_rival: bool) -> list[str]:
         ),
         "tasks": sum(_name(task) not in RESTING_TASKS for task in one.process.tasks),
     }
-    if isinstance(role, PrefillRole):
-        things["transfers"] = role.peers.num_transfers
-    else:
-        things["transfers"] = len(role.incoming)
+    prefill = role if isinstance(role, PrefillRole) else role.prefill
+    things["transfers"] = prefill.peers.num_transfers
+    if isinstance(role, DecodeRole):
+        things["incoming transfers"] = len(role.incoming)
         things["waiting offers"] = len(role.incoming.budget)
         free_bytes = role.incoming.budget.free_bytes
         things["missing budget"] = one.config.max_kv_inflight_bytes - free_bytes

@@ -81,13 +81,14 @@ class Scenario:
     reading_s: tuple[float, float] | None = None
     deadline_s: float = 7.0
     local_prefill: bool = False
+    role: str = "decode"  # or "any", of all workers that are not prefill workers
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
     @property
     def workers(self) -> list[str]:
         prefills = [f"prefill-{rank}" for rank in range(self.num_prefills)]
-        return prefills + [f"decode-{rank}" for rank in range(self.num_decodes)]
+        return prefills + [f"{self.role}-{rank}" for rank in range(self.num_decodes)]
 
     @property
     def routers(self) -> list[str]:
@@ -124,6 +125,7 @@ def draw(random: Random, seed: int) -> Scenario:
         max_waiting=choice((3, 64)),
         cancels=choice((0.1, 0.1, 0.6)),
         layout=choice((LAYOUT, LAYOUT, MIXED)),
+        role="any" if seed % 4 == 3 else "decode",
     )
     if scenario.settings["segment_bytes"] == WHOLE and random.random() < 0.5:
         scenario = replace(scenario, copy_s=LONG_COPIES_S)

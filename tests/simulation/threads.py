@@ -52,10 +52,11 @@ class SlowCache(HashKVCache):
             super().unpack(block_table, rectangle, segment)
         else:
             write = super().unpack
-            blocks = [*block_table]
+            tokens, size = rectangle.tokens, self.block_size
+            blocks = [*block_table[tokens.start // size : -(-tokens.stop // size)]]
             if rectangle.group in self.windowed:
                 beside = {self.window_blocks.table([it])[0]: it for it in range(self.num_blocks)}
-                blocks = [beside[number] for number in block_table if number != NONE]
+                blocks = [beside[number] for number in blocks if number != NONE]
             late = Late(blocks, rectangle.group, lambda: write(block_table, rectangle, segment))
             self.late.append(late)
 

@@ -20,7 +20,6 @@ from tests.cluster import ROOT, START_S, Cluster, kv_endpoint, until
 from tests.system.locked import Locked
 from tests.worker.scripted import ScriptedPrefill
 from wire.aio.port import client_options, new_key_pair
-from wire.errors import ErrorCode
 from wire.process.keys import Keys
 
 MIB = 1 << 20
@@ -137,7 +136,7 @@ def test_without_keys_the_same_flood_would(hash_cluster: Cluster) -> None:
     assert flood(hash_cluster, b"NULL") > 2 * MAX_GROWTH
 
 
-async def test_a_key_lets_a_prefill_worker_offer_kv_and_nobody_else(locked: Locked) -> None:
+async def test_a_key_lets_a_worker_offer_kv_in_its_own_name_only(locked: Locked) -> None:
     worker = locked.worker("decode", 2, "--keys", str(locked.keys), "--kv-segment-port", "off")
     endpoint = kv_endpoint(worker)
 
@@ -146,14 +145,17 @@ async def test_a_key_lets_a_prefill_worker_offer_kv_and_nobody_else(locked: Lock
         return ScriptedPrefill(endpoint, identity, keys=keys, server="decode-2")
 
     prompt = [1] * 40
-    async with peer("prefill-0", b"prefill-0-5") as good:
-        good.offer(1, prompt)
-        assert (await good.ack())[0].request_id == 1
-        good.cancel(1)
-    async with peer("decode-1", b"decode-1-5") as bad:
-        bad.offer(2, prompt)
-        assert await bad.error() == (0, ErrorCode.PROTOCOL)
-    for party, identity in (("decode-1", b"prefill-0-6"), ("prefill-0", b"prefill-01-6")):
+    for request_id, party in enumerate(("prefill-0", "decode-1"), start=1):
+        async with peer(party, f"{party}-5".encode()) as good:
+            good.offer(request_id, prompt)
+            assert (await good.ack())[0].request_id == request_id
+            good.cancel(request_id)
+    for party, identity in (
+        ("decode-1", b"prefill-0-6"),
+        ("decode-1", b"any-1-6"),
+        ("prefill-0", b"prefill-01-6"),
+        ("router", b"router-0-6"),
+    ):
         async with peer(party, identity) as bad:
             bad.offer(3, prompt)
             await asyncio.wait_for(bad.is_refused.wait(), 60)

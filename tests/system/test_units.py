@@ -62,7 +62,12 @@ def instance(root: Path, directory: Path, name: str, *, gpu: bool = False) -> Pa
     return path
 
 
-NAMES = ("baton-router.service", "baton-prefill@0.service", "baton-decode@3.service")
+NAMES = (
+    "baton-router.service",
+    "baton-prefill@0.service",
+    "baton-decode@3.service",
+    "baton-any@4.service",
+)
 
 
 def test_verify_has_nothing_to_say(root: Path, tmp_path: Path) -> None:
@@ -87,6 +92,7 @@ def test_security(root: Path, tmp_path: Path, name: str, gpu: bool, threshold: i
         ("router.env", router.config.Config),
         ("prefill.env", worker.config.Config),
         ("decode.env", worker.config.Config),
+        ("any.env", worker.config.Config),
     ],
 )
 def test_the_env_files_name_settings_only(file: str, kind: type[Settings]) -> None:

@@ -60,7 +60,7 @@ def test_no_bytes_raise_anything_but_a_remote_protocol_error(tag: int, header: b
         (35, pack("<Qq", 1, -1), "no u32"),
         (35, pack("<Qq", 1, 2**32), "no u32"),
         (36, pack("<Qq", 1, 0), "not -1"),
-        (40, pack("<QIBBH", 1, 0, 4, 1, 0), "role 4"),
+        (40, pack("<QIBBH", 1, 0, 5, 1, 0), "role 5"),
         (40, pack("<QIBBH", 1, 0, 1, 1, 256), "reserved field is 256"),
         (43, pack("<QII", 1, 0, 9), "reserved field is 9"),
         (44, pack("<QII", 1, 0, 9), "reserved field is 9"),

@@ -12,7 +12,7 @@ from wire.errors import RemoteProtocolError
 from wire.frames import NO_RANK, Role
 from wire.identity import MAX_EPOCH, Identity, is_of_party
 
-ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
+ROLES = st.sampled_from([Role.PREFILL, Role.DECODE, Role.ANY])
 IDENTITIES = st.builds(Identity, ROLES, st.integers(0, NO_RANK - 1), st.integers(0, MAX_EPOCH))
 
 
@@ -22,7 +22,7 @@ def test_identities_are_read_back(identity: Identity) -> None:
     assert is_of_party(identity.name, str(identity))
 
 
-@given(st.binary(max_size=40) | st.from_regex(rb"(prefill|decode)-[0-9]{1,12}-[0-9]{1,22}\n?"))
+@given(st.binary(max_size=40) | st.from_regex(rb"(prefill|decode|any)-[0-9]{1,12}-[0-9]{1,22}\n?"))
 def test_any_bytes_give_the_identity_they_spell_or_an_error(name: bytes) -> None:
     with suppress(RemoteProtocolError):
         assert Identity.parse(name).name == name

@@ -122,6 +122,7 @@ def test_constants_and_defaults_are_those_of_the_vectors() -> None:
     request_id, epoch = headers["cancel"]["request_id"], headers["hello"]["epoch"]
     for name, frame in (
         ("hello", Hello(epoch, 3, Role.DECODE)),
+        ("hello_any", Hello(epoch, 3, Role.ANY)),
         ("hello_client", Hello.of_client()),
         ("decode_request_bare", DecodeRequest(request_id, 16)),
         ("decode_done", DecodeDone(request_id)),

@@ -32,6 +32,7 @@ from wire.frames import (
     Tag,
     Welcome,
 )
+from wire.identity import Identity
 from wire.options import Options
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import (
@@ -161,7 +162,7 @@ class ScriptedRouter:
                 if self.answers_drains:
                     self._hub.send(peer, encode(frame))
             case Heartbeat():
-                self.beats[Role.PREFILL if peer.startswith(b"prefill") else Role.DECODE] = frame
+                self.beats[Identity.parse(peer).role] = frame
                 self.loads[peer] = decode_map(Load, message.body())
                 self._hub.send(peer, encode(Heartbeat(0, 0, 0)))
             case _:

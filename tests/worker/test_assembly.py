@@ -36,7 +36,13 @@ def test_every_setting_of_an_engine_has_a_flag() -> None:
 
 def test_the_defaults_of_the_flags_are_the_engine_s() -> None:
     config = make_engine(Config(num_blocks=7), create()).config
-    assert replace(config, speculate=None) == EngineSettings()
+    assert replace(config, speculate=None, receives_kv=False) == EngineSettings()
+
+
+@pytest.mark.parametrize(("role", "receives_kv"), [("prefill", 0), ("decode", 1), ("any", 1)])
+def test_workers_that_receive_kv_limit_what_they_send(role: Any, *, receives_kv: bool) -> None:
+    config = make_engine(Config(role=role, num_blocks=7), create()).config
+    assert config.receives_kv == receives_kv
 
 
 def test_a_draft_model_shares_the_memory_for_kv() -> None:

@@ -27,7 +27,7 @@ from wire.process.settings import ConfigError
 AUTHORIZED: Final = "authorized_keys"
 # 32 bytes in Z85.  Z85 uses `#` too, so a comment starts with `# `, including the space.
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_NAME: Final = re.compile(r"router|(prefill|decode)-(0|[1-9][0-9]{0,9})")
+_NAME: Final = re.compile(r"router|(prefill|decode|any)-(0|[1-9][0-9]{0,9})")
 _LOG: Final = structlog.get_logger(__name__)
 
 

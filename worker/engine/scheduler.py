@@ -24,7 +24,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import chain
 from typing import Final
 
@@ -33,9 +32,11 @@ from worker.engine.blocks import BlockPool, TrieKey
 from worker.engine.deadlines import Deadlines
 from worker.engine.fair_shares import Shares
 from worker.engine.loads import NOTHING
+from worker.engine.outgoing import Outgoing
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
+from worker.engine.slot_numbers import SlotNumbers
 from worker.engine.states import StatePosition
 from worker.engine.swap import Swap, SwapSpace
 from worker.engine.tiering import Tiering
@@ -138,6 +139,7 @@ class Scheduler:
         self.max_running = min(config.max_sbatch_sequences, config.max_ubatch_tokens)
         self.waiting: list[Sequence] = []  # sorted by `_order`
         self.reserving = Reservations(pool)
+        self._outgoing = Outgoing(pool, receives_kv=config.receives_kv)
         self.running: list[Sequence] = []  # sorted by `_order`
         self.tiering: Tiering | None = None
         self._enough_tokens = enough_tokens or config.max_ubatch_tokens
@@ -157,6 +159,7 @@ class Scheduler:
         if sequence.status is Status.RESERVED:
             self.reserving.begin(sequence)
             self.deadlines.add(sequence)
+        self._outgoing.add(sequence)
         sequence.move_to(Status.RUNNING)
         sequence.slot = self._slots.take()
         insort(self.running, sequence, key=self._order)
@@ -175,6 +178,7 @@ class Scheduler:
             self.reserving.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._stop(sequence)
+        self._outgoing.discard(sequence)
         sequence.move_to(Status.FINISHED)
         self.deadlines.remove(sequence)
         self.swap.drop(sequence.request_id)
@@ -336,7 +340,8 @@ class Scheduler:
         """Start waiting sequences in order; return how many of their tokens were planned."""
         may_start = self.config.dynamic_batching or not self.running
         later: list[int] = []  # the number of blocks of each sequence left to the next step
-        num_passed = 0  # sequences skipped because their tenants have used their shares
+        num_passed = 0  # sequences skipped because of `Outgoing`, or of their tenants' shares
+        may_send = True
         total = budget
         while (sequence := self._head(len(later) + num_passed)) is not None:
             if sequence.status is Status.RESERVING:
@@ -348,7 +353,9 @@ class Scheduler:
                 continue
             if not may_start or budget == 0 or len(self.running) + len(later) >= self.max_running:
                 break
-            if self._has_enough_prefill(sequence.options.tenant, plan, shares):
+            may_send = may_send and self._outgoing.has_room(sequence)
+            is_passed = sequence.transfer and not may_send  # no transfer overtakes another
+            if is_passed or self._has_enough_prefill(sequence.options.tenant, plan, shares):
                 num_passed += 1
                 continue
             if self._is_better_later(sequence, plan):
@@ -478,20 +485,3 @@ class Scheduler:
             sequence.state_block = None
         sequence.give_back(self.pool)
         sequence.num_computed_tokens = sequence.whole_from = 0
-
-
-class SlotNumbers:
-    """Allocates the lowest number not in use, so that a display keeps one line per sequence."""
-
-    def __init__(self) -> None:
-        self._free: list[int] = []
-        self._next = 0
-
-    def take(self) -> int:
-        if self._free:
-            return heappop(self._free)
-        self._next += 1
-        return self._next - 1
-
-    def give_back(self, number: int) -> None:
-        heappush(self._free, number)

@@ -1,4 +1,4 @@
-"""The settings of an engine; a worker has a flag of the same name for each."""
+"""The settings of an engine; a worker has a flag for each, and --role sets `receives_kv`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class EngineSettings:
         prefix_cache: Keep the KV of ended sequences for others with the same prefix.
         swap_bytes: Host memory for the KV of preempted sequences; 0 recomputes it instead.
         speculate: "ngram:K", a drafter, or None.
+        receives_kv: KV of other workers comes in, which limits the blocks of KV for others.
     """
 
     max_ubatch_tokens: int = 512
@@ -31,6 +32,7 @@ class EngineSettings:
     prefix_cache: bool = True
     swap_bytes: int = 0
     speculate: str | Drafter | None = None
+    receives_kv: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_ubatch_tokens", "max_sbatch_sequences"):

@@ -1,9 +1,13 @@
-"""The decode role: receives a prompt's KV, generates from it, sends the tokens to the router.
+"""The role of decode and any workers: generates from KV that it receives, or computes itself.
 
 The KV (`worker.transfer.receiver`) and the DECODE_REQUEST arrive on two sockets in any order;
-generation starts when both are here.  With PREFILL_REQUEST it reads the prompt itself
-(`worker.roles.local`).  The tokens of one engine step go out in one message to each router.
-SPEC 4.5, 4.6, 4.7.
+generation starts when both are here.  The tokens of one engine step go out in one message to each
+router.  SPEC 4.5, 4.6, 4.7.
+
+A PREFILL_REQUEST with this worker's own rank is served here to its end (`worker.roles.local`).  One
+with another rank goes to the prefill half (`worker.roles.prefill`): so prefill and decode are roles
+of a request, and a worker that drains can send the KV of its sequences, which its prefix cache
+has, to another worker.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ from worker.engine.outputs import Displaced, Failed, Output, Reserved, Started, 
 from worker.engine.sequence import overdue
 from worker.environment import WorkerContext
 from worker.link import RouterLink
-from worker.metrics import TransferCounts
 from worker.roles.local import LocalRequest, LocalRequests
+from worker.roles.prefill import PrefillRole
 from worker.roles.results import Steps, usage_of
-from worker.transfer.receiver import IncomingTransfers
+from worker.transfer.receiver import NO_TRANSFER, IncomingTransfers
 
 log = structlog.get_logger("worker")
 
@@ -80,15 +84,17 @@ class Generation:
 
 
 class DecodeRole:
-    """All requests of a decode worker, and their `incoming` KV.  On the event loop."""
+    """All requests of a worker, and their `incoming` KV.  Runs on the event loop.
 
-    num_peers_up = 0  # prefill workers connect to this one
+    `local` are the requests that it serves alone; `prefill` has those that others generate for.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         self._config = context.config
         self._engine = context.engine
         self._clock = context.outside.clock
-        self.transfers = TransferCounts()
+        self.prefill = PrefillRole(context)
+        self.transfers = self.prefill.transfers  # of both directions
         self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         self._generations: dict[int, Generation] = {}
         self._rank = context.identity.rank
@@ -98,24 +104,29 @@ class DecodeRole:
         )
         self.kv_endpoint = self.incoming.endpoint
         self.kv_unasked_bytes = context.config.kv_unasked_bytes
-        self.segment_traffic = self.incoming.segment_traffic
+        self.segment_traffic = context.segment_traffic
 
     @property
     def request_ids(self) -> Set[int]:
-        return self._generations.keys() | self.local.request_ids | set(self.incoming)
+        own = self._generations.keys() | self.local.request_ids | self.prefill.request_ids
+        return own | set(self.incoming)
 
     @property
     def num_unfinished(self) -> int:
         """The number of requests that a drain waits for; unclaimed KV does not count."""
-        return len(self._generations) + len(self.local)
+        return len(self._generations) + len(self.local) + self.prefill.num_unfinished
 
     @property
     def is_idle(self) -> bool:
-        return not self._generations and not len(self.local) and not len(self.incoming)
+        return not self.num_unfinished and not len(self.incoming)
+
+    @property
+    def num_peers_up(self) -> int:
+        return self.prefill.num_peers_up
 
     @property
     def kv_inflight_bytes(self) -> int:
-        return self.incoming.inflight_bytes
+        return self.incoming.inflight_bytes + self.prefill.kv_inflight_bytes
 
     # Frames of a router.
 
@@ -130,14 +141,14 @@ class DecodeRole:
         frame = message.frame
         if not isinstance(frame, DecodeRequest | PrefillRequest):
             raise RemoteProtocolError(f"a router does not send {frame.tag.name}")
-        if frame.request_id in self._generations or frame.request_id in self.local:
+        if frame.request_id in self._generations or self._computes(frame.request_id):
             log.warning("request id used twice, frame dropped", request=frame.request_id)
         elif isinstance(frame, DecodeRequest):
             self._on_decode_request(router, frame, message)
-        elif isinstance(frame, PrefillRequest) and frame.decode_rank == self._rank:
+        elif frame.decode_rank == self._rank:
             self.local.add(router, frame, message)
         else:
-            raise RemoteProtocolError("a prompt for another worker came to a decode worker")
+            self.prefill.on_request(router, message)
 
     def _on_decode_request(
         self, router: RouterLink, frame: DecodeRequest, message: Message
@@ -163,18 +174,20 @@ class DecodeRole:
     def on_cancel(self, request_id: int) -> None:
         self.incoming.cancel(request_id)
         self.local.cancel(request_id)
+        self.prefill.on_cancel(request_id)
         generation = self._generations.pop(request_id, None)
         if generation is not None and generation.receiver is not None:
             self._engine.post(lambda engine: engine.cancel(request_id))
 
     def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
-        """Decode workers do not talk to each other."""
+        self.prefill.on_peers(router, peers)
 
     def on_router_lost(self, router: RouterLink) -> None:
         for request_id, generation in list(self._generations.items()):
             if generation.router is router:
                 self.on_cancel(request_id)
         self.local.on_router_lost(router)
+        self.prefill.on_router_lost(router)
         # Free its unclaimed KV at once.  The upper half of a request id is the epoch of its router
         # (SPEC 1).  Remember the epoch: a prefill worker may still offer KV of it.
         epoch = router.epoch & 0xFFFFFFFF
@@ -186,8 +199,11 @@ class DecodeRole:
     # Outputs of the engine.
 
     def on_outputs(self, outputs: list[Output]) -> None:
-        steps = Steps()
+        steps, for_others = Steps(), self.prefill.request_ids
         for output in outputs:
+            if output.request_id in for_others:
+                self.prefill.on_output(output)
+                continue
             match output:
                 case Token():
                     generation = self._generations.get(output.request_id)
@@ -209,6 +225,7 @@ class DecodeRole:
     def tick(self, now: float) -> None:
         """End requests whose KV has not come within a lease or their own deadline."""
         self.incoming.tick(now)
+        self.prefill.tick(now)
         self._failed.tick()
         for request_id, generation in list(self._generations.items()):
             is_alone = generation.receiver is None and request_id not in self.incoming
@@ -223,9 +240,16 @@ class DecodeRole:
         for request_id in [*self._generations, *self.local.request_ids]:
             self.on_cancel(request_id)
         await self.incoming.close()
+        await self.prefill.close()
+
+    def _computes(self, request_id: int) -> bool:
+        """Return whether the engine computes or sends the KV of this request."""
+        return request_id in self.local or request_id in self.prefill
 
     def _is_requested(self, receiver: KVReceiver) -> bool:
         """Return whether a router has requested this KV; raise WireError to refuse the offer."""
+        if self._computes(receiver.request_id):  # a receiver of its KV knows the id
+            raise WireError(ErrorCode.UNKNOWN_REQUEST, NO_TRANSFER)
         generation = self._generations.get(receiver.request_id)
         if generation is None:
             return False

@@ -1,4 +1,4 @@
-"""The prefill role: prefills prompts, sends KV to decode workers and first tokens to routers.
+"""The prefill role: prefills prompts, sends KV to other workers and first tokens to routers.
 
 PREFILL_REQUEST adds a sequence to the engine.  The KV is offered to the decode worker as soon as
 the engine has allocated blocks.  In two cases the offer waits for the first chunk: if chunks are
@@ -19,7 +19,7 @@ from typing import Final
 import structlog
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireError
-from wire.frames import ANY_RANK, NO_RANK, PrefillRequest
+from wire.frames import ANY_RANK, NO_RANK, PrefillRequest, Role
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import PeerDetail, decode_prompt
@@ -65,7 +65,10 @@ class Prefill:
 
 
 class PrefillRole:
-    """Handles all requests of a prefill worker, on the event loop; `peers` are decode workers."""
+    """Handles prompts whose answers other workers generate, on the event loop.
+
+    `peers` are the workers that it sends KV to.  `worker.roles.decode.DecodeRole` has one of these.
+    """
 
     kv_endpoint, kv_unasked_bytes = "", 0
 
@@ -80,19 +83,25 @@ class PrefillRole:
         is_on = context.config.kv_shared_memory == "auto"
         name, make_port = context.identity.name, context.outside.make_port
         self._memory = lend(context.cache, name, make_port, is_on=is_on)
+        has_no_segments = context.config.kv_segment_port == "off"
         self.peers = DecodePeers(
             context.identity.name,
             context.plane,
             context.outside.clock,
-            has_segments=context.config.kv_segment_port != "off",
+            segment_traffic=None if has_no_segments else context.segment_traffic,
+            connects_early=context.identity.role is Role.PREFILL,
         )
         self._is_encrypted = context.plane.is_encrypted
-        self.segment_traffic = self.peers.segment_traffic
+        self.segment_traffic = context.segment_traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # how long the first chunk of the last prompt took
         # Send tasks by request id, until the socket no longer reads the blocks.
         self._sending: dict[int, asyncio.Task[None]] = {}
+
+    def __contains__(self, request_id: int) -> bool:
+        """Return whether a request is unfinished, or its KV is still being sent."""
+        return request_id in self._prefills or request_id in self._sending
 
     @property
     def request_ids(self) -> Set[int]:
@@ -126,7 +135,7 @@ class PrefillRole:
         frame = message.frame
         if not isinstance(frame, PrefillRequest):
             raise RemoteProtocolError("a prefill worker takes PREFILL_REQUEST only")
-        if frame.request_id in self._prefills or frame.request_id in self._sending:
+        if frame.request_id in self:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
@@ -156,20 +165,23 @@ class PrefillRole:
     # Outputs from the engine.
 
     def on_outputs(self, outputs: list[Output]) -> None:
-        now = self._clock()
         for output in outputs:
-            prefill = self._prefills.get(output.request_id)
-            if prefill is None:
-                continue  # cancelled during the step
-            match output:
-                case Started():
-                    self._on_started(prefill, output, now)
-                case Computed():
-                    self._on_computed(prefill, output, now)
-                case Token():
-                    self._on_first_token(prefill, output)
-                case Failed():
-                    self._fail(prefill, output.for_peers(), "prefill")
+            self.on_output(output)
+
+    def on_output(self, output: Output) -> None:
+        """Handle one output; ignore those of requests that were cancelled during the step."""
+        prefill = self._prefills.get(output.request_id)
+        if prefill is None:
+            return
+        match output:
+            case Started():
+                self._on_started(prefill, output, self._clock())
+            case Computed():
+                self._on_computed(prefill, output, self._clock())
+            case Token():
+                self._on_first_token(prefill, output)
+            case Failed():
+                self._fail(prefill, output.for_peers(), "prefill")
 
     def _on_started(self, prefill: Prefill, started: Started, now: float) -> None:
         prefill.started, prefill.started_s = started, now
@@ -243,7 +255,7 @@ class PrefillRole:
         peer = self.peers.find(router.endpoint, frame.decode_rank)
         if peer is None:
             rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
-            raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
+            raise WireError(ErrorCode.NO_WORKER, f"no worker of rank {rank} is known that takes KV")
         # The decode worker would reject the offer too, but only after blocks were allocated here.
         size, limit = (
             self._layout.transfer_bytes(len(token_ids)),

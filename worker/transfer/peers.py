@@ -1,4 +1,4 @@
-"""The decode workers that a prefill worker sends KV to; routers list them in PEERS frames.
+"""The decode and any workers that this one sends KV to; routers list them in PEERS frames.
 
 There is one link per endpoint, even if several routers list it, because a decode worker ignores a
 second connection with the same identity.  For that reason a link that no router lists any more is
@@ -18,6 +18,7 @@ import structlog
 from wire.aio.zmq import Sending
 from wire.errors import PeerLost, RemoteProtocolError, WireError
 from wire.frames import ANY_RANK, Error, Frame, KvCacheAck
+from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_map
 from wire.process.frame_counters import Traffic
@@ -42,8 +43,12 @@ class Receiver(Protocol):
     def fail(self, error: WireError) -> None: ...
 
 
+def party_of(detail: PeerDetail) -> str:
+    return f"{detail.role}-{detail.rank}"
+
+
 class DecodePeer:
-    """A decode worker: its KV link, and its segment connection if there is one."""
+    """A worker that receives KV: its KV link, and its segment connection if there is one."""
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class DecodePeer:
 
     @property
     def name(self) -> str:
-        return f"decode-{self.detail.rank}"
+        return party_of(self.detail)
 
     @property
     def is_up(self) -> bool:
@@ -135,7 +140,11 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All known decode workers; on Linux with segment connections, if `has_segments`."""
+    """All known decode and any workers, but for this one.
+
+    On Linux there are segment connections too, counted in `segment_traffic`, unless that is None.
+    Without `connects_early`, a link is opened for the first transfer to a worker.
+    """
 
     def __init__(
         self,
@@ -143,11 +152,12 @@ class DecodePeers:
         plane: Plane,
         clock: Callable[[], float] = time.monotonic,
         *,
-        has_segments: bool = False,
+        segment_traffic: Traffic | None = None,
+        connects_early: bool = True,
     ) -> None:
-        self.segment_traffic = Traffic()
-        self._has_segments = has_segments and sys.platform == "linux"
+        self._segment_traffic = segment_traffic if sys.platform == "linux" else None
         self._identity = identity
+        self._connects_early = connects_early
         self.plane = plane
         self._clock = clock
         self._listed: dict[str, list[PeerDetail]] = {}  # by router endpoint
@@ -169,10 +179,12 @@ class DecodePeers:
         return sum(len(peer.receivers) for peer in self._peers.values())
 
     def update(self, router: str, details: list[PeerDetail]) -> None:
-        """Apply a router's PEERS frame: connect to the workers that it lists."""
-        self._listed[router] = details
-        for detail in details:
-            self._connect(detail)
+        """Apply a router's PEERS frame."""
+        own = str(Identity.parse(self._identity))
+        self._listed[router] = [detail for detail in details if party_of(detail) != own]
+        if self._connects_early:
+            for detail in self._listed[router]:
+                self._connect(detail)
         listed = self._listed_endpoints()
         kept = [
             endpoint
@@ -183,7 +195,7 @@ class DecodePeers:
             self._close(self._peers.pop(endpoint))
 
     def find(self, router: str, rank: int) -> DecodePeer | None:
-        """Return the decode worker that this router lists with `rank` (`ANY_RANK` for any)."""
+        """Return the worker that this router lists with `rank` (`ANY_RANK` for any)."""
         for detail in self._listed.get(router, ()):
             if rank in (detail.rank, ANY_RANK):
                 return self._connect(detail)
@@ -214,7 +226,7 @@ class DecodePeers:
         if self._is_closed:
             return None
         peer = self._peers.get(detail.kv_endpoint)
-        if peer is not None and (peer.is_up or peer.expected == f"decode-{detail.rank}"):
+        if peer is not None and (peer.is_up or peer.expected == party_of(detail)):
             peer.detail = detail  # a restarted worker may reuse its predecessor's endpoint
             return peer
         if peer is not None:
@@ -224,7 +236,7 @@ class DecodePeers:
         try:
             peer = DecodePeer(
                 *(detail, self._identity, self.plane, self._clock()),
-                segment_traffic=self.segment_traffic if self._has_segments else None,
+                segment_traffic=self._segment_traffic,
             )
         except (OSError, ConfigError) as error:
             log.error("no way to the decode worker", rank=detail.rank, reason=str(error))

@@ -1,4 +1,4 @@
-"""Incoming KV of a decode worker: connects each `KVReceiver` to a socket, the engine and a cache.
+"""Incoming KV of a worker: connects each `KVReceiver` to a socket, the engine and a cache.
 
 An offer first waits for its share of --max-kv-inflight-bytes.  Then it waits until the engine has
 allocated blocks, or until KV of the same prompt has arrived (`worker.engine.reservations`).  Then
@@ -7,7 +7,7 @@ it is dropped, and the sender sends it again when it has credit.  Transfer threa
 segments.  If a transfer ends early, its blocks are freed once no copy writes to them.  A complete
 transfer is kept for one lease at most, until the decode role takes its blocks over.
 
-Only prefill workers may send offers.  Until a router claims an offer, its KV is not shared, equal
+Workers of any role may send offers.  Until a router claims an offer, its KV is not shared, equal
 prompts wait for it only briefly, and all unclaimed offers together may only use a part of the
 memory, each for a limited time.  SPEC 6.
 """
@@ -23,11 +23,10 @@ from typing import Final
 import structlog
 
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, TransferFailed, WireError
-from wire.frames import Cancel, Error, Frame, KvCache, Role
+from wire.frames import Cancel, Error, Frame, KvCache
 from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
-from wire.process.frame_counters import Traffic
 from wire.transfer import MAX_READ_BYTES, Ack, KVReceiver, Segment, unasked_segments
 from worker.compute.device_errors import report_copy
 from worker.engine.engine import Engine
@@ -62,7 +61,7 @@ class IncomingTransfers:
     """All incoming transfers, and the sockets that they arrive on.
 
     `is_claimed(receiver)` returns whether a router has already claimed an offer, or raises
-    WireError to refuse it.  `segment_traffic` counts the frames of segment connections.
+    WireError to refuse it.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class IncomingTransfers:
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
         self._segments: SegmentHub[Arrival] | None = None
-        self.segment_traffic = Traffic()
+        self._segment_traffic = context.segment_traffic
         if config.kv_segment_port != "off" and bound.startswith("tcp://"):
             host = bound.removeprefix("tcp://").rpartition(":")[0]
             port = 0 if config.kv_segment_port == "auto" else int(config.kv_segment_port)
@@ -199,13 +198,12 @@ class IncomingTransfers:
             await self._segments.close()
         await self._hub.close(0.5)
 
-    # Frames of prefill workers.
+    # Frames of the workers that send KV.
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
         request_id = 0
         try:
-            if Identity.parse(peer).role is not Role.PREFILL:
-                raise RemoteProtocolError("only prefill workers speak here: prefill-<rank>-<epoch>")
+            Identity.parse(peer)  # any worker may prefill, and so send KV
             message = decode(parts)
             match frame := message.frame:
                 case KvCache():
@@ -214,7 +212,7 @@ class IncomingTransfers:
                 case Cancel():
                     self._on_cancel(peer, frame.request_id)
                 case Error():
-                    log.warning("error from prefill worker", request=frame.request_id)
+                    log.warning("error from a worker that sends KV", request=frame.request_id)
                 case _:
                     raise RemoteProtocolError(f"{frame.tag.name} is not a frame of the KV plane")
         except WireError as error:
@@ -251,7 +249,7 @@ class IncomingTransfers:
     # Segments on segment connections (`worker.transfer.segment_hub.SegmentHandler`).
 
     def admit(self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer) -> Arrival | None:
-        self.segment_traffic.received[frame.tag] += 1
+        self._segment_traffic.received[frame.tag] += 1
         transfer = self._transfers.get(frame.request_id)
         if transfer is None or transfer.peer != peer:
             log.debug("segment of no transfer", request=frame.request_id)

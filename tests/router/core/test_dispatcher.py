@@ -255,7 +255,7 @@ def test_a_decode_worker_serves_a_request_alone() -> None:
     router.say(ALONE, DecodeDone(request_id), usage())
     assert sink.kinds == ["prefill", "token", "token", "token", "done"]
     assert router.sent == []  # neither DECODE_REQUEST nor CANCEL
-    assert [end.num_local for end in router.ends.ends] == [1]
+    assert [end.local_reasons for end in router.ends.ends] == [("no_prefill_worker",)]
     router.assert_idle()
 
 
@@ -301,13 +301,26 @@ def test_what_a_worker_did_alone_goes_on_with_two() -> None:
     router.assert_idle()
 
 
-def test_raw_tcp_that_may_end_early_needs_two_workers() -> None:
-    """Nobody knows yet how many tokens it wants."""
-    router = Router(Limits(local_prefill=True))
-    router.join(Role.DECODE, 3)
-    with pytest.raises(WireError) as caught:
-        router.submit(20, new=None)
-    assert caught.value.code is ErrorCode.NO_WORKER
+@pytest.mark.parametrize("role", [Role.DECODE, Role.ANY])
+def test_raw_tcp_gets_its_first_token_before_it_says_how_many_it_wants(role: Role) -> None:
+    router = Router(Limits(local_prefill=True, max_attempts=1))
+    worker = router.join(role, 3)
+    handle, sink = router.submit(20, new=None)
+    [(peer, message)] = router.take(Tag.PREFILL_REQUEST)
+    assert isinstance(message.frame, PrefillRequest)
+    assert (peer, message.frame.decode_rank) == (worker, NO_RANK)
+    router.say(worker, PrefillDone(message.frame.request_id, 0), first(7, "length"))
+    assert sink.kinds == ["prefill"] and router.dispatcher.num_running == 0
+    router.dispatcher.decode(handle, 2)
+    [(_, message)] = router.take(Tag.PREFILL_REQUEST)
+    assert isinstance(message.frame, PrefillRequest)
+    assert message.frame.decode_rank == 3
+    assert decode_prompt(message.body(), 21)[0][-1] == 7
+    router.say(worker, PrefillDone(message.frame.request_id, 0), first(8))
+    router.say(worker, [DecodeToken(message.frame.request_id, 9)])
+    router.say(worker, DecodeDone(message.frame.request_id), usage())
+    assert sink.kinds == ["prefill", "token", "token", "done"]
+    router.assert_idle()
 
 
 def test_a_decode_worker_tells_nothing_of_a_prompt_that_another_reads(router: Router) -> None:
@@ -353,13 +366,39 @@ def test_a_draining_worker_is_let_go_when_its_last_request_ends(router: Router) 
     handle, _ = router.submit()
     router.say(D, Drain(1, 5000))
     assert router.take(Tag.DRAIN) == []
-    with pytest.raises(WireError, match="no decode worker"):
-        router.submit()
+    router.submit()  # another worker may come soon
+    assert router.dispatcher.num_waiting == 1
     router.dispatcher.cancel(handle)
     [(peer, message)] = router.take(Tag.DRAIN)
     assert peer == D and message.frame == Drain(1, 0)
     router.say(P, Drain(1, 5000))
     assert router.take(Tag.DRAIN) == [(P, Message(Drain(1, 0)))]
+
+
+def test_a_draining_worker_hands_over_what_it_generates() -> None:
+    router = Router(Limits(max_attempts=1))
+    router.pair()
+    _, sink = router.submit(20, new=3)
+    request_id = router.prefill_id()
+    router.say(P, PrefillDone(request_id, 1280), first(7))
+    router.say(D, [DecodeToken(request_id, 8)])
+    router.say(D, Drain(1, 5000))
+    assert cancels(router) == set() and router.take(Tag.DRAIN) == []  # nobody else is there
+    other = router.join(Role.DECODE, 1)
+    router.fleet.get(P).prefill_since = 99.0  # type: ignore[union-attr]
+    router.sent.clear()
+    router.dispatcher.tick()
+    assert cancels(router) == {(D, ErrorCode.CANCELLED)}
+    [(peer, message)] = router.take(Tag.PREFILL_REQUEST)
+    frame = message.frame
+    assert isinstance(frame, PrefillRequest) and (peer, frame.decode_rank) == (D, 1)
+    assert decode_prompt(message.body(), 22)[0][-2:] == (7, 8)
+    router.say(D, PrefillDone(frame.request_id, 1280), first(9))
+    router.say(other, [DecodeToken(frame.request_id, 10)])
+    assert [peer for peer, _ in router.take(Tag.DRAIN)] == [D]
+    router.say(other, DecodeDone(frame.request_id), usage())
+    assert sink.kinds == ["prefill", "token", "token", "token", "done"]
+    router.assert_idle()
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -475,7 +514,11 @@ class Interleavings(RuleBasedStateMachine):
         self.learn()
 
     def learn(self) -> None:
-        decodes = {worker.rank: worker.identity for worker in self.router.fleet.live(Role.DECODE)}
+        decodes = {
+            worker.rank: worker.identity
+            for worker in self.router.fleet.live
+            if worker.role is Role.DECODE
+        }
         for peer, message in self.router.sent:
             frame = message.frame
             if isinstance(frame, PrefillRequest):

@@ -45,7 +45,7 @@ def test_a_worker_is_ready_from_its_first_load_on() -> None:
 @pytest.mark.parametrize(
     ("frame", "about", "fix"),
     [
-        (Hello(1, 0, Role.CLIENT), detail(), "only prefill and decode"),
+        (Hello(1, 0, Role.CLIENT), detail(), "only workers of prefill, decode or any"),
         (Hello(1, NO_RANK, Role.DECODE), detail(), "reserved"),
         (Hello(1, 0, Role.DECODE), detail(fingerprint="beef"), "--model"),
         (Hello(1, 0, Role.DECODE), detail(kv_endpoint=""), "--kv-advertise"),
@@ -174,7 +174,7 @@ def test_a_lost_worker_stays_listed_until_its_rank_is_back() -> None:
     lost = table.lose(identity, 0.0)
     assert lost is not None and lost.state is WorkerState.LOST and lost.load is None
     assert (lost.running, lost.waiting) == (0, 0), "nothing runs on it"
-    assert list(table) == [lost] and table.live(Role.DECODE) == []
+    assert list(table) == [lost] and table.live == []
     assert table.lose(identity, 0.0) is None
     hello(table, epoch=2, now=GONE_S)
     assert [worker.epoch for worker in table] == [2]

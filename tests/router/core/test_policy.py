@@ -39,6 +39,10 @@ def decodes(num: int, **changes: object) -> list[Worker]:
     return [measured(Role.DECODE, rank, **changes) for rank in range(num)]
 
 
+def measured_any(num: int, **changes: object) -> list[Worker]:
+    return [measured(Role.ANY, rank, **changes) for rank in range(num)]
+
+
 def pick_prefill(workers: list[Worker], prompt: Prompt, max_running: int = 256) -> Worker | None:
     free = [it for it in workers if can_prefill(it, prompt.num_tokens, max_running)]
     return cheapest_prefill(free, prompt)
@@ -208,30 +212,60 @@ def test_a_request_larger_than_a_worker_waits_until_it_is_empty() -> None:
 
 def test_one_token_needs_no_decode_worker() -> None:
     [prefill], [decode] = prefills(1), decodes(1)
-    alone = prompt(new_tokens=0, may_be_local=True)
+    alone = prompt(new_tokens=0, local_prefill=True)
     assert choose([prefill], [decode], alone) == Choice(prefill, None)
     assert choose([prefill], [], alone) == Choice(prefill, None)
-    assert choose([], [decode], alone) == Choice(None, decode)
+    assert choose([], [decode], alone) == Choice(decode, None)
 
 
 def test_both_workers_need_room() -> None:
     [prefill], [decode] = prefills(1), decodes(1)
     assert choose([prefill], [decode], prompt()) == Choice(prefill, decode)
     assert choose([], [decode], prompt()) is None
-    assert choose([prefill], [], prompt(may_be_local=True)) is None
+    assert choose([prefill], [], prompt(local_prefill=True)) is None
 
 
 def test_an_idle_decode_worker_reads_what_would_take_long_to_send() -> None:
     [prefill], [decode] = prefills(1), decodes(1)
-    local = prompt(500, may_be_local=True)
+    local = prompt(500, local_prefill=True)
     assert choose([prefill], [decode], local) == Choice(None, decode)
     assert choose([prefill], [decode], prompt(500)) == Choice(prefill, decode)
     # Each that generates there would wait as long as the reading takes.
     decode.num_active = 2
     assert choose([prefill], [decode], local) == Choice(prefill, decode)
     # Unless it holds most of the prompt, or the prefill worker is busy, or not there.
-    held = prompt(500, {decode: 480}, may_be_local=True)
+    held = prompt(500, {decode: 480}, local_prefill=True)
     assert choose([prefill], [decode], held) == Choice(None, decode)
     read(prefill, 5000)
     assert choose([prefill], [decode], local) == Choice(None, decode)
     assert choose([], [decode], local) == Choice(None, decode)
+
+
+def test_a_worker_of_any_role_is_never_both_workers_of_a_pair() -> None:
+    [only], [prefill], [decode] = measured_any(1), prefills(1), decodes(1)
+    assert choose([only], [only], prompt()) == Choice(None, only)
+    read(only, 5000)
+    assert choose([only, prefill], [only], prompt()) == Choice(prefill, only)
+    assert choose([only], [only, decode], prompt()) == Choice(only, decode)
+    # A second one is chosen where the first is best at both, but may not serve the request alone.
+    first, second = measured_any(2)
+    asked = prompt(is_decode_asked=False)
+    pair = choose([first, second], [first, second], asked)
+    assert pair is not None and {pair.prefill, pair.decode} == {first, second}
+
+
+def test_one_worker_prefills_while_the_number_of_tokens_is_unknown() -> None:
+    [only], [decode] = measured_any(1), decodes(1)
+    asked = prompt(is_decode_asked=False)
+    assert choose([only], [only], asked) == Choice(only, None)
+    assert choose([], [decode], asked) is None
+    assert choose([], [decode], asked._replace(local_prefill=True)) == Choice(decode, None)
+
+
+def test_an_idle_worker_prefills_for_one_that_generates() -> None:
+    busy, idle = measured_any(2)
+    busy.num_active = 8
+    choice = choose([busy, idle], [busy, idle], prompt(1000))
+    assert choice == Choice(None, idle)
+    session = prompt(1000, {busy: 992}, kv_bytes=1e4)
+    assert choose([busy, idle], [busy, idle], session) == Choice(busy, idle)

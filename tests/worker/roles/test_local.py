@@ -7,9 +7,16 @@ import pytest
 from tests.oracle import oracle
 from tests.worker.scripted import GatedSteps, ScriptedRouter, heard, running, scripted_router
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeDone, Error, PrefillRequest, Role, Tag
+from wire.frames import NO_RANK, Cancel, DecodeDone, Error, PrefillRequest, Role, Tag
 from wire.options import Options
-from wire.payloads import PrefillResult, Usage, decode_map, decode_prefill_result, encode_prompt
+from wire.payloads import (
+    ErrorDetail,
+    PrefillResult,
+    Usage,
+    decode_map,
+    decode_prefill_result,
+    encode_prompt,
+)
 from worker.executor.hash import EOS_TOKEN_IDS
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
@@ -97,12 +104,28 @@ async def test_a_cancelled_request_frees_its_blocks() -> None:
         assert router.is_quiet
 
 
-@pytest.mark.parametrize(("rank", "options"), [(1, OPTIONS), (0xFFFFFFFE, OPTIONS), (0, Options())])
-async def test_a_prompt_for_another_worker_or_without_a_limit_is_refused(
-    rank: int, options: Options
+@pytest.mark.parametrize(
+    ("rank", "options", "code"),
+    [(1, OPTIONS, ErrorCode.NO_WORKER), (0, Options(), ErrorCode.PROTOCOL)],
+)
+async def test_a_prompt_for_an_unknown_worker_or_without_a_limit_is_refused(
+    rank: int, options: Options, code: ErrorCode
 ) -> None:
     async with scripted_router() as router, running(router, "decode"):
         await router.until_joined(Role.DECODE)
         ask(router, 1, PROMPT, options, rank)
-        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.PROTOCOL)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, code)
+        assert decode_map(ErrorDetail, message.body()).stage == "prefill"
         await router.until_free(Role.DECODE)
+
+
+async def test_a_prompt_for_no_worker_ends_with_its_first_token() -> None:
+    async with scripted_router() as router, running(router, "any") as process:
+        frame = PrefillRequest(1, len(PROMPT), NO_RANK)
+        router.send(Role.ANY, frame, encode_prompt(PROMPT, OPTIONS))
+        result = await first(router)
+        assert [result.token_id] == oracle(PROMPT, 1, OPTIONS)
+        assert result.finish_reason == "length"
+        await router.until_free(Role.ANY)
+        assert router.is_quiet and not process.worker.role.num_unfinished

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role
 from wire.options import Options
 from wire.payloads import Credit, PeerDetail, encode_map
+from wire.process.frame_counters import Traffic
 from wire.process.keys import Keys
 from worker.transfer.peers import KEEP_S, MAX_KEPT, DecodePeer, DecodePeers
 from worker.transfer.sockets import KVPlane
@@ -45,14 +47,16 @@ class Recorder:
         return await asyncio.wait_for(self.heard.get(), 30)
 
 
-def detail(endpoint: str, rank: int = 0, epoch: int = 1) -> PeerDetail:
-    return PeerDetail(rank=rank, epoch=epoch, kv_endpoint=endpoint)
+def detail(endpoint: str, rank: int = 0, epoch: int = 1, role: str = "decode") -> PeerDetail:
+    return PeerDetail(rank=rank, epoch=epoch, kv_endpoint=endpoint, role=role)
 
 
 @asynccontextmanager
-async def decode_peers(*, has_segments: bool = False) -> AsyncIterator[DecodePeers]:
+async def decode_peers(
+    identity: bytes = b"prefill-0-1", **settings: Any
+) -> AsyncIterator[DecodePeers]:
     plane = KVPlane(1000)
-    peers = DecodePeers(b"prefill-0-1", plane, has_segments=has_segments)
+    peers = DecodePeers(identity, plane, **settings)
     try:
         yield peers
     finally:
@@ -105,6 +109,33 @@ async def test_a_link_is_kept_a_while_and_as_long_as_it_is_needed() -> None:
         assert recorder.heard.empty()
 
 
+async def test_a_worker_does_not_connect_to_itself_nor_before_it_sends_kv() -> None:
+    async with (
+        decode_peers(b"any-1-7", connects_early=False) as peers,
+        ScriptedDecode() as decode,
+    ):
+        own = detail("tcp://127.0.0.1:9", 1, 7, "any")
+        peers.update("a", [own, detail(decode.endpoint)])
+        assert peers.num_links == 0
+        assert peers.find("a", 1) is None
+        peer = peers.find("a", 0)
+        assert peer is not None and peers.num_links == 1
+        await open_transfer(peer, decode)
+
+
+async def test_the_key_expected_is_that_of_the_role_and_rank_listed(tmp_path: Path) -> None:
+    write(tmp_path, "decode-0", "any-0", "any-1")
+    plane = KVPlane(1000, Keys(tmp_path, "any-1"))
+    peers = DecodePeers(b"any-1-7", plane)
+    async with ScriptedDecode(keys=Keys(tmp_path, "any-0")) as decode:
+        peers.update("a", [detail(decode.endpoint, role="any")])
+        peer = peers.find("a", 0)
+        assert peer is not None and peer.name == "any-0"
+        await open_transfer(peer, decode)
+        await peers.close()
+        await plane.close()
+
+
 async def test_unnamed_links_are_limited() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
         peers.update("b", [detail(decode.endpoint, 7)])
@@ -152,7 +183,7 @@ async def test_a_lost_peer_fails_its_transfers() -> None:
 
 @pytest.mark.parametrize("end", ["the peer is lost", "nobody needs it"])
 async def test_the_connection_for_segments_ends_with_the_other(end: str) -> None:
-    async with decode_peers(has_segments=True) as peers, ScriptedDecode() as decode:
+    async with decode_peers(segment_traffic=Traffic()) as peers, ScriptedDecode() as decode:
         peer, _ = await connected(peers, decode)
         assert peer.segments is not None
         peer.receivers.clear()
@@ -172,12 +203,12 @@ async def test_the_connection_for_segments_ends_with_the_other(end: str) -> None
                 assert await asyncio.wait_for(receiving, WAIT_S) == b"", "it is hung up"
 
 
-@pytest.mark.parametrize(("has_segments", "platform"), [(False, "linux"), (True, "darwin")])
+@pytest.mark.parametrize(("traffic", "platform"), [(None, "linux"), (Traffic(), "darwin")])
 async def test_no_segment_connection_if_off_or_not_on_linux(
-    has_segments: bool, platform: str, monkeypatch: pytest.MonkeyPatch
+    traffic: Traffic | None, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.transfer.peers.sys", SimpleNamespace(platform=platform))
-    async with decode_peers(has_segments=has_segments) as peers, ScriptedDecode() as decode:
+    async with decode_peers(segment_traffic=traffic) as peers, ScriptedDecode() as decode:
         peers.update("a", [detail(decode.endpoint)])
         peer = peers.find("a", 0)
         assert peer is not None and peer.segments is None

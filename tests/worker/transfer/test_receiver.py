@@ -226,9 +226,9 @@ async def test_a_peer_cannot_touch_the_transfer_of_another() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [b"decode-1-1", b"router-1", b"prefill-0", b"prefill-00-1", b"prefill-0-1-1", b"xprefill-0-1"],
+    [b"router-0-1", b"router-1", b"prefill-0", b"prefill-00-1", b"prefill-0-1-1", b"xprefill-0-1"],
 )
-async def test_only_a_prefill_worker_may_offer(name: bytes) -> None:
+async def test_only_a_worker_may_offer(name: bytes) -> None:
     async with stage() as (router, _), ScriptedPrefill(router, name) as other:
         other.offer(1, PROMPT)
         assert await other.error() == (0, ErrorCode.PROTOCOL)
