@@ -303,6 +303,8 @@ def limits(config: Config, num_tokens: int | None = None) -> Limits:
         retry_burst=4 * config.max_running_per_worker,
         vocab_size=num_tokens or MAX_TOKEN_ID + 1,
         local_prefill=config.local_prefill == "auto",
+        max_records=config.request_history,
+        max_record_bytes=config.request_history_bytes,
     )
 
 

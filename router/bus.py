@@ -214,13 +214,15 @@ class Bus:
         if worker.is_stalled and not was_stalled:
             log.warning("worker stands still", worker=worker.name, step_ms=load.step_ms)
             self.dispatcher.on_lost(peer)
+        self.dispatcher.history.on_load(worker, load, self._clock())
         self.index.evict(peer, load.evicted)
         self.index.store(peer, load.stored)
         self.dispatcher.on_capacity()
 
     def _on_removed(self, worker: Worker) -> None:
         # If the same identity has joined again, `_on_hello` adds it after this.
-        self.index.remove(worker.identity)
+        held = self.index.remove(worker.identity)
+        self.dispatcher.history.on_worker_lost(worker, held, self._clock())
         if worker.can(Role.DECODE):
             self._send_peers(self.fleet.live)
         self.dispatcher.on_lost(worker.identity)

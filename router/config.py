@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from router.api.responses.store import MAX_BYTES, MAX_RESPONSES
-from router.cores import Sharing
+from router.cores import Sharing, num_engines
 from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from router.text.output_parser import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -129,6 +129,18 @@ class Config(SharedSettings):
         "size of all stored responses; beyond it, the client with the most loses some",
         ge=0,
     )
+    request_history: int = setting(
+        10_000,
+        "requests to remember for GET /v1/requests/ID, which says why a prompt was not cached; 0: "
+        "none",
+        ge=0,
+        le=10_000_000,
+    )
+    request_history_bytes: int = setting(
+        64 * 1024 * 1024,
+        "size of the tokens of remembered requests, 4 bytes each, with which prompts are compared",
+        ge=0,
+    )
     max_attempts: int = setting(
         4, "attempts per request when workers fail; 1: no failover", ge=1, le=16
     )
@@ -177,7 +189,8 @@ class Config(SharedSettings):
     )
     local: Annotated[tuple[NumWorkers, ...], Field(min_length=1, max_length=2)] = setting(
         (0, 0),
-        "P,D: also run P prefill and D decode workers on this machine; N: N workers of role any",
+        "P,D: also run P prefill and D decode workers on this machine; N: N workers of role any; "
+        "auto: one of role any for each NUMA node, or one if there is an NVIDIA GPU",
     )
     local_cores: Sharing = setting(
         "auto",
@@ -192,11 +205,12 @@ class Config(SharedSettings):
     @classmethod
     def _explain_local(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
         try:
-            return read(value)
+            return (num_engines(),) if value == "auto" else read(value)
         except ValidationError:
             raise ValueError(
                 "it is P,D: how many prefill and how many decode workers to run here, each from 0 "
-                "to 64; --local 1,1 is one of each; --local 2 is two workers that do both"
+                "to 64; --local 1,1 is one of each; --local 2 is two workers that do both; "
+                "--local auto is as many of those as this machine has use for"
             ) from None
 
     _check_bus = field_validator("bus")(check_endpoint)
@@ -275,6 +289,8 @@ class Config(SharedSettings):
             "max_connections",
             "max_kept_responses",
             "max_kept_bytes",
+            "request_history",
+            "request_history_bytes",
         )
         shares = {name: -(-getattr(self, name) // num_processes) for name in divided}
         of_parent = {"local": (0, 0), "ready_file": None}

@@ -1,4 +1,4 @@
-"""Assigns CPU cores to the local workers.  This module does no I/O.
+"""Assigns CPU cores to the local workers.  Only `num_engines` looks at this machine.
 
 On a machine with several NUMA nodes, each worker runs on one node: they are spread over the nodes
 in their order, decode workers first.  If a node has `ENOUGH` physical cores or more for each
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
 from typing import Final, Literal
+
+from wire.process import cores
 
 Sharing = Literal["auto", "split", "shared"]
 # One NUMA node: for each physical core, the ids of its hardware threads.
@@ -47,6 +50,17 @@ def plan(
         for number, worker in enumerate(members):
             assigned[worker] = _part(node, number % num_sets, num_sets)
     return assigned
+
+
+def num_engines() -> int:
+    """Return how many workers of role any are fastest on this machine.
+
+    Workers that share cores or a GPU wait for each other, and each reads the model's weights for
+    fewer sequences; a worker whose cores are on several NUMA nodes reads memory of the other nodes.
+    """
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return 1
+    return len(cores.nodes(cores.own_cores()))
 
 
 def _part(node: Node, index: int, num_parts: int) -> frozenset[int]:

@@ -173,7 +173,8 @@ class Client:
         if self._api_keys is not None:
             salt = self._api_keys.cache_salt(self._key_digest, options.cache_salt)
             options = structs.replace(options, cache_salt=salt)
-        core_request = Request(token_ids, options, max_new_tokens, self._client_id)
+        name = f"tcp-{self._connection.peer_name}-{frame.request_id}"
+        core_request = Request(token_ids, options, max_new_tokens, self._client_id, name)
         request.handle = self._dispatcher.submit(core_request, request)
 
     def _on_decode_request(self, frame: DecodeRequest) -> None:

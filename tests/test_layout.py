@@ -87,6 +87,7 @@ ASYNC = {
     "router/__main__.py",
     "router/http/application.py",
     "router/http/limits.py",
+    "router/http/requests.py",
     "router/http/asgi.py",
     "router/http/server.py",
     "router/http/structures.py",

@@ -25,6 +25,7 @@ from router.api.requests.structures import Wanted
 from router.api.requests.value_count import MAX_NUMBERS
 from router.core.request import Request
 from router.text.chat_template import ChatTemplate
+from router.text.outline import Outline, outline
 from router.text.output_parser import AUTO, AnswerSyntax
 from router.text.reasoning import detect
 from router.text.stops import StopAutomaton
@@ -47,12 +48,14 @@ class RequestContext(NamedTuple):
     `client` is the key for fair scheduling.  `seed` is used if the request sets none.
     `max_model_len` is the maximum number of prompt and output tokens of a sequence.
     `cache_salt` returns the salt for workers, given the one that the request sets.
+    The router remembers the request as `request_id` unless the body sets another id.
     """
 
     client: str
     seed: int
     max_model_len: int
     cache_salt: Callable[[str], str] = str
+    request_id: str = ""
 
 
 class ServedModel:
@@ -162,7 +165,11 @@ class ServedModel:
         wanted = constraint(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
         has_tools = bool(conversation.visible_tools)
         echo = conversation.continued if conversation.is_echoed else ""
-        request = self.request(body, [(token_ids, echo)], context, answer, wanted)
+        parts = None
+        if body.truncate_prompt_tokens is None:
+            names = [tool.name for tool in conversation.visible_tools]
+            parts = outline(self.tokenizer, text, conversation.messages, names)
+        request = self.request(body, [(token_ids, echo)], context, answer, wanted, parts)
         request = structs.replace(request, shows_reasoning=conversation.shows_reasoning)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
@@ -233,11 +240,12 @@ class ServedModel:
         context: RequestContext,
         answer: NewAnswer,
         wanted: Wanted | None,
+        parts: Outline | None = None,
     ) -> CompletionRequest:
         """Convert a body to core requests, one for each choice of each prompt.
 
         `prompts` are token ids, each with the text to echo.  The structure `wanted` is only stored:
-        `CompletionRequest.constrained_to` applies it later.
+        `CompletionRequest.constrained_to` applies it later.  `parts` are those of the only prompt.
         """
         if body.stops and not self.tokenizer.has_text:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
@@ -257,7 +265,9 @@ class ServedModel:
                 of_choice = structs.replace(
                     options, choice=choice, bad_sequences=bad, cache_salt=salt
                 )
-                request = Request(tuple(token_ids), of_choice, max_tokens - 1, context.client)
+                name = body.request_id or context.request_id
+                ids, client = tuple(token_ids), context.client
+                request = Request(ids, of_choice, max_tokens - 1, client, name, parts)
                 requests.append((request, echo))
         return CompletionRequest(
             requests=requests,

@@ -24,20 +24,13 @@ from msgspec import structs
 
 from router.core.failover import RetryBudget, at_fault, given_up, no_retry, pause_s
 from router.core.fleet import Fleet, Worker, WorkerState
+from router.core.history.requests import History
 from router.core.placement import Placement
 from router.core.prefixes import PrefixIndex
 from router.core.queue import Queue, giving_way
 from router.core.replies import Replies
 from router.core.request import Request, Sink
-from router.core.state import (
-    Attempt,
-    Limits,
-    Observer,
-    Phase,
-    RequestState,
-    Send,
-    begin,
-)
+from router.core.state import Attempt, Limits, Observer, Phase, RequestState, Send, begin
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
 from wire.parts import Message
@@ -60,6 +53,7 @@ class Dispatcher:
         is_draining: New requests are refused.
         rejected: The number of requests that `submit` and `check_prompt` refused, by error code.
         failovers: The number of attempts followed by another, by error code; draining: handed over.
+        history: The last requests.
         observers: Notified when a request ends.  Append to this list to subscribe.
     """
 
@@ -92,7 +86,13 @@ class Dispatcher:
 
         self.rejected: Counter[str] = Counter()
         self.failovers: Counter[str] = Counter()
-        self.observers: list[Observer] = []
+        self.history = History(
+            fleet,
+            max_records=limits.max_records,
+            max_bytes=limits.max_record_bytes,
+            local_prefill=limits.local_prefill,
+        )
+        self.observers: list[Observer] = [self.history]
 
     @property
     def num_running(self) -> int:
@@ -338,6 +338,7 @@ class Dispatcher:
             self._placement.check_workers(state, self._clock())
             self._make_room(state)
             self._waiting.add(state)
+            self.history.on_waiting(state)
         self._open[state.handle] = state
         self._budget.earn()
 
@@ -455,11 +456,10 @@ class Dispatcher:
         state.phase, state.due = Phase.PREFILL, state.deadline
         state.placed_at = state.placed_at or now
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
-        self._send(
-            attempt.prefiller.identity,
-            PrefillRequest(attempt.request_id, attempt.seq_len, rank),
-            encode_prompt(state.token_ids, attempt.options(now)),
-        )
+        payload = encode_prompt(state.token_ids, attempt.options(now))
+        frame = PrefillRequest(attempt.request_id, attempt.seq_len, rank)
+        self._send(attempt.prefiller.identity, frame, payload)
+        self.history.on_placed(attempt, payload, now)
 
     def _parked(self) -> list[RequestState]:
         return [it.state for it in self._attempts.values() if it.state.is_parked]

@@ -148,6 +148,8 @@ class Placement:
             decode,
             len(state.generated),
             is_local=prefill is None,
+            held=prompt.held,
+            free=(*prefills, *decodes),
         )
         if attempt.is_local:
             has_choice = any(worker is not decode for worker in prefills)

@@ -10,7 +10,7 @@ gives a wrong result: the worker checks its own cache.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Final
 
 # The most hashes for one worker, whatever its number of blocks: 40 MB of the router's memory.
@@ -31,10 +31,10 @@ class PrefixIndex:
         self._held[identity] = OrderedDict()
         self._capacity[identity] = min(num_blocks, self._max_held)
 
-    def remove(self, identity: bytes) -> None:
-        """Forget a worker; idempotent."""
-        self._held.pop(identity, None)
+    def remove(self, identity: bytes) -> Collection[int]:
+        """Forget a worker, and return the hashes that it had; idempotent."""
         self._capacity.pop(identity, None)
+        return self._held.pop(identity, {})
 
     def size(self, identity: bytes) -> int:
         """Return the number of hashes kept of a worker."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from router.core.history.record import Outline, Record
 from wire.errors import ErrorCode, WireError
 from wire.options import Options
 from wire.payloads import Logprobs, PrefillResult, Usage
@@ -20,13 +21,16 @@ class Request(Struct, frozen=True):
 
     `max_new_tokens` is the number of tokens after the first, or None for a raw TCP client, which
     sets it with DECODE_REQUEST.  `client` identifies the client for fair scheduling and the log:
-    the name of its API key, or its address without the port.
+    the name of its API key, or its address without the port.  `name` is the request's id for the
+    client; `outline` says which part of the prompt a token is in, None if it has only one part.
     """
 
     token_ids: tuple[int, ...]
     options: Options
     max_new_tokens: int | None = None
     client: str = ""
+    name: str = ""
+    outline: Outline | None = None
 
 
 class RequestEnd(Struct, frozen=True, kw_only=True):
@@ -35,7 +39,8 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` is from
     `submit` to the placement, `ttft_s` from `submit` to the first token, `decode_s` from there to
     the end, `total_s` all of it.  `local_reasons` has one item for each attempt that had one worker
-    for prompt and answer: "cost" or "no_prefill_worker".
+    for prompt and answer: "cost" or "no_prefill_worker".  `record` is what
+    `router.core.history` keeps of the request.
     """
 
     outcome: str
@@ -54,6 +59,7 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     total_s: float
     num_attempts: int
     local_reasons: tuple[str, ...] = ()
+    record: Record | None = None
 
 
 class Sink(Protocol):

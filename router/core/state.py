@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from router.core.fleet import Worker
+from router.core.history.record import Record
 from router.core.request import Request, RequestEnd, Sink
 from wire.errors import ErrorCode, WireError
 from wire.frames import MAX_TOKEN_ID, Frame, Role
@@ -37,6 +38,8 @@ class Limits:
         retry_burst: How many retries all requests together may make at once.
         vocab_size: The model's vocabulary size; if unknown, the largest that fits a frame.
         local_prefill: Whether decode workers may prefill prompts themselves.
+        max_records: How many requests are remembered; 0 for none.
+        max_record_bytes: The size in bytes of the tokens of remembered requests.
     """
 
     max_waiting: int = 1024
@@ -48,6 +51,8 @@ class Limits:
     retry_burst: int = 1024
     vocab_size: int = MAX_TOKEN_ID + 1
     local_prefill: bool = False
+    max_records: int = 10_000
+    max_record_bytes: int = 64 * 1024 * 1024
 
 
 class Observer(Protocol):
@@ -85,6 +90,8 @@ class Attempt:
         is_local: The decode worker does the prefill too, and gets no DECODE_REQUEST.
         is_in_prefill: Prefill is not done: PREFILL_DONE has not been received yet.
         num_due: How many tokens the decode worker may still send; 0 before DECODE_REQUEST.
+        held: How many tokens of the prompt each worker was believed to have cached, by identity.
+        free: The workers that had capacity for it.
         generated, sink: References to those of the request, for fast access at every token.
     """
 
@@ -97,6 +104,8 @@ class Attempt:
     is_local: bool = False
     is_in_prefill: bool = True
     num_due: int = 0
+    held: Mapping[bytes, int] = field(default_factory=dict)
+    free: Sequence[Worker] = ()
     generated: list[int] = field(init=False)
     sink: Sink = field(init=False)
 
@@ -141,6 +150,7 @@ class RequestState(Struct, eq=False):
         arithmetic: The arithmetic of the first decode worker, preferred for retries.
         trouble: The error of the last failed attempt.
         first: The result of the first prefill, with the first token.
+        record: What `router.core.history` keeps of it.
     """
 
     handle: int
@@ -163,6 +173,7 @@ class RequestState(Struct, eq=False):
     kv_bytes: int = 0
     placed_at: float | None = None
     first_at: float | None = None
+    record: Record | None = None
     # The prefix hashes of `token_ids`, by block size and number of tokens.
     known_hashes: dict[tuple[int, int], list[int]] = msgspec.field(default_factory=dict)
 
@@ -245,6 +256,7 @@ class RequestState(Struct, eq=False):
             total_s=now - self.submitted_at,
             num_attempts=self.num_attempts,
             local_reasons=tuple(self.local_reasons),
+            record=self.record,
         )
 
 

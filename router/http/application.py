@@ -35,6 +35,7 @@ from router.http import asgi
 from router.http.asgi import Disconnected, HttpExchange, Receive, Scope, Send
 from router.http.limits import Admission, Bodies, Threads
 from router.http.origin import Origins, preflight
+from router.http.requests import RequestHandlers
 from router.http.responses import ResponseHandlers
 from router.http.routes import Handler, Route, Routes
 from router.http.server import cut, find_push
@@ -107,12 +108,15 @@ class Application:
             is_draining=lambda: self.draining,
             siblings=siblings,
         )
+        requests = RequestHandlers(dispatcher.history, self._threads, siblings)
         if siblings is not None:
-            siblings.serve(status.state, self.metrics.families, self._kept)
+            siblings.serve(status.state, self.metrics.families, self._kept, requests.report)
         stored = ResponseHandlers(self._kept, self._threads, siblings)
-        self.routes = Routes(self._table(status, stored))
+        self.routes = Routes(self._table(status, stored, requests))
 
-    def _table(self, status: Status, stored: ResponseHandlers) -> list[Route]:
+    def _table(
+        self, status: Status, stored: ResponseHandlers, requests: RequestHandlers
+    ) -> list[Route]:
         def completes(read: Read) -> dict[str, Handler]:
             return {"POST": partial(self._complete, read)}
 
@@ -142,6 +146,7 @@ class Application:
             Route("/detokenize", "detokenize", {"POST": self._detokenize}),
             Route("/v1/models", "models", {"GET": status.models}),
             Route("/v1/models/{model}", "models", {"GET": status.model}),
+            Route("/v1/requests/{request}", "requests", {"GET": requests.show}),
             Route("/v1/cluster", "cluster", {"GET": status.cluster}),
             Route("/version", "version", {"GET": status.version}),
             Route("/metrics", "metrics", {"GET": status.metrics}),
@@ -247,8 +252,13 @@ class Application:
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        seed = secrets.randbits(63)
-        context = RequestContext(exchange.client_id, seed, max_model_len, exchange.cache_salt)
+        context = RequestContext(
+            exchange.client_id,
+            secrets.randbits(63),
+            max_model_len,
+            exchange.cache_salt,
+            exchange.request_id,
+        )
         parse = lambda raw, **found: read(self._model, raw, context, **found)  # noqa: E731
         request = await self._read(exchange, parse, previous_of)
         if request.wanted is not None:

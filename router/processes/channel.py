@@ -62,6 +62,13 @@ class FindResponse(Struct, frozen=True, tag="find"):
     name: str
 
 
+class FindRequest(Struct, frozen=True, tag="request"):
+    """A request for a report on a request of a client, or of any.  The reply may be None."""
+
+    asker: str | None
+    name: str
+
+
 class DeleteResponse(Struct, frozen=True, tag="delete"):
     """A request to delete a stored response.  The reply is False if it was not stored here."""
 
@@ -69,7 +76,7 @@ class DeleteResponse(Struct, frozen=True, tag="delete"):
     name: str
 
 
-Question = AskState | AskMetrics | FindResponse | DeleteResponse
+Question = AskState | AskMetrics | FindResponse | FindRequest | DeleteResponse
 
 
 class AskAll(Struct, frozen=True, tag="all"):

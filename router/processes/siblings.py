@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, TypeVar
 
 from router.api.errors import HttpError, retry_after
 from router.api.responses.store import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
+from router.core.history.report import RequestReport
 from router.processes.channel import (
     Answers,
     AskAll,
@@ -22,6 +23,7 @@ from router.processes.channel import (
     Channel,
     DeleteResponse,
     Drained,
+    FindRequest,
     FindResponse,
     Listening,
     Question,
@@ -35,6 +37,7 @@ PATIENCE_S: Final = 5.0
 # The timeout when polling states: load balancers mostly time out after a second.
 STATE_PATIENCE_S: Final = 0.75
 T = TypeVar("T")
+FindReport = Callable[[str | None, str], Awaitable[RequestReport | None]]
 
 
 class Siblings:
@@ -46,6 +49,7 @@ class Siblings:
         self._state: Callable[[], ProcessState]
         self._metrics: Callable[[], Families]
         self._kept: KeptResponses
+        self._request: FindReport
 
     async def begin(self) -> None:
         """Wait for the parent to let this process start, and store its `assignment`."""
@@ -57,9 +61,10 @@ class Siblings:
         state: Callable[[], ProcessState],
         metrics: Callable[[], Families],
         kept: KeptResponses,
+        request: FindReport,
     ) -> None:
         """Set the sources from which requests of other processes are answered."""
-        self._state, self._metrics, self._kept = state, metrics, kept
+        self._state, self._metrics, self._kept, self._request = state, metrics, kept, request
 
     async def listening(self, endpoints: dict[str, str], try_this: str) -> None:
         """Notify the parent that this process serves clients."""
@@ -93,6 +98,14 @@ class Siblings:
             raise _not_now()  # a process that did not reply may have it
         return kept
 
+    async def request(self, client: str | None, name: str) -> RequestReport | None:
+        """Return the report on a request of this client from whichever process has it, or None."""
+        found = await self._ask_all(FindRequest(client, name), Answers[RequestReport | None])
+        known = next((each for each in found.given if each is not None), None)
+        if known is None and not found.is_complete:
+            raise _not_now()
+        return known
+
     async def delete(self, client: str, name: str) -> bool:
         """Delete a stored response in whichever process has it; return False if none has."""
         deleted = await self._ask_all(DeleteResponse(client, name), Answers[bool])
@@ -115,6 +128,8 @@ class Siblings:
                 return self._state()
             case AskMetrics():
                 return self._metrics()
+            case FindRequest(asker, name):
+                return await self._request(asker, name)
             case FindResponse(client, name):
                 return self._kept.get(client, name)
             case DeleteResponse(client, name):

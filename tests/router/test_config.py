@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from router.config import Config, split_endpoint
+from router.cores import num_engines
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
 from worker.config import Config as WorkerConfig
 
@@ -63,6 +64,12 @@ def test_endpoints_are_split() -> None:
     assert split_endpoint("tcp://[::1]:5570") == ("::1", 5570)
     assert split_endpoint("localhost:0") == ("localhost", 0)
     assert split_endpoint("ipc:///run/baton.sock", "--bus") == ("localhost", 0)
+
+
+def test_local_auto_is_as_many_workers_of_any_role_as_pay_here() -> None:
+    config = parse(Config, ["--local=auto"])
+    assert config.local_workers == [("any", rank) for rank in range(num_engines())]
+    assert config.local_workers
 
 
 @pytest.mark.parametrize("wrong", [",", "a", "a,b", "-1,2", "1,2,3", "65,0", "0,65"])
@@ -231,6 +238,7 @@ def test_a_process_has_its_part_of_what_limits_the_whole(tmp_path: Path) -> None
     part = whole.for_process(3, bus="tcp://127.0.0.1:7002")
     assert (part.max_connections, part.max_waiting) == (34, 0)
     assert part.max_running_per_worker == 86 and part.max_kept_responses == 334
+    assert (part.request_history, part.request_history_bytes) == (3334, 22369622)
     assert (part.local, part.ready_file, part.bus) == ((0, 0), None, "tcp://127.0.0.1:7002")
     assert part.max_requests_per_connection == whole.max_requests_per_connection
 

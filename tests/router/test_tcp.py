@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,6 +111,18 @@ async def hear(client: Client) -> Message:
     message = await client.next_message()
     assert message is not None
     return message
+
+
+async def test_a_request_is_remembered_by_the_client_s_address_and_id() -> None:
+    async with face() as (router, client):
+        ask(client, 7)
+        await router.request_id()
+        [attempt] = router.dispatcher.attempts.values()
+        record, history = attempt.state.record, router.dispatcher.history
+        assert record is not None
+        assert re.fullmatch(r"tcp-127\.0\.0\.1:[0-9]+-7", record.name)
+        assert history.find(record.name, "127.0.0.1") == [record]
+        assert history.find(record.name, "10.0.0.9") == []
 
 
 async def error(client: Client) -> tuple[int, int, ErrorDetail]:

@@ -172,6 +172,23 @@ async def test_a_response_is_found_from_the_other_process(cluster: Cluster) -> N
         assert (gone.status_code, gone.json()["error"]["param"]) == (404, "previous_response_id")
 
 
+async def test_a_request_is_explained_by_the_other_process(cluster: Cluster) -> None:
+    async with one_each(cluster) as (one, other):
+        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 2}
+        made = (await patient(one.post, "/v1/completions", json=body)).json()
+        path = f"/v1/requests/{made['id']}"
+        here, there = [(await patient(each.get, path)).json() for each in (one, other)]
+        assert here["choices"][0]["cache"]["reason"] == "shorter_than_a_block"
+        # Processes measure time from different starts; so only the times may differ a little.
+        for report in (here, there):
+            for attempt in report["choices"][0]["attempts"]:
+                assert abs(attempt.pop("placed_at") - report["choices"][0]["submitted_at"]) < 30
+            del report["choices"][0]["submitted_at"]
+        assert here == there
+        for client in (one, other):
+            assert (await patient(client.get, f"{path}0")).status_code == 404
+
+
 async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
     cluster: Cluster,
 ) -> None:

@@ -26,10 +26,30 @@ class KvTransfer(Struct):
     transfer_seconds: float
 
 
+class CacheUsage(Struct):
+    """How many tokens of the prompts were cached, and the reason why not more were.
+
+    Where there are several prompts, `longest_match` and `reason` are those of the one with the most
+    tokens that were not cached.  `local_prefill` is why a decode worker read the prompt, if it did.
+    GET /v1/requests/ID explains each.
+    """
+
+    prefill_worker_tokens: int
+    decode_worker_tokens: int
+    longest_match: int
+    reason: str
+    local_prefill: str | None
+
+
 class BatonUsage(Struct):
-    """Usage that only Baton reports; `kv_transfer` is null if no KV was sent or not yet known."""
+    """Usage that only Baton reports.
+
+    `kv_transfer` is null if no KV was sent or not yet known, `cache` if the router remembers no
+    requests or nothing was read.
+    """
 
     kv_transfer: KvTransfer | None
+    cache: CacheUsage | None
 
 
 class UsageBody(Struct, omit_defaults=True):
@@ -51,7 +71,7 @@ def usage_body(
         sum([len(choice.prompt) for choice in firsts]),
         sum([choice.num_tokens for choice in choices]),
         sum([choice.cached_tokens for choice in firsts]),
-        BatonUsage(_kv_transfer(choices)) if has_baton else None,
+        BatonUsage(_kv_transfer(choices), _cache(firsts)) if has_baton else None,
     )
 
 
@@ -83,4 +103,19 @@ def _kv_transfer(choices: Sequence[Choice]) -> KvTransfer | None:
         skipped_tokens=skipped_tokens,
         seconds=sum([usage.kv_seconds for usage in usages]),
         transfer_seconds=sum([usage.kv_transfer_seconds for usage in usages]),
+    )
+
+
+def _cache(choices: Sequence[Choice]) -> CacheUsage | None:
+    records = [choice.end.record for choice in choices if choice.end is not None]
+    known = [(it, it.cache) for it in records if it is not None and it.cache is not None]
+    if not known:
+        return None
+    record, worst = max(known, key=lambda each: each[0].num_tokens - each[1].prefill_worker)
+    return CacheUsage(
+        prefill_worker_tokens=sum([cache.prefill_worker for _, cache in known]),
+        decode_worker_tokens=sum([cache.decode_worker for _, cache in known]),
+        longest_match=worst.longest_match,
+        reason=worst.reason.value,
+        local_prefill=record.placed[-1].local,
     )

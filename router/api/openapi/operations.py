@@ -14,6 +14,7 @@ from router.api.responses.body import ResponseBody
 from router.api.responses.store import DEFAULT_ITEMS, MAX_ITEMS
 from router.api.text import CompletionBody
 from router.api.tokenize import DetokenizeBody, TokenizeBody
+from router.core.history.report import RequestReport
 
 STATUSES: Final = {
     400: "The request is wrong: the message names the field and what is allowed there.",
@@ -163,6 +164,12 @@ OPERATIONS: Final = (
     ),
     Operation("get", "/v1/models", "The one model that is served.", answers.Models),
     Operation("get", "/v1/models/{model}", "The model of this name.", answers.Model),
+    Operation(
+        "get",
+        "/v1/requests/{request}",
+        "How a recent request of this client was served, and why its prompt was not cached.",
+        RequestReport,
+    ),
     Operation("get", "/v1/cluster", "Every worker, and what it does.", answers.Cluster),
     Operation("get", "/load", "How many requests are under way.", answers.Load),
     Operation("get", "/metrics", "Figures for Prometheus.", "text/plain"),

@@ -43,6 +43,7 @@ def read(
             raise kept.missing(name, "previous_response_id")
         items = [*_items_of(previous, len(raw)), *items]
     key = secrets.token_hex(16)
+    context = context._replace(request_id=key)
     before = encode_items(items, key) if body.is_kept else b""
 
     def keep(response: bytes) -> None:

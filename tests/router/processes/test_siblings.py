@@ -13,6 +13,7 @@ import pytest
 from router.api.errors import HttpError
 from router.api.responses.store import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
+from router.core.history.report import RequestReport
 from router.processes import siblings
 from router.processes.channel import (
     Answers,
@@ -23,6 +24,7 @@ from router.processes.channel import (
     Assignment,
     Channel,
     DeleteResponse,
+    FindRequest,
     FindResponse,
 )
 from router.processes.merged_metrics import Family
@@ -32,6 +34,13 @@ ASSIGNMENT = Assignment(1, 2, "127.0.0.1:1", "127.0.0.1:2", "tcp://127.0.0.1:3",
 STATE = ProcessState(7, 1, 2, ["none"], [{"role": "decode"}])
 FAMILY = Family("baton_x", "X.", "counter", [("baton_x_total", (("a", "b"),), 2.0)])
 KEPT = KeptResponse("anna", b"{}", b"[]")
+
+
+REPORT = RequestReport("r", [])
+
+
+async def report_to(asker: str | None, name: str) -> RequestReport | None:
+    return REPORT if (asker, name) in (("anna", "r"), (None, "r")) else None
 
 
 @asynccontextmanager
@@ -51,7 +60,7 @@ async def beside(
     assert process.assignment == ASSIGNMENT
     kept = KeptResponses()
     kept.keep("resp_1", KEPT)
-    process.serve(lambda: STATE, lambda: [FAMILY], kept)
+    process.serve(lambda: STATE, lambda: [FAMILY], kept, report_to)
     yield process, parent
     await process.close()
     await parent.close()
@@ -67,6 +76,9 @@ async def test_a_process_replies_to_the_parent() -> None:
         maybe: Any = KeptResponse | None
         for asker, name, found in (("anna", "resp_1", KEPT), ("ben", "resp_1", None)):
             assert await parent.ask(FindResponse(asker, name), maybe) == found
+        report: Any = RequestReport | None
+        for who, found_report in (("anna", REPORT), (None, REPORT), ("ben", None)):
+            assert await parent.ask(FindRequest(who, "r"), report) == found_report
         for asker, is_gone in (("ben", False), ("anna", True), ("anna", False)):
             assert await parent.ask(DeleteResponse(asker, "resp_1"), bool) == is_gone
 
@@ -83,6 +95,9 @@ async def test_calls_to_all_processes(is_complete: bool) -> None:
             case FindResponse(_, name):
                 found = [None, KEPT if name == "resp_2" else None]
                 return Answers(found, is_complete=is_complete)
+            case FindRequest(_, name):
+                found_report = [None, REPORT if name == "resp_2" else None]
+                return Answers(found_report, is_complete=is_complete)
             case DeleteResponse(_, name):
                 return Answers([False, name == "resp_2"], is_complete=is_complete)
 
@@ -91,11 +106,17 @@ async def test_calls_to_all_processes(is_complete: bool) -> None:
         assert await process.metrics() == [[], [FAMILY]]
         assert await process.find("anna", "resp_2") == KEPT
         assert await process.delete("anna", "resp_2")
+        assert await process.request("anna", "resp_2") == REPORT
         if is_complete:
             assert await process.find("anna", "resp_3") is None
             assert not await process.delete("anna", "resp_3")
+            assert await process.request("anna", "resp_3") is None
             return
-        for ask in (process.find, process.delete):  # who has it may be the one that is silent
+        for ask in (
+            process.find,
+            process.delete,
+            process.request,
+        ):  # who has it may be the one that is silent
             with pytest.raises(HttpError) as caught:
                 await ask("anna", "resp_3")
             assert caught.value.status == 503

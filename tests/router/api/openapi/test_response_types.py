@@ -39,7 +39,7 @@ def checked(raw: bytes, kind: Any) -> Any:
 
 @pytest.mark.parametrize(
     "operation",
-    [each for each in OPERATIONS if "{response}" not in each.path],
+    [each for each in OPERATIONS if "{response}" not in each.path and "{request}" not in each.path],
     ids=lambda each: f"{each.method} {each.path}",
 )
 async def test_an_example_is_answered(site: Site, operation: Operation) -> None:

@@ -1,0 +1,1 @@
+"""The last requests: how each was served, and why its prompt was not cached further."""
