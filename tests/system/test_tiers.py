@@ -1,6 +1,6 @@
 """A session goes on after everything was killed: only its new tokens are read, the text is equal.
 
-`BATON_KILLS` asks for more kills while blocks are being written.
+`TIER_KILLS` asks for more kills while blocks are being written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from worker.tiers.records import Checksum, RecordFormat
 BLOCK_SIZE = 16
 HEADER_BYTES = RecordFormat(BLOCK_SIZE, 0, b"", Checksum()).header_bytes
 NUM_TURNS = 4
-NUM_KILLS = int(os.environ.get("BATON_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("TIER_KILLS", "2"))
 NUM_TOKENS = 20
 
 

@@ -25,7 +25,7 @@ from worker.tiers.records import Checksum, Encryption, RecordFormat, Seal
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = chain(1, 2, 3, 4)
 KV_BYTES = 40
-NUM_KILLS = int(os.environ.get("BATON_KILLS", "12"))
+NUM_KILLS = int(os.environ.get("TIER_KILLS", "12"))
 
 
 def kv(key: BlockKey) -> bytes:
@@ -151,7 +151,7 @@ def test_many_parts_are_written_whole(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60 + 5 * NUM_KILLS)
 def test_kill_9_while_writing_leaves_nothing_wrong(tmp_path: Path) -> None:
-    """`BATON_KILLS` asks for more."""
+    """`TIER_KILLS` asks for more."""
     draw, num_intact, num_torn = random.Random(5), 0, 0
     for seed in range(NUM_KILLS):
         writer = subprocess.Popen(
