@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from typing import Final
 
 from worker.engine.blocks import BlockPool, Prefix
 from worker.engine.loads import NOTHING, Load
 from worker.engine.sequence import Sequence
 from worker.tiers.keys import BlockKey, follow
 from worker.tiers.store import Found, TierFigures, TierStore
+
+# No more than this part of the blocks is copied at once, because they cannot be evicted meanwhile.
+MAX_PART: Final = 4
 
 
 class Tiering:
@@ -65,7 +69,8 @@ class Tiering:
         """Start to copy cached blocks that a tier lacks, unless others are being copied."""
         if self._saving or not self.unsaved:
             return
-        batch, looked_at, room = list[tuple[BlockKey, int]](), list[int](), self.store.room
+        batch, looked_at = list[tuple[BlockKey, int]](), list[int]()
+        room = min(self.store.room, max(1, self.pool.num_blocks // MAX_PART))
         for block, key in self.unsaved.items():
             if len(batch) >= room:
                 break

@@ -20,14 +20,16 @@ from worker.tiers.keys import BlockKey
 
 # Bytes that are written between two synchronizations.
 BATCH_BYTES: Final = 16 << 20
-# Bytes that wait for the disk.  If it is slower than the engine, some blocks are not written.
-MAX_UNWRITTEN_BYTES: Final = 4 * BATCH_BYTES
+# Bytes that wait for the disk: more than a step computes.  If the disk is slower than the engine,
+# some blocks are not written.
+MAX_UNWRITTEN_BYTES: Final = 16 * BATCH_BYTES
 # After an error of the disk nothing is written for so long, twice as long after each further one.
 MIN_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 60.0
 
 R = TypeVar("R")
 Blocks = dict[bytes, tuple[BlockKey, Buffer]]
+Write = tuple[int, BlockKey, Buffer]  # the number of the slot, the block and its KV
 log = structlog.get_logger("worker")
 
 
@@ -64,11 +66,10 @@ class DiskTier:
         self.index = Index[Slot](disk.num_slots, context_blocks)
         self.write_errors = self.skipped_blocks = 0
         self._journal, self._clock = journal, clock
-        self._max_batch = min(max(1, BATCH_BYTES // block_bytes), disk.num_slots)
+        self.max_batch = min(max(1, BATCH_BYTES // block_bytes), disk.num_slots)
         self.max_unwritten = max(1, MAX_UNWRITTEN_BYTES // block_bytes)
         self._unwritten: Blocks = {}
         self._writing: Blocks = {}
-        self._slots: list[int] = []  # of the blocks in `_writing`
         self._free: list[int] = []
         self._num_used = 0  # all slots from this number on are free
         self._num_written = 0  # the file reaches this far
@@ -98,7 +99,8 @@ class DiskTier:
     def room(self) -> int:
         """How many more blocks may wait to be written; 0 after an error, for a while."""
         is_paused = self._clock() < self._paused_until_s
-        return 0 if is_paused else self.max_unwritten - len(self._unwritten)
+        num_waiting = len(self._unwritten) + len(self._writing)
+        return 0 if is_paused else self.max_unwritten - num_waiting
 
     def wants(self, digest: bytes) -> bool:
         """Return whether a block is neither on the disk nor on its way."""
@@ -106,24 +108,27 @@ class DiskTier:
         return not is_on_its_way and digest not in self.index
 
     def offer(self, key: BlockKey, kv: Buffer) -> None:
-        """Have a block written if it is wanted and there is room in the line."""
+        """Have the next `write` write a block, if it is wanted and there is room in the line."""
         if not self.wants(key.digest):
             return
         if self.room <= 0:
             self.skipped_blocks += 1
             return
         self._unwritten[key.digest] = key, kv
-        self.write()
 
     def write(self) -> None:
-        """Start to write the next batch, unless one is being written."""
-        if self._writing or not self._unwritten:
-            return
-        for digest in [*islice(self._unwritten, min(self._max_batch, self._limit))]:
-            self._writing[digest] = self._unwritten.pop(digest)
-        self._slots = [self._take_slot() for _ in self._writing]
-        pairs = zip(self._slots, self._writing.values(), strict=True)
-        batch = [(slot, key, kv) for slot, (key, kv) in pairs]
+        """Start to write full batches, and what is left if nothing is being written."""
+        while self._unwritten and (not self._writing or len(self._unwritten) >= self.max_batch):
+            size = min(self.max_batch, self._limit - len(self._writing))
+            if size <= 0:
+                return
+            self._start([*islice(self._unwritten, size)])
+
+    def _start(self, digests: list[bytes]) -> None:
+        batch: list[Write] = []
+        for digest in digests:
+            key, kv = self._writing[digest] = self._unwritten.pop(digest)
+            batch.append((self._take_slot(), key, kv))
 
         def work() -> list[Slot] | OSError:
             try:
@@ -131,28 +136,29 @@ class DiskTier:
             except OSError as error:
                 return error
 
-        self.thread.put(work, self._on_written)
+        self.thread.put(work, lambda outcome: self._on_written(batch, outcome))
 
     def forget(self, key: BlockKey) -> None:
         """Drop a block that cannot be read."""
         if key.digest in self.index:
             self._free.append(self._dropped(self.index.remove(key)))
 
-    def _on_written(self, outcome: list[Slot] | OSError) -> None:
-        written, self._writing = self._writing, {}
+    def _on_written(self, batch: list[Write], outcome: list[Slot] | OSError) -> None:
+        for _, key, _ in batch:
+            del self._writing[key.digest]
         if isinstance(outcome, OSError):
-            self._fail(outcome, len(written))
+            self._fail(outcome, [slot for slot, _, _ in batch])
         else:
             self._pause_s = 0.0
-            for (key, _), slot in zip(written.values(), outcome, strict=True):
+            for (_, key, _), slot in zip(batch, outcome, strict=True):
                 self._add(key, slot)
         self.write()
 
-    def _fail(self, error: OSError, num_blocks: int) -> None:
+    def _fail(self, error: OSError, slots: list[int]) -> None:
         self.write_errors += 1
-        self.skipped_blocks += num_blocks
-        self._free += self._slots
-        new = min((slot for slot in self._slots if slot >= self._num_written), default=0)
+        self.skipped_blocks += len(slots)
+        self._free += slots
+        new = min((slot for slot in slots if slot >= self._num_written), default=0)
         if error.errno in (ENOSPC, EDQUOT) and new:  # so new blocks take the places of old ones
             self._limit = self._num_used = new
             self._free = [slot for slot in self._free if slot < new]
@@ -161,7 +167,7 @@ class DiskTier:
             self._unwritten.clear()
             self._pause_s = min(max(MIN_PAUSE_S, 2 * self._pause_s), MAX_PAUSE_S)
             self._paused_until_s = self._clock() + self._pause_s
-        log.warning("blocks are not written to disk", reason=str(error), blocks=num_blocks)
+        log.warning("blocks are not written to disk", reason=str(error), blocks=len(slots))
 
     def _take_slot(self) -> int:
         if self._free:

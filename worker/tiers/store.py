@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 
 from wire.parts import Buffer
 from worker.tiers.copies import BlockCopies, Rate
 from worker.tiers.disk import Slot
-from worker.tiers.disk_tier import BATCH_BYTES, DiskTier, Journal, Thread
+from worker.tiers.disk_tier import DiskTier, Journal, Thread
 from worker.tiers.index import Index
 from worker.tiers.keys import BlockKey, Chain, follow
 from worker.tiers.threads import Results
+
+# Bytes that one call of `save` copies: about what a step computes, since there is one call a step.
+COPY_BYTES: Final = 128 << 20
 
 log = structlog.get_logger("worker")
 
@@ -98,7 +101,7 @@ class TierStore:
     @property
     def room(self) -> int:
         """The most blocks that `save` may be called with now."""
-        at_once = max(1, BATCH_BYTES // self.copies.num_bytes)
+        at_once = max(1, COPY_BYTES // self.copies.num_bytes)
         if self._host.max_blocks or self.disk is None:
             return at_once
         return min(at_once, self.disk.room)
@@ -122,6 +125,7 @@ class TierStore:
         def keep(copies: list[Buffer]) -> None:
             for (key, _), kv in zip(blocks, copies, strict=True):
                 self._keep(key, kv)
+            self._write()
             done()
 
         self._copying.put(lambda: [self.copies.copy_out(block) for _, block in blocks], keep)
@@ -139,6 +143,10 @@ class TierStore:
     def _offer(self, key: BlockKey, kv: Buffer) -> None:
         if self.disk is not None:
             self.disk.offer(key, kv)
+
+    def _write(self) -> None:
+        if self.disk is not None:
+            self.disk.write()
 
     # From the tiers to the pool.
 
@@ -231,6 +239,7 @@ class TierStore:
         for it in found[:num_read]:
             if it.kv is not None:  # it may not be on the disk yet
                 self._offer(it.key, it.kv)
+        self._write()
         if num_read:
             self.use(found[num_read - 1].key)
 

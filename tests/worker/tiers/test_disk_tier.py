@@ -58,6 +58,7 @@ class Stage:
     def offer(self, *keys: BlockKey) -> None:
         for key in keys:
             self.tier.offer(key, KV)
+            self.tier.write()
 
     def run(self) -> None:
         while len(self.thread):
@@ -84,6 +85,17 @@ def test_what_is_offered_while_a_batch_is_written_makes_the_next_batch(stage: St
     stage.run()
     assert all(stage.on_disk(*keys)) and stage.tier.is_idle
     assert stage.journal.journal.read() == (tuple(key.hash for key in keys), ())
+
+
+def test_full_batches_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_slots=9)
+    stage.tier.max_batch = 2
+    stage.offer(*chain(*range(8)))
+    assert len(stage.thread) == 4, "one, two, two, two; the last waits for company"
+    stage.offer(*chain(*range(10, 14)))
+    assert len(stage.thread) == 5, "all slots are being written, so that none can be evicted"
+    stage.run()
+    assert len(stage.tier.index) == 9 and stage.tier.is_idle
 
 
 def test_a_new_block_takes_the_slot_of_the_cheapest(stage: Stage) -> None:
@@ -119,9 +131,9 @@ def test_the_index_is_read_at_the_start(stage: Stage, tmp_path: Path) -> None:
 def test_a_slow_disk_has_a_short_line(stage: Stage) -> None:
     stage.tier.max_unwritten = 2
     stage.offer(*chain(1, 2, 3, 4, 5))
-    assert stage.tier.room == 0 and stage.tier.skipped_blocks == 2
+    assert stage.tier.room == 0 and stage.tier.skipped_blocks == 3
     stage.run()
-    assert len(stage.tier.index) == 3 and stage.tier.room == 2
+    assert len(stage.tier.index) == 2 == stage.tier.room
 
 
 def test_after_an_error_nothing_is_written_for_a_while(stage: Stage) -> None:
