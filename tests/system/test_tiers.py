@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import Cluster, hash_oracle, until
+from tests.cluster import Cluster, until
+from tests.oracle import hash_oracle
 from wire.options import Options
 from worker.tiers.records import Checksum, RecordFormat
 
