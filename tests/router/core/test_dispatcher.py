@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -401,13 +403,36 @@ def test_a_draining_worker_hands_over_what_it_generates() -> None:
     router.assert_idle()
 
 
+def test_an_answer_of_which_only_the_end_is_missing_is_not_handed_over() -> None:
+    router = Router()
+    router.pair()
+    router.join(Role.DECODE, 1)
+    _, sink = router.submit(20, new=1)
+    [(_, message)] = router.take(Tag.PREFILL_REQUEST)
+    frame = message.frame
+    assert isinstance(frame, PrefillRequest)
+    decode = f"decode-{frame.decode_rank}-1".encode()
+    router.say(P, PrefillDone(frame.request_id, 1280), first(7))
+    router.say(decode, [DecodeToken(frame.request_id, 8)])
+    router.say(decode, Drain(1, 5000))
+    router.dispatcher.tick()
+    assert router.take(Tag.PREFILL_REQUEST) == []
+    router.say(decode, DecodeDone(frame.request_id), usage())
+    assert sink.kinds == ["prefill", "token", "done"]
+    router.assert_idle()
+
+
 class Interleavings(RuleBasedStateMachine):
     """Any order of client, worker and clock events, with ids that are right, stale or made up."""
 
+    roles = (Role.PREFILL, Role.DECODE)
+    limits = Limits(max_waiting=3, max_running_per_worker=2, lease_s=5.0)
+
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(Limits(max_waiting=3, max_running_per_worker=2, lease_s=5.0))
+        self.router = Router(self.limits)
         self.sinks: list[RecordingSink] = []
+        self.most: list[int] = []  # tokens that each asked for
         self.handles: list[int] = []
         self.refused = 0
         # Of every attempt: its request id and its two workers.
@@ -417,14 +442,14 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in range(2):
             for rank in (0, 1):
                 self.join(role, rank)
 
-    @rule(role=st.sampled_from([Role.PREFILL, Role.DECODE]), rank=st.integers(0, 1))
-    def join(self, role: Role, rank: int) -> None:
+    @rule(role=st.integers(0, 1), rank=st.integers(0, 1))
+    def join(self, role: int, rank: int) -> None:
         self.epoch += 1
-        self.peers.add(self.router.join(role, rank, self.epoch))
+        self.peers.add(self.router.join(self.roles[role], rank, self.epoch))
         self.learn()
 
     @rule(
@@ -441,6 +466,7 @@ class Interleavings(RuleBasedStateMachine):
             assert sink.events == []
         else:
             self.sinks.append(sink)
+            self.most.append(300 if new is None else new + 1)
         self.learn()
 
     @precondition(lambda self: self.handles)
@@ -500,7 +526,7 @@ class Interleavings(RuleBasedStateMachine):
             case "lost":
                 self.router.bus.on_lost(sender)
             case "drain":
-                self.router.say(sender, Drain(1, 1000))
+                self.router.say(sender, Drain(int(sender.rpartition(b"-")[2]), 1000))
             case "garbage":
                 self.router.bus.on_message(sender, [b"nonsense"])
             case _:
@@ -517,7 +543,7 @@ class Interleavings(RuleBasedStateMachine):
         decodes = {
             worker.rank: worker.identity
             for worker in self.router.fleet.live
-            if worker.role is Role.DECODE
+            if worker.can(Role.DECODE)
         }
         for peer, message in self.router.sent:
             frame = message.frame
@@ -532,6 +558,8 @@ class Interleavings(RuleBasedStateMachine):
         dispatcher = self.router.dispatcher
         num_open = len(self.sinks) - len(self.router.ends.ends)
         assert num_open == dispatcher.num_running + dispatcher.num_waiting
+        for sink, most in zip(self.sinks, self.most, strict=True):
+            assert len(sink.events) - len(sink.ends) <= most
         for each in self.router.fleet:
             assert each.num_active >= 0 and each.prefill_tokens >= 0
             assert each.promised_blocks == sum(each.promised.values()) >= 0
@@ -547,5 +575,14 @@ class Interleavings(RuleBasedStateMachine):
         self.router.assert_idle()
 
 
+class Flexible(Interleavings):
+    """The same with retries, where one worker may do both, and others have a role."""
+
+    roles = (Role.PREFILL, Role.ANY)
+    limits = replace(Interleavings.limits, max_attempts=3, local_prefill=True)
+
+
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(max_examples=50, stateful_step_count=40)
+TestFlexible = Flexible.TestCase
+TestFlexible.settings = TestInterleavings.settings
