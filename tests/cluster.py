@@ -14,11 +14,6 @@ from typing import Any, Self
 
 import httpx
 
-from tests.oracle import oracle
-from wire.options import Options
-from wire.process.model import locate
-from worker.executor.hash import create
-
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0  # four workers import torch at once, on two cores
 
@@ -31,19 +26,6 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> A
             raise TimeoutError(f"not in {timeout_s} s: {what}")
         time.sleep(0.02)
     return result
-
-
-def hash_oracle(prompt: list[int], num_tokens: int, options: Options) -> list[int]:
-    """The expected tokens of the hash executor with the demo model's vocabulary."""
-    info = create(model_path=locate("demo")).info
-    return oracle(
-        prompt,
-        num_tokens,
-        options,
-        info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        max_model_len=info.max_model_len,
-    )
 
 
 def kv_endpoint(worker: subprocess.Popen[bytes]) -> str:

@@ -9,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from wire.layout import KVLayout, StateGroup
 from wire.options import Options
+from wire.process.model import locate
 from worker.executor.batch import Row, Sampling
 from worker.executor.hash import (
     EOS_TOKEN_IDS,
@@ -16,6 +17,7 @@ from worker.executor.hash import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     Vocabulary,
+    create,
     kv_words,
     state_after,
 )
@@ -63,3 +65,16 @@ def _digest(token_ids: Sequence[int], layout: KVLayout) -> int:
             seen = layers[-(group.window or 0) :].transpose(1, 2, 3, 0)
         digest = xxh3_64_intdigest(seen.tobytes(), seed=digest)
     return digest
+
+
+def hash_oracle(prompt: list[int], num_tokens: int, options: Options) -> list[int]:
+    """The expected tokens of the hash executor with the demo model's vocabulary."""
+    info = create(model_path=locate("demo")).info
+    return oracle(
+        prompt,
+        num_tokens,
+        options,
+        info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        max_model_len=info.max_model_len,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from router.core.estimates import Mean
 from router.core.fleet import Fleet, Worker
@@ -27,6 +28,7 @@ from router.core.prefixes import PrefixIndex
 from router.core.state import Attempt, Limits, RequestState, no_worker
 from wire.errors import ErrorCode, TransferTooLarge, WireError
 from wire.frames import Role
+from wire.layout import KVLayout
 from wire.logprobs import prompt_logprobs_problem
 from wire.payloads import Usage
 
@@ -377,7 +379,7 @@ class Placement:
         if state.num_left == 1:
             return 0
         layout = self._fleet.layout
-        return 0 if layout is None else layout.transfer_bytes(state.seq_len)
+        return 0 if layout is None else _transfer_bytes(layout, state.seq_len)
 
     def _check_role(self, role: Role, seq_len: int, now: float) -> None:
         """Check that a worker of this role has enough KV blocks in total."""
@@ -390,3 +392,9 @@ class Placement:
                 f"no {role.name.lower()} worker has KV blocks for {seq_len + 1} tokens; "
                 "shorten the prompt or raise --num-blocks of the workers",
             )
+
+
+@lru_cache(maxsize=1024)
+def _transfer_bytes(layout: KVLayout, num_tokens: int) -> int:
+    """Return `layout.transfer_bytes(num_tokens)`, which each placement needs several times."""
+    return layout.transfer_bytes(num_tokens)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from concurrent.futures import ProcessPoolExecutor
 from typing import Final
 
-from tests.cluster import hash_oracle
 from tests.faults.clients import Record
+from tests.oracle import hash_oracle
 
 # Of a record, what the oracle wants to know.
 ASKED: Final = ("prompt", "num_tokens", "options")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import ROOT, Cluster, hash_oracle
+from tests.cluster import ROOT, Cluster
+from tests.oracle import hash_oracle
 from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cluster import START_S, Cluster, hash_oracle, until
+from tests.cluster import START_S, Cluster, until
 from tests.failing_device import SENTENCE
+from tests.oracle import hash_oracle
 from wire.options import Options
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
 

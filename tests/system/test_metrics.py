@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import Cluster, hash_oracle, until
+from tests.cluster import Cluster, until
 from tests.faults.clients import Record, TcpClient
+from tests.oracle import hash_oracle
 from tests.system.figures import Figures
 from wire.options import Options
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, hash_oracle, until
+from tests.cluster import Cluster, until
+from tests.oracle import hash_oracle
 from wire.options import Options
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import Cluster, hash_oracle, kv_endpoint
+from tests.cluster import Cluster, kv_endpoint
 from tests.faults.clients import Record, TcpClient
+from tests.oracle import hash_oracle
 from tests.worker.scripted import ScriptedPrefill
 from wire.errors import ErrorCode
 from wire.frames import Error
