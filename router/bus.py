@@ -193,7 +193,7 @@ class Bus:
         welcome = Welcome(self._epoch, round(self.fleet.heartbeat_s * 1000), self._lease_ms)
         limit = WelcomeDetail(max_kv_transfer_bytes=self.fleet.own_max_kv_transfer_bytes)
         self.send(peer, welcome, encode_map(limit))
-        self.index.add(peer, detail.num_blocks)
+        self.index.add(peer, detail.num_blocks + detail.num_tier_blocks)
         self._send_peers(self.fleet.live if worker.can(Role.DECODE) else [worker])
 
     def _compare_arithmetic(self) -> None:

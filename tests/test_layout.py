@@ -64,7 +64,7 @@ FLOORS = {
     ],
     "worker": [
         *("worker/model", "worker/compute", "worker/executor", "worker/parallel"),
-        *("worker/engine", "worker/embedded"),
+        *("worker/tiers", "worker/engine", "worker/embedded"),
         *("worker/config.py", "worker/memory.py", "worker/assembly.py", "worker/metrics.py"),
         "worker/processes.py",
         *("worker/transfer/sockets.py", "worker/transfer/thread.py", "worker/environment.py"),

@@ -82,6 +82,7 @@ class HelloDetail(Map, frozen=True, kw_only=True):
     kv_endpoint: EndpointOrNone = ""
     cores: Cores = ""
     kv_unasked_bytes: Size = 0
+    num_tier_blocks: Count = 0
     shards: Processes = 1
     stages: Processes = 1
 

@@ -50,6 +50,8 @@ REST_S: Final = 0.1
 STOP_S: Final = 10.0
 # How long everything after the drain may take: copying KV, ending other processes and sockets.
 CLOSE_S: Final = 20.0
+# How long the last blocks may take to be written to disk.
+TIERS_S: Final = 5.0
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts the worker
 
 
@@ -74,7 +76,9 @@ class Worker:
         self._config = config
         self._models = [measured(model) for model in (executor, draft) if model is not None]
         self._executor = self._models[0]
-        self._engine = make_engine(config, *self._models, clock=environment.clock)
+        keys = open_keys(config.keys, config.party)
+        secret = None if keys is None else keys.pair.secret.encode()
+        self._engine = make_engine(config, *self._models, clock=environment.clock, secret=secret)
         self._clock = environment.clock
         self._changed = asyncio.Event()  # wakes `run`
         call = asyncio.get_running_loop().call_soon_threadsafe
@@ -89,7 +93,6 @@ class Worker:
         cache = self._engine.cache
         small_bytes = 0 if cache.copies_wait else SMALL_BYTES
         self._copies = environment.make_copies(cache.copies_at_once, small_bytes)
-        keys = open_keys(config.keys, config.party)
         self._plane = environment.make_plane(info.max_model_len, keys)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, environment.epoch())
@@ -131,6 +134,7 @@ class Worker:
             stages=capabilities.num_stages,
             kv_endpoint=self.role.kv_endpoint,
             kv_unasked_bytes=self.role.kv_unasked_bytes,
+            num_tier_blocks=self._engine.num_tier_blocks,
             # A longer list, such as every second one of thousands of cores, would be refused.
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )
@@ -209,6 +213,8 @@ class Worker:
             await router.close(1.0)
         if self._thread.stop(wait_s=STOP_S if self._warmup.is_over else 0.0):
             self._copies.close()
+            if self._crashed is None:
+                self._engine.close_tiers(TIERS_S)
             # A failed device accepts no calls; the end of the process frees its memory.
             for model in () if self._crash_status == EXIT_DEVICE_FAILED else self._models:
                 model.shutdown()

@@ -103,6 +103,17 @@ class Config(SharedSettings):
         1.0, "seconds of waiting after which a request's priority rises by one", gt=0, le=3600
     )
     swap_bytes: int = setting(0, "host memory for the KV of preempted requests; 0: recompute", ge=0)
+    host_kv_bytes: int = setting(
+        0, "host memory for blocks that leave the KV cache; 0: none", ge=0, le=MAX_BYTES
+    )
+    disk_kv: Path | None = setting(
+        None,
+        "directory where blocks are kept beyond a restart, with --disk-kv-bytes; workers may share "
+        "it; with keys the files are encrypted; none: nowhere",
+    )
+    disk_kv_bytes: int = setting(
+        0, "maximum size of the files in --disk-kv of this worker", ge=0, le=MAX_BYTES
+    )
     speculate: str = setting(
         "",
         "draft up to K tokens per step, 64 at most: ngram:K from the text so far, or draft:K:MODEL "
@@ -199,6 +210,20 @@ class Config(SharedSettings):
         elif setting:
             raise ValueError("neither ngram:K nor draft:K:MODEL")
         return setting
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        if (self.disk_kv is None) != (self.disk_kv_bytes == 0):
+            raise ValueError(
+                f"--disk-kv is {self.disk_kv or 'empty'} and --disk-kv-bytes {self.disk_kv_bytes}: "
+                "give both, where and how much, or neither"
+            )
+        if (self.host_kv_bytes or self.disk_kv_bytes) and not self.prefix_cache:
+            raise ValueError(
+                "--host-kv-bytes and --disk-kv keep blocks of the prefix cache: leave out "
+                "--no-prefix-cache, or them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:

@@ -80,6 +80,26 @@ def count_blocks(memory: MemoryRequirements, config: Config, free_bytes: int | N
     )
 
 
+def check_host_bytes(
+    memory: MemoryRequirements, config: Config, num_blocks: int, free_bytes: int | None
+) -> None:
+    """Check that the host memory for KV beside the KV cache is free.
+
+    Raises:
+        ValueError: It is not; the message names the settings to change.
+    """
+    wanted = config.host_kv_bytes
+    if wanted and not _is_on_gpu(config.device):
+        wanted += memory.activation_bytes_per_token * config.step_tokens
+        wanted += memory.cache_bytes(num_blocks, config.block_size, config.step_tokens)
+    if free_bytes is not None and wanted > free_bytes:
+        raise ValueError(
+            f"--host-kv-bytes is {config.host_kv_bytes}, and with it the KV cache and a step's "
+            f"activations take {wanted} bytes of host memory, where {free_bytes} are free; lower "
+            "it or --kv-cache-bytes"
+        )
+
+
 def free_bytes(
     device: str,
     meminfo: Path = Path("/proc/meminfo"),

@@ -27,6 +27,7 @@ from wire.process.frame_counters import Traffic
 from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.stats import STEP_S, Slots, Stats
+from worker.tiers.store import TierFigures
 
 
 class TransferCounts:
@@ -88,6 +89,8 @@ class Metrics(Collector):
         yield from _engine(stats)
         yield from _slots(self._engine.slots())
         yield from _steps(stats)
+        if self._engine.tiering is not None:
+            yield from _tiers(self._engine.tiering.figures())
         yield from self._transfers()
         yield from frames(self._planes)
         shape = {
@@ -134,6 +137,17 @@ def _engine(stats: Stats) -> Iterator[Metric]:
     kinds = ("prefill", "decode", "cached", "drafted", "accepted")
     tokens = {kind: getattr(counters, f"{kind}_tokens") for kind in kinds}
     yield tally("worker_tokens", "Tokens read, sampled, found, guessed.", "kind", tokens)
+
+
+def _tiers(figures: TierFigures) -> Iterator[Metric]:
+    host, disk = figures.host, figures.disk
+    blocks = {"host": host.blocks, "disk": disk.blocks}
+    yield _labelled("tier_blocks", "KV blocks below the KV cache.", "tier", blocks)
+    sizes = {"host": host.bytes, "disk": disk.bytes}
+    yield _labelled("tier_bytes", "What these blocks take.", "tier", sizes)
+    tokens = {"host": host.tokens, "disk": disk.tokens}
+    yield tally("tier_tokens", "Tokens loaded instead of computed.", "tier", tokens)
+    yield tally("tier_failures", "Failed or skipped operations.", "kind", figures.failures)
 
 
 def _slots(slots: Slots) -> Iterator[Metric]:

@@ -1,10 +1,10 @@
 """Index of the prefixes that each worker has cached, as far as the router knows.
 
 For each worker it has a set of prefix hashes (`wire.prefix`), at most as many as the worker has
-blocks and at most `max_held`; when the set is full, the oldest hash is dropped.  Heartbeats report
-stored and evicted blocks.  The blocks of a placed request are added at once, so that equal prompts
-match before the next heartbeat.  A wrong entry costs time but never gives a wrong result: the
-worker checks its own cache.
+blocks, those of its tiers included, and at most `max_held`; when the set is full, the oldest hash
+is dropped.  Heartbeats report stored and evicted blocks.  The blocks of a placed request are added
+at once, so that equal prompts match before the next heartbeat.  A wrong entry costs time but never
+gives a wrong result: the worker checks its own cache.
 """
 
 from __future__ import annotations

@@ -220,6 +220,14 @@ def test_heartbeats_feed_the_prefix_index(peer: bytes) -> None:
     assert router.bus.index.matches(hashes) == {}
 
 
+def test_prefixes_of_tiers_have_room_in_the_index() -> None:
+    router = Router()
+    router.join(Role.DECODE, 0, num_blocks=2, num_tier_blocks=2)
+    hashes = prefix_hashes(range(5 * 16), 16)
+    router.beat(D, load(2, stored=tuple(hashes)))
+    assert router.bus.index.size(D) == 4
+
+
 def test_costs_of_heartbeats_hold_from_the_next_tick() -> None:
     router = Router()
     router.pair()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from msgspec import structs
 from structlog.testing import capture_logs
 
+from tests.wire.process.key_files import write
 from tests.worker.scripted import (
     PATIENCE_S,
     GatedExecutor,
@@ -31,6 +35,7 @@ from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import decode_prefill_result
 from wire.process.cores import own_cores, parse_cores
+from wire.process.keys import Keys
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, MAX_COUNT
 from worker.app import EXIT_CRASHED
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
@@ -349,3 +354,35 @@ async def test_heartbeats_have_the_time_of_a_stuck_step() -> None:
                 executor.gate.set()
             await router.receive(Tag.PREFILL_DONE)
             await router.until(lambda: router.loads[peer].step_ms == 0)
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_blocks_outlive_a_worker_encrypted_if_it_has_keys(
+    tmp_path: Path, has_keys: bool
+) -> None:
+    keys, disk = tmp_path / "keys", tmp_path / "disk"
+    keys.mkdir()
+    cached_tokens: list[int] = []
+
+    async def live() -> None:
+        own: dict[str, Any] = {"keys": keys} if has_keys else {}
+        async with (
+            scripted_router(Keys(keys, "router") if has_keys else None) as router,
+            running(router, "prefill", disk_kv=disk, disk_kv_bytes=1 << 20, **own),
+        ):
+            assert router.details[Role.PREFILL].num_tier_blocks > 100
+            router.prefill(1, PROMPT, structs.replace(OPTIONS, max_tokens=1))
+            message = await router.receive(Tag.PREFILL_DONE)
+            cached_tokens.append(decode_prefill_result(message.body()).cached_tokens)
+
+    for _ in range(2):
+        shutil.rmtree(keys)
+        keys.mkdir()
+        write(keys, "router", "prefill-0")
+        for _ in range(2):
+            await live()
+    # The second pair of keys cannot open what the first has written.
+    assert cached_tokens == ([0, 96, 0, 96] if has_keys else [0, 96, 96, 96])
+    tokens = b"".join(it.to_bytes(4, "little") for it in PROMPT[:16])
+    headers = next(disk.rglob("headers")).read_bytes()
+    assert (tokens in headers) != has_keys

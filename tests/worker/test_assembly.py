@@ -1,6 +1,10 @@
 """The engine has the settings that the flags give."""
 
+import os
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -76,3 +80,39 @@ def test_a_draft_model_whose_state_cannot_go_back_is_refused() -> None:
     config = Config(num_blocks=4, speculate="draft:3:demo")
     with pytest.raises(ValueError, match=r"draft:3:demo.*keep a state.*take another one"):
         make_engine(config, create(), create_mixed())
+
+
+def test_tiers_are_opened_as_the_flags_say(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 4, "block_size": 2, "executor": "hash"}
+    assert make_engine(Config(**sizes), create()).tiering is None
+    config = Config(**sizes, host_kv_bytes=1000, disk_kv=tmp_path, disk_kv_bytes=5000, rank=3)
+    engine = make_engine(config, create())
+    assert engine.tiering is not None and engine.tiering.store.disk is not None
+    slots = engine.tiering.store.disk.disk.num_slots
+    assert engine.num_tier_blocks == slots + 1000 // (2 * LAYOUT.token_bytes)
+    assert [path.parent.name for path in tmp_path.rglob("kv")] == ["decode-3"]
+    engine.close_tiers(5.0)
+
+
+def test_blocks_of_a_plug_in_that_was_changed_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "changing.py"
+    module = ModuleType("changing")
+    module.__file__ = str(source)
+    monkeypatch.setitem(sys.modules, "changing", module)
+    disk = tmp_path / "disk"
+    config = Config(num_blocks=4, executor="changing:create", disk_kv=disk, disk_kv_bytes=5000)
+    for content in ("1", "22", "1"):
+        source.write_text(content)
+        os.utime(source, (1, 1))
+        make_engine(config, create()).close_tiers(5.0)
+    assert len([*disk.iterdir()]) == 2
+    source.unlink()
+    with pytest.raises(ValueError, match=r"--disk-kv: .*No such file"):
+        make_engine(config, create())
+
+
+def test_host_memory_for_tiers_has_to_be_free() -> None:
+    with pytest.raises(ValueError, match=f"--host-kv-bytes is {1 << 50}, .* are free; lower it"):
+        make_engine(Config(num_blocks=4, host_kv_bytes=1 << 50), create())

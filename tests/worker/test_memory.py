@@ -17,6 +17,7 @@ from worker.executor.contract import MemoryRequirements, blocks_of_window
 from worker.memory import (
     GPU_OVERHEAD_BYTES,
     HOST_KV_CACHE_BYTES,
+    check_host_bytes,
     count_blocks,
     default_kv_cache_bytes,
     free_bytes,
@@ -199,3 +200,14 @@ def test_where_all_layers_have_a_window_blocks_are_numbers_only() -> None:
     num_blocks = memory.blocks_in(1 << 20, 16, 64)
     assert num_blocks > 5 * memory.num_window_blocks(num_blocks, 16, 64)
     assert memory.cache_bytes(num_blocks, 16, 64) <= 1 << 20
+
+
+@pytest.mark.parametrize(("free", "fits"), [(None, True), (10_000, True), (1279, False)])
+def test_host_memory_beside_the_cache_has_to_be_free(free: int | None, fits: bool) -> None:
+    config = CONFIG.model_copy(update={"host_kv_bytes": 600})
+    if fits:
+        check_host_bytes(MODEL, config, 10, free)
+    else:
+        with pytest.raises(ValueError, match="take 1280 bytes of host memory, where 1279 are free"):
+            check_host_bytes(MODEL, config, 10, free)
+    check_host_bytes(MODEL, CONFIG.model_copy(update={"device": "cpu"}), 10, 10**6)

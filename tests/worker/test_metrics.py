@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.worker.tiers.lazy import LazyTiers
 from wire.options import Options
 from wire.process.frame_counters import Traffic
 from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
-from worker.executor.hash import create, create_mixed
+from worker.executor.hash import LAYOUT, create, create_mixed
 from worker.metrics import Metrics, TransferCounts
 
 
@@ -111,3 +113,24 @@ def test_names_and_units() -> None:
     names = {name.partition("{")[0] for name in samples(served(engine()))}
     assert all(re.fullmatch(r"baton_[a-z_]+", name) for name in names)
     assert not [name for name in names if re.search(r"_(ms|mb|gb|percent)$", name)]
+
+
+def test_what_tiers_hold_and_gave(tmp_path: Path) -> None:
+    subject, tiers = engine(), LazyTiers(tmp_path, 4, 8)
+    subject.add_tiers(tiers.open)
+    metrics = served(subject)
+    for _ in range(2):
+        subject.add(Sequence(1, range(9), Options(max_tokens=2, ignore_eos=True)))
+        while subject.has_work() or tiers.num_jobs:
+            tiers.copying.close(0)
+            tiers.writing.close(0)
+            subject.step()
+        subject.pool.free(subject.pool.allocate(16))
+    found = samples(metrics)
+    for tier in ("host", "disk"):
+        assert found[f"baton_tier_blocks{{tier={tier}}}"] == 2
+        assert found[f"baton_tier_bytes{{tier={tier}}}"] >= 2 * 4 * LAYOUT.token_bytes
+    assert found["baton_tier_tokens_total{tier=host}"] == 8
+    assert found["baton_tier_tokens_total{tier=disk}"] == 0
+    assert found["baton_tier_failures_total{kind=write}"] == 0
+    assert "baton_tier_blocks{tier=host}" not in samples(served(engine()))

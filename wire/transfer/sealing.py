@@ -29,8 +29,8 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-class Sealing:
-    """Encrypts and decrypts the segments of one transfer.  Thread-safe."""
+class Cipher:
+    """AES-256-GCM with one key.  Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
         # Imported here because loading takes 10 ms, and only clusters with keys need it.
@@ -38,18 +38,33 @@ class Sealing:
 
         self._cipher = AESGCM(key)
 
+    def encrypt(self, nonce: bytes, data: Buffer, bound: bytes) -> bytes:
+        """Encrypt `data` and authenticate it with `bound`; a nonce must be used only once."""
+        return self._cipher.encrypt(nonce, data, bound)
+
+    def decrypt(self, nonce: bytes, sealed: Buffer, bound: bytes) -> bytes | None:
+        """Decrypt `sealed`; None if it was not encrypted with this key, nonce and `bound`."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._cipher.decrypt(nonce, sealed, bound)
+        except InvalidTag:
+            return None
+
+
+class Sealing:
+    """Encrypts and decrypts the segments of one transfer.  Thread-safe."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = Cipher(key)
+
     def seal(self, frame: KvCache, descriptor: SegmentDescriptor, kv: Buffer) -> bytes:
         """Encrypt the KV of a segment.  Must be called at most once per segment number."""
         return self._cipher.encrypt(*_place(frame, descriptor, kv))
 
     def open(self, frame: KvCache, descriptor: SegmentDescriptor, sealed: Buffer) -> bytes | None:
         """Decrypt a sealed segment; None if KV, header or descriptor are not those sealed."""
-        from cryptography.exceptions import InvalidTag
-
-        try:
-            return self._cipher.decrypt(*_place(frame, descriptor, sealed))
-        except InvalidTag:
-            return None
+        return self._cipher.decrypt(*_place(frame, descriptor, sealed))
 
 
 def _place(

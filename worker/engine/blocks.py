@@ -22,27 +22,29 @@ from itertools import count, islice
 from threading import Lock
 from typing import Final, NamedTuple
 
-from xxhash import xxh3_64_intdigest
-
 from wire.payloads import MAX_HASHES
 from wire.prefix import root_hash
 from worker.engine.states import States
 from worker.engine.windows import Windows
+from worker.tiers.keys import BlockKey, follow, root_digest
 
 
 class Prefix(NamedTuple):
-    """A chain of full blocks: the serial number of its trie node, and its hash (`wire.prefix`).
+    """A chain of `length` full blocks: the serial number of its trie node, and its hash.
 
+    Routers know a chain by its hash (`wire.prefix`), tiers by its digest (`worker.tiers.keys`).
     The empty chain, a root, has the cache salt in place of the number.
     """
 
     serial: int | str
     hash: int
+    digest: bytes
+    length: int
 
 
 def root_of(cache_salt: str) -> Prefix:
     """Return the root of the chains with this salt."""
-    return Prefix(cache_salt, root_hash(cache_salt))
+    return Prefix(cache_salt, root_hash(cache_salt), root_digest(cache_salt), 0)
 
 
 ROOT: Final = root_of("")
@@ -62,7 +64,8 @@ class Node(NamedTuple):
 class Journal:
     """Prefix hashes that were stored or evicted since the last `read`; opposite changes cancel out.
 
-    Its size is bounded by the number of blocks.  Only the engine's thread writes; any thread reads.
+    Its size is bounded by the number of blocks in the pool and its tiers.  Only the engine's
+    thread writes; any thread reads.
     """
 
     def __init__(self) -> None:
@@ -128,10 +131,12 @@ class BlockPool:
         self._cached: dict[int, None] = {}
         self._trie: dict[TrieKey, Node] = {}
         self._keys: dict[int, TrieKey] = {}  # by block
-        # How many trie nodes have each hash.  A block that is recomputed after its parent was
-        # evicted gets a second node; the hash is reported as evicted when no node is left.
-        self._num_nodes = Counter[int]()
+        # How many trie nodes and blocks in tiers have each hash.  A block that is recomputed after
+        # its parent was evicted gets a second node; the hash is evicted when nothing has it.
+        self._num_held = Counter[int]()
         self._serials = count(1)
+        # Cached blocks that were not offered to the tiers yet; None without tiers.
+        self.unsaved: dict[int, BlockKey] | None = None
 
     @property
     def num_free(self) -> int:
@@ -268,12 +273,26 @@ class BlockPool:
                 self._remove(known.block)
                 self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
             return prefix
-        prefix = Prefix(next(self._serials), xxh3_64_intdigest(key, parent.hash))
+        name = follow(parent, key)
+        prefix = Prefix(next(self._serials), name.hash, name.digest, name.length)
         self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
-        self._num_nodes[prefix.hash] += 1
-        if self._num_nodes[prefix.hash] == 1:
-            self.journal.store(prefix.hash)
+        self.hold_prefix(prefix.hash)
+        if self.unsaved is not None:
+            self.unsaved[block] = name
         return prefix
+
+    def hold_prefix(self, prefix_hash: int) -> None:
+        """Record that the trie or a tier has one more block with this hash."""
+        self._num_held[prefix_hash] += 1
+        if self._num_held[prefix_hash] == 1:
+            self.journal.store(prefix_hash)
+
+    def drop_prefix(self, prefix_hash: int) -> None:
+        """Record that the trie or a tier has one block less with this hash."""
+        self._num_held[prefix_hash] -= 1
+        if not self._num_held[prefix_hash]:
+            del self._num_held[prefix_hash]
+            self.journal.evict(prefix_hash)
 
     def _insert(self, trie_key: TrieKey, node: Node, has_state: bool) -> None:
         self._trie[trie_key] = node
@@ -295,6 +314,8 @@ class BlockPool:
 
     def _drop(self, block: int) -> None:
         """Drop the state and window KV of a block that is no longer in the prefix cache."""
+        if self.unsaved is not None:
+            self.unsaved.pop(block, None)
         self._drop_state(block)
         if self.windows is not None:
             self.windows.drop(block)
@@ -304,17 +325,14 @@ class BlockPool:
             self.states.drop(block)
 
     def republish(self) -> None:
-        """Re-announce all cached prefixes, for a router that reconnected."""
-        self.journal.restart(node.prefix.hash for node in self._trie.values())
+        """Re-announce all prefixes here and in tiers, for a router that reconnected."""
+        self.journal.restart(self._num_held)
 
     def _evict(self) -> None:
         block = next(iter(self._cached))
         del self._cached[block]
         prefix = self._trie.pop(self._keys.pop(block)).prefix
-        self._num_nodes[prefix.hash] -= 1
-        if not self._num_nodes[prefix.hash]:
-            del self._num_nodes[prefix.hash]
-            self.journal.evict(prefix.hash)
+        self.drop_prefix(prefix.hash)
         self._release(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:

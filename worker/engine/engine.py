@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Many
-from itertools import count
+from itertools import chain, count
 from typing import Any, Final
 
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.payloads import Load
+from worker.compute.contract import KVCache
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
 from worker.engine.in_flight import Flight
@@ -33,6 +34,7 @@ from worker.engine.stats import Counters, Slots, Stats, load_of
 from worker.engine.step import commit, compute, report
 from worker.engine.step_costs import StepCosts
 from worker.engine.swap import SwapSpace
+from worker.engine.tiering import Tiering
 from worker.engine.windows import windows_of
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import (
@@ -43,7 +45,11 @@ from worker.executor.contract import (
     SequenceFailed,
     Structurer,
 )
+from worker.tiers.disk_tier import Journal
+from worker.tiers.store import TierStore
 
+# Opens tiers for the blocks of a cache; the journal is told which prefixes they hold.
+OpenTiers = Callable[[KVCache, Journal], TierStore | None]
 # How long an idle engine waits for a grammar before it checks for new calls again.
 _COMPILER_LOOK_S: Final = 0.002
 
@@ -114,6 +120,18 @@ class Engine:
             self._drawer = executor
         self._flight: Flight | None = None
         self._is_stalled = False
+        self.tiering: Tiering | None = None
+
+    def add_tiers(self, open_tiers: OpenTiers) -> None:
+        """Open tiers below the block pool, before the first step; no-op without a prefix cache.
+
+        Raises:
+            ValueError: The room of a tier does not hold one block.
+        """
+        store = open_tiers(self.cache, self.pool) if self.config.prefix_cache else None
+        if store is not None:
+            self.tiering = Tiering(self.pool, store, self.seconds_to_compute, self._clock)
+            self.scheduler.tiering = self.tiering
 
     # Calls of the worker's role.  Their results, including rejections, are outputs of `step`.
 
@@ -219,6 +237,8 @@ class Engine:
         if was_in_flight and not self._can_plan_ahead():
             self.counters.forward_s += self._land()
         start_s = self._clock()
+        if self.tiering is not None:
+            self.tiering.collect()
         if self._compiling:
             self._look_at_grammars()
         self._speculation.draft(self.scheduler.running)
@@ -239,6 +259,8 @@ class Engine:
         elif self._compiling and self._compiling[0].structured is not None:
             self._compiling[0].structured.wait(_COMPILER_LOOK_S)
         self._is_stalled = not (plan.is_progress or was_in_flight)
+        if self.tiering is not None:
+            self.tiering.save()
         return self._take_outputs()
 
     def has_work(self) -> bool:
@@ -247,12 +269,22 @@ class Engine:
             return True
         if not self._is_stalled and (self.scheduler.waiting or self.scheduler.reserving):
             return True
-        return self.idle_s() == 0.0
+        has_results = self.tiering is not None and self.tiering.has_results
+        return has_results or self.idle_s() == 0.0
 
     def idle_s(self) -> float | None:
-        """Return the number of seconds until the next deadline; None if there is no deadline."""
-        next_s = self.scheduler.deadlines.next_s
-        return None if next_s is None else max(0.0, next_s - self._clock())
+        """Return the seconds until the next deadline or look at a load; None if there is none."""
+        due_s = None if self.tiering is None else self.tiering.due_s
+        times = [it for it in (self.scheduler.deadlines.next_s, due_s) if it is not None]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def seconds_to_compute(self, num_tokens: int) -> float | None:
+        """Return the measured time to compute a prompt's tokens; None before any was computed."""
+        speed = self._costs.speed()
+        if speed.token_s is None or speed.step_s is None:
+            return None
+        num_steps = -(-num_tokens // self.config.max_ubatch_tokens)
+        return num_steps * speed.step_s + num_tokens * speed.token_s
 
     def _report(self, plan: Plan) -> None:
         self.counters.count(plan)
@@ -414,6 +446,11 @@ class Engine:
         self.counters.failed += 1
         self._outputs.append(Failed(request_id, code, message))
 
+    def close_tiers(self, wait_s: float) -> None:
+        """Write the last blocks to disk, for at most `wait_s` seconds; no step may follow."""
+        if self.tiering is not None:
+            self.tiering.close(wait_s)
+
     # Statistics.
 
     @property
@@ -428,6 +465,11 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self.scheduler.waiting) + len(self.scheduler.reserving)
+
+    @property
+    def num_tier_blocks(self) -> int:
+        """The most blocks that the tiers below the pool hold together."""
+        return 0 if self.tiering is None else self.tiering.store.max_blocks
 
     @property
     def steps(self) -> int:
@@ -446,7 +488,8 @@ class Engine:
     def check(self) -> None:
         """Assert that every block is accounted for; call it only between steps."""
         sequences = self._sequences.values()
-        self.pool.check(sequence.block_table for sequence in sequences)
+        copies = () if self.tiering is None else self.tiering.tables
+        self.pool.check(chain((sequence.block_table for sequence in sequences), copies))
         if self.pool.windows is not None:
             reached = (sequence.reached for sequence in sequences)
             self.pool.windows.check(reached, (len(it.block_table) for it in sequences))

@@ -24,7 +24,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import chain
 from typing import Final
 
@@ -32,12 +31,15 @@ from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool, TrieKey
 from worker.engine.deadlines import Deadlines
 from worker.engine.fair_shares import Shares
+from worker.engine.loads import NOTHING
 from worker.engine.outgoing import Outgoing
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
+from worker.engine.slot_numbers import SlotNumbers
 from worker.engine.states import StatePosition
 from worker.engine.swap import Swap, SwapSpace
+from worker.engine.tiering import Tiering
 from worker.executor.batch import BatchType
 
 # In steps of this size, the time to compute the tokens exceeds the fixed time of a step.
@@ -139,6 +141,7 @@ class Scheduler:
         self.reserving = Reservations(pool)
         self._outgoing = Outgoing(pool, receives_kv=config.receives_kv)
         self.running: list[Sequence] = []  # sorted by `_order`
+        self.tiering: Tiering | None = None
         self._enough_tokens = enough_tokens or config.max_ubatch_tokens
         self._slots = SlotNumbers()
         self._last_kind = BatchType.PREFILL
@@ -266,6 +269,7 @@ class Scheduler:
             blocks = tuple(sequence.block_table)
             plan.swapped_out.append(self.swap.out(sequence, blocks, num_tokens))
         self._give_back(sequence)
+        sequence.load = NOTHING if self.swap.num_tokens(sequence.request_id) else None
         insort(self.waiting, sequence, key=self._order)
         plan.preempted.append(sequence)
 
@@ -356,6 +360,9 @@ class Scheduler:
                 continue
             if self._is_better_later(sequence, plan):
                 later.append(self.pool.blocks_for(sequence.num_tokens))
+                continue
+            if self.tiering is not None and self.tiering.is_awaited(sequence):
+                later.append(0)
                 continue
             max_cached_tokens = sequence.max_cached_tokens
             if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, later):
@@ -478,20 +485,3 @@ class Scheduler:
             sequence.state_block = None
         sequence.give_back(self.pool)
         sequence.num_computed_tokens = sequence.whole_from = 0
-
-
-class SlotNumbers:
-    """Allocates the lowest number not in use, so that a display keeps one line per sequence."""
-
-    def __init__(self) -> None:
-        self._free: list[int] = []
-        self._next = 0
-
-    def take(self) -> int:
-        if self._free:
-            return heappop(self._free)
-        self._next += 1
-        return self._next - 1
-
-    def give_back(self, number: int) -> None:
-        heappush(self._free, number)

@@ -14,6 +14,7 @@ from wire.errors import ErrorCode, LocalProtocolError
 from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
 from worker.engine.blocks import BlockPool, Prefix, TrieKey, root_of
+from worker.engine.loads import Load
 from worker.engine.outputs import FinishReason
 from worker.executor.batch import PromptScores
 from worker.executor.contract import ModelInfo
@@ -73,6 +74,7 @@ class Sequence:
         "is_claimed",
         "is_ready",
         "is_released",
+        "load",
         "max_len",
         "max_new_tokens",
         "num_cached_tokens",
@@ -139,6 +141,7 @@ class Sequence:
         self.draft_window = MAX_DRAFTS
         self.drafts: tuple[int, ...] = ()  # drafts of the next tokens, until a token is appended
         # Blocks and the progress that depends on them; lost on preemption.
+        self.load: Load | None = None  # what it waits for before it gets blocks; None: undecided
         self.block_table = array("i")  # the physical blocks, in order
         self.slot: int | None = None
         self.num_cached_tokens = 0

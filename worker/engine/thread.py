@@ -37,6 +37,8 @@ class EngineThread:
     ) -> None:
         self.engine = engine
         engine.announce = deliver
+        if engine.tiering is not None:  # a copy that ends wakes the thread
+            engine.tiering.store.results.wake = lambda: self.post(_look)
         self._deliver = deliver
         self._on_crash = on_crash
         self._wake = threading.Condition()
@@ -111,6 +113,10 @@ class EngineThread:
                 self._is_busy = False
                 self._wake.wait(self.engine.idle_s())
             self._is_busy = True
+
+
+def _look(engine: Engine) -> None:
+    """Do nothing; the thread then looks whether there is work."""
 
 
 class Warmup:

@@ -64,7 +64,7 @@ def test_the_least_recently_used_chain_goes_first_and_from_its_end() -> None:
 
 def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a hash that always collides, only the very same tokens are found."""
-    monkeypatch.setattr("worker.engine.blocks.xxh3_64_intdigest", lambda *_: 42)
+    monkeypatch.setattr("worker.tiers.keys.xxh3_64_intdigest", lambda *_: 42)
     pool = BlockPool(4, 2)
     table = pool.allocate(2)
     register(pool, [A, B], table)

@@ -7,20 +7,24 @@ or a step hangs; a standstill is as long as the step under way, and there is non
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from tests.cluster import until
 from wire.options import Options
-from worker.engine.engine import Engine
+from worker.engine.engine import Engine, OpenTiers
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.engine.thread import EngineThread, Pulse, Standstill, Warmup, is_computing
 from worker.executor.batch import Batch
 from worker.executor.hash import HashExecutor, create
+from worker.tiers.opening import TierSettings
 
 TIMEOUT_S = 20.0
 GREEDY = Options(ignore_eos=True)
@@ -29,8 +33,13 @@ GREEDY = Options(ignore_eos=True)
 class Owner:
     """A worker's use of its engine thread, on plain queues."""
 
-    def __init__(self, executor: HashExecutor | None = None) -> None:
+    def __init__(
+        self, executor: HashExecutor | None = None, open_tiers: OpenTiers | None = None
+    ) -> None:
         self.engine = Engine(executor or create(), num_blocks=64, block_size=4)
+        if open_tiers is not None:
+            self.engine.seconds_to_compute = lambda num_tokens: None  # type: ignore[method-assign]
+            self.engine.add_tiers(open_tiers)
         self.outputs: Queue[Output] = Queue()
         self.crashes: Queue[BaseException] = Queue()
         self.idle = threading.Event()
@@ -257,3 +266,20 @@ def test_a_standstill_grows_with_the_step_and_ends_with_it() -> None:
         standstill.tick(0.5, steps, is_busy=is_busy)
         seconds.append(standstill.seconds)
     assert seconds == [0.0, 0.0, 0.5, 0.0, 0.5, 0.0]
+
+
+def test_a_copy_that_ends_wakes_an_idle_engine(tmp_path: Path) -> None:
+    tiers = TierSettings(0, tmp_path, 1 << 20, "decode-0", ("m",), 64, None, time.monotonic)
+    owner = Owner(open_tiers=tiers.open)
+    owner.thread.start()
+    prompt = list(range(40))
+    owner.add(1, prompt, 2)
+    first = owner.text()[1]
+    tiering = owner.engine.tiering
+    assert tiering is not None
+    until(lambda: tiering.figures().disk.blocks == 10, "written, although nothing is asked")
+    owner.thread.post(lambda engine: engine.pool.free(engine.pool.allocate(64)))
+    owner.add(2, prompt, 2)
+    assert owner.text()[2] == first and tiering.figures().disk.tokens >= 36
+    assert owner.thread.stop(wait_s=TIMEOUT_S) and owner.crashes.empty()
+    owner.engine.close_tiers(TIMEOUT_S)

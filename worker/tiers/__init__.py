@@ -1,0 +1,1 @@
+"""KV tiers: blocks of the prefix cache in host memory and on disk."""
