@@ -152,8 +152,9 @@ class Bus:
         elif isinstance(frame, Drain):
             if frame.epoch != worker.epoch:
                 raise RemoteProtocolError("DRAIN: the epoch is another worker's")
+            if worker.state is not WorkerState.DRAINING:
+                log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
             self.fleet.drain(worker.identity)
-            log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
             self.dispatcher.on_drain(worker)
         elif isinstance(frame, Error) and frame.request_id == 0:
             log.warning(

@@ -442,6 +442,8 @@ class Dispatcher:
             state = attempt.state
             if attempt.decode is not worker or state.phase is not Phase.DECODE:
                 continue
+            if state.num_left == 0:
+                continue  # only DECODE_DONE is missing
             successor = self._placement.place(state, now, leaving=worker)
             if successor is None:
                 return

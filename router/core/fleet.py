@@ -317,6 +317,7 @@ class Fleet:
         self._workers[identity] = self._ranks[seat] = worker
         self._lost.pop(seat, None)
         self._note_limits()
+        self._note_absences(now)
         self.update_costs()
         return Joined(worker, replaced)
 

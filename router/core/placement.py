@@ -81,15 +81,18 @@ class Placement:
             raise TransferTooLarge(size, limit)
 
     def check_workers(self, state: RequestState, now: float) -> None:
-        """Check that a worker of each role has enough KV blocks in total for a request.
+        """Check that workers of the roles that a request needs have enough KV blocks in total.
 
         Raises:
             WireError: NO_WORKER or OUT_OF_BLOCKS.
         """
-        is_alone = self._local_prefill and not self._fleet.staying(Role.PREFILL)
-        if not is_alone:
+        if state.num_left == 1:
+            prefills = self._fleet.staying(Role.PREFILL)
+            if any(can_ever_fit(worker, state.seq_len) for worker in prefills):
+                return
+        if not self._local_prefill:
             self._check_role(Role.PREFILL, state.seq_len, now)
-        if is_alone or state.num_left != 1:
+        if self._local_prefill or state.num_left != 1:
             self._check_role(Role.DECODE, state.seq_len, now)
 
     def check_length(self, state: RequestState) -> None:

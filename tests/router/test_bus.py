@@ -99,6 +99,15 @@ def test_a_worker_cannot_use_another_identity() -> None:
     assert sink.ends == []
 
 
+def test_a_worker_that_drains_again_and_again_is_logged_once() -> None:
+    router = Router()
+    router.pair()
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            router.say(D, Drain(1, 5000))
+    assert [line["event"] for line in lines] == ["worker drains"]
+
+
 @pytest.mark.parametrize("parts", [[b""], [b"\x1e\0\0\0", b"short"], [b"\xff" * 4, b"0" * 16], []])
 def test_a_worker_that_sends_garbage_is_forgotten(parts: list[Buffer]) -> None:
     router = Router()

@@ -419,6 +419,25 @@ def test_a_draining_worker_keeps_what_it_does_not_generate(*, is_held: bool) -> 
     assert not sink.ends and router.dispatcher.num_running == 1
 
 
+def test_an_answer_of_which_only_the_end_is_missing_is_not_handed_over() -> None:
+    router = Router()
+    router.pair()
+    router.join(Role.DECODE, 1)
+    _, sink = router.submit(20, new=1)
+    [(_, message)] = router.take(Tag.PREFILL_REQUEST)
+    frame = message.frame
+    assert isinstance(frame, PrefillRequest)
+    decode = f"decode-{frame.decode_rank}-1".encode()
+    router.say(P, PrefillDone(frame.request_id, 1280), first(7))
+    router.say(decode, [DecodeToken(frame.request_id, 8)])
+    router.say(decode, Drain(1, 5000))
+    router.dispatcher.tick()
+    assert router.take(Tag.PREFILL_REQUEST) == []
+    router.say(decode, DecodeDone(frame.request_id), usage())
+    assert sink.kinds == ["prefill", "token", "done"]
+    router.assert_idle()
+
+
 class Interleavings(RuleBasedStateMachine):
     """Any order of client, worker and clock events, with ids that are right, stale or made up."""
 
@@ -426,6 +445,7 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.router = Router()
         self.sinks: list[RecordingSink] = []
+        self.most: list[int] = []  # tokens that each asked for
         self.handles: list[int] = []
         self.refused = 0
         # Of every attempt: its request id and its two workers.
@@ -435,11 +455,16 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(
         local_prefill=st.booleans(),
+        max_attempts=st.sampled_from([1, 3]),
         roles=st.sampled_from([(Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.ANY), (Role.ANY,)]),
     )
-    def start(self, roles: tuple[Role, ...], *, local_prefill: bool) -> None:
+    def start(self, roles: tuple[Role, ...], max_attempts: int, *, local_prefill: bool) -> None:
         limits = Limits(
-            max_waiting=3, max_running_per_worker=2, lease_s=5.0, local_prefill=local_prefill
+            max_waiting=3,
+            max_running_per_worker=2,
+            lease_s=5.0,
+            max_attempts=max_attempts,
+            local_prefill=local_prefill,
         )
         self.router = Router(limits)
         for role in roles:
@@ -466,6 +491,7 @@ class Interleavings(RuleBasedStateMachine):
             assert sink.events == []
         else:
             self.sinks.append(sink)
+            self.most.append(300 if new is None else new + 1)
         self.learn()
 
     @precondition(lambda self: self.handles)
@@ -525,7 +551,7 @@ class Interleavings(RuleBasedStateMachine):
             case "lost":
                 self.router.bus.on_lost(sender)
             case "drain":
-                self.router.say(sender, Drain(1, 1000))
+                self.router.say(sender, Drain(int(sender.rpartition(b"-")[2]), 1000))
             case "garbage":
                 self.router.bus.on_message(sender, [b"nonsense"])
             case _:
@@ -557,6 +583,8 @@ class Interleavings(RuleBasedStateMachine):
         dispatcher = self.router.dispatcher
         num_open = len(self.sinks) - len(self.router.ends.ends)
         assert num_open == dispatcher.num_running + dispatcher.num_waiting
+        for sink, most in zip(self.sinks, self.most, strict=True):
+            assert len(sink.events) - len(sink.ends) <= most
         for each in self.router.fleet:
             assert each.num_active >= 0 and each.prefill_tokens >= 0
             assert each.promised_blocks == sum(each.promised.values()) >= 0

@@ -24,14 +24,15 @@ def state(prompt: int = 40, new: int | None = 8) -> RequestState:
     return states.state(Request(tuple(range(prompt)), Options(), new))
 
 
-def cluster(*roles: Role) -> tuple[Fleet, Placement]:
+def cluster(*roles: Role, local_prefill: bool = False) -> tuple[Fleet, Placement]:
     table, index = fleet(), PrefixIndex()
     for rank, role in enumerate(roles):
         identity = f"{role.name.lower()}-{rank}-1".encode()
         table.hello(identity, Hello(1, rank, role), detail(), 0.0)
         table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
         index.add(identity, 64)
-    return table, Placement(table, index, limits=Limits(), request_ids=RequestIds(EPOCH))
+    limits = Limits(local_prefill=local_prefill)
+    return table, Placement(table, index, limits=limits, request_ids=RequestIds(EPOCH))
 
 
 def books(table: Fleet) -> list[tuple[int, int, int, int]]:
@@ -200,6 +201,17 @@ def test_a_prompt_that_no_worker_has_blocks_for_is_refused_with_the_number(small
     ) as caught:
         placement.check_workers(state(48), 0.0)
     assert caught.value.code is ErrorCode.OUT_OF_BLOCKS
+
+
+@pytest.mark.parametrize("new", [0, 8])
+def test_a_prompt_too_large_for_prefill_workers_waits_for_one_that_does_both(new: int) -> None:
+    table, placement = cluster(local_prefill=True)
+    table.hello(b"prefill-9-1", Hello(1, 9, Role.PREFILL), detail(num_blocks=3), 0.0)
+    table.overdue(0.0)
+    with pytest.raises(WireError, match="no decode worker"):
+        placement.check_workers(state(48, new), 30.0)
+    table.hello(b"decode-9-1", Hello(1, 9, Role.DECODE), detail(), 0.0)
+    placement.check_workers(state(48, new), 30.0)
 
 
 def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:
