@@ -43,7 +43,12 @@ from wire.transfer.receiver import Ack as Ack
 from wire.transfer.receiver import KVReceiver as KVReceiver
 from wire.transfer.receiver import Segment as Segment
 from wire.transfer.sealing import MAX_SEALED_BYTES as MAX_SEALED_BYTES
-from wire.transfer.sealing import TAG_BYTES as TAG_BYTES
+from wire.transfer.sealing import (
+    TAG_BYTES as TAG_BYTES,
+)
+from wire.transfer.sealing import (
+    Cipher as Cipher,
+)
 from wire.transfer.sealing import Sealing as Sealing
 from wire.transfer.sealing import new_key as new_key
 from wire.transfer.segment import (

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from xxhash import xxh3_128
 
 from wire.parts import Buffer
-from wire.transfer.sealing import TAG_BYTES, Cipher
+from wire.transfer import TAG_BYTES, Cipher
 from worker.tiers.keys import BlockKey, digest_of
 
 NONCE_BYTES: Final = 12
