@@ -106,7 +106,8 @@ class Running:
 def ours(flags: list[str]) -> AbstractContextManager[Running]:
     """Start the router of this checkout and its emitters."""
     limits = ("--max-running-per-worker", "4096", "--max-requests-per-connection", "64")
-    return emitting(router(*limits, *flags))
+    # Each emitter has one role only.
+    return emitting(router(*limits, "--local-prefill", "off", *flags))
 
 
 def bare() -> AbstractContextManager[Running]:

@@ -33,7 +33,8 @@ def prompt_of(number: int) -> list[int]:
 
 def usage(cluster: Cluster, key: str, prompt: list[int], **fields: Any) -> tuple[int, int]:
     """Return the tokens that were cached, and the bytes of KV that were sent, in a completion."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "baton_usage": True} | fields
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    body |= {"baton_usage": True} | fields
     headers = {"authorization": f"Bearer {key}"} if key else {}
     url = f"{cluster.http}/v1/completions"
     answer = httpx.post(url, json=body, headers=headers, trust_env=False, timeout=60)
