@@ -21,7 +21,9 @@ from kernels.contract import (
     Backend,
     KernelError,
     PagedBatch,
+    Rectangle,
     ShapeError,
+    Softmax,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ __all__ = [
     "Activation",
     "KernelError",
     "PagedBatch",
+    "Rectangle",
     "ShapeError",
+    "Softmax",
     "add_rms_norm",
     "backend_of",
     "check_pool",
@@ -107,29 +111,17 @@ def rotate_and_append(
 
 
 def paged_attention(
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, pool: torch.Tensor, layer: int, batch: PagedBatch, softmax: Softmax
 ) -> torch.Tensor:
     """Compute causal attention of each sequence's queries to its own KV, in prefill and decode.
 
-    The query at position p sees positions (p - window, p], or [0, p] without a window; query i of
-    sequence s has position context_lens[s] - (number of its queries) + i.  This step's KV must have
-    been appended before.  Blocks that lie wholly before every query's window are not read; other
-    keys and values outside a window may be read and must be finite.
+    Query i of sequence s has position context_lens[s] - (number of its queries) + i.  This step's
+    KV must have been appended before.  Blocks that lie wholly before every query's window are not
+    read; other keys and values outside a window may be read and must be finite.
 
     Args:
         query: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv).
         pool: [N, L, 2, Hkv, B, D].
-        cap: If given, a scaled score s becomes cap * tanh(s / cap).
-        sinks: [Hq] float32 on the pool's device: an additional score of each head in the softmax,
-            which is not capped and has no value; None for no sinks.
 
     Returns:
         [T, Hq, D] in the query's dtype; sums are accumulated in float32 or float64.
@@ -137,24 +129,17 @@ def paged_attention(
     Raises:
         ShapeError: The arguments do not fit each other.
     """
-    contract.check_attention(query, pool, layer, batch, window, cap, sinks)
-    return backend_of(pool.device.type).paged_attention(
-        query, pool, layer, batch, scale, window, cap, sinks
-    )
+    contract.check_attention(query, pool, layer, batch, softmax)
+    return backend_of(pool.device.type).paged_attention(query, pool, layer, batch, softmax)
 
 
 def pack_kv(
     pool: torch.Tensor,
     block_table: Sequence[int],
-    layers: range,
-    tokens: range,
+    rectangle: Rectangle,
     dtype: torch.dtype | None = None,
-    heads: range | None = None,
 ) -> torch.Tensor:
     """Copy a rectangle (layers, heads, tokens) of one sequence's KV from its blocks to a segment.
-
-    Args:
-        heads: The KV heads to copy; None for all of them.
 
     Returns:
         [l, 2, h, t, D] in the order of the wire, newly allocated, contiguous, on the pool's device,
@@ -163,33 +148,25 @@ def pack_kv(
     Raises:
         ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
     """
-    heads = range(pool.shape[3]) if heads is None else heads
-    contract.check_rectangle(pool, block_table, layers, tokens, heads)
+    contract.check_rectangle(pool, block_table, rectangle)
     backend = backend_of(pool.device.type)
-    return backend.pack_kv(pool, block_table, layers, tokens, dtype or pool.dtype, heads)
+    return backend.pack_kv(pool, block_table, rectangle, dtype or pool.dtype)
 
 
 def unpack_kv(
-    pool: torch.Tensor,
-    block_table: Sequence[int],
-    layers: range,
-    tokens: range,
-    segment: torch.Tensor,
-    heads: range | None = None,
+    pool: torch.Tensor, block_table: Sequence[int], rectangle: Rectangle, segment: torch.Tensor
 ) -> None:
     """Copy a segment received from the wire into a sequence's blocks, converting it to their dtype.
 
     Args:
         segment: [l, 2, h, t, D] of any float dtype, on the pool's device or the CPU.
-        heads: The KV heads to write; None for all of them.
 
     Raises:
         ShapeError: The rectangle is empty or outside the pool, or the segment does not fit it.
     """
-    heads = range(pool.shape[3]) if heads is None else heads
-    contract.check_rectangle(pool, block_table, layers, tokens, heads)
-    contract.check_segment(pool, layers, tokens, heads, segment)
-    backend_of(pool.device.type).unpack_kv(pool, block_table, layers, tokens, segment, heads)
+    contract.check_rectangle(pool, block_table, rectangle)
+    contract.check_segment(pool, rectangle, segment)
+    backend_of(pool.device.type).unpack_kv(pool, block_table, rectangle, segment)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -250,9 +227,7 @@ def expert_mlp(
 
 
 def draw(
-    logits: torch.Tensor,
-    settings: torch.Tensor | None = None,
-    allowed: torch.Tensor | None = None,
+    logits: torch.Tensor, settings: torch.Tensor | None = None, allowed: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Draw a token for each row with probability exp((logit - largest) / temperature), filtered.
 

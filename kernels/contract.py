@@ -17,7 +17,7 @@ this module needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -75,6 +75,31 @@ class Activation(NamedTuple):
 SILU = Activation(1.0, 0.0)
 # The tanh approximation of GELU, x (1 + tanh z) / 2, equals x times the logistic function of 2 z.
 GELU_TANH = Activation(math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)
+
+
+class Softmax(NamedTuple):
+    """How attention makes weights of scores.
+
+    Attributes:
+        scale: The factor of scores.
+        window: The query at position p sees positions (p - window, p]; None: [0, p].
+        cap: If given, a scaled score s becomes cap * tanh(s / cap).
+        sinks: [Hq] float32 on the pool's device: an additional score of each head, which is not
+            capped and has no value; None for no sinks.
+    """
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class Rectangle(NamedTuple):
+    """A part of one sequence's KV: ranges of layers, KV heads and tokens."""
+
+    layers: range
+    heads: range
+    tokens: range
 
 
 class KernelError(Exception):
@@ -175,40 +200,17 @@ class Backend(Protocol):
     `kernels` documents them, and `kernels.reference` has their signatures.
     """
 
-    @property
-    def check_pool(self) -> Callable[[torch.Tensor], None]: ...
-
-    @property
-    def rotate_and_append(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    def paged_attention(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    def pack_kv(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    def unpack_kv(self) -> Callable[..., None]: ...
-
-    @property
-    def rms_norm(self) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]: ...
-
-    @property
-    def add_rms_norm(
-        self,
-    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]: ...
-
-    @property
-    def gate(self) -> Callable[[torch.Tensor, Activation], torch.Tensor]: ...
-
-    @property
-    def route(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]: ...
-
-    @property
-    def expert_mlp(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    def draw(self) -> Callable[..., torch.Tensor]: ...
+    def check_pool(self, *args: Any, **kwargs: Any) -> None: ...
+    def rotate_and_append(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+    def paged_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+    def pack_kv(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+    def unpack_kv(self, *args: Any, **kwargs: Any) -> None: ...
+    def rms_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+    def add_rms_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+    def gate(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+    def route(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def expert_mlp(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+    def draw(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
 
 
 def check_heads(
@@ -235,17 +237,12 @@ def check_heads(
 
 
 def check_attention(
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    batch: PagedBatch,
-    window: int | None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, pool: torch.Tensor, layer: int, batch: PagedBatch, softmax: Softmax
 ) -> None:
     """Raise ShapeError unless query is [T, Hq, D], sinks [Hq], and the batch's arrays fit."""
     _check_pool(pool, layer)
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    _, window, cap, sinks = softmax
     if query.ndim != 3 or query.shape[0] != batch.slots.shape[0] or query.shape[2] != head_dim:
         expected = f"[T, Hq, D] = [{batch.slots.shape[0]}, Hq, {head_dim}]"
         raise ShapeError(f"query is {tuple(query.shape)}, not {expected}")
@@ -317,12 +314,11 @@ def check_draw(
             raise ShapeError(f"{name} is not contiguous on {logits.device}, as the logits are")
 
 
-def check_rectangle(
-    pool: torch.Tensor, block_table: Sequence[int], layers: range, tokens: range, heads: range
-) -> None:
+def check_rectangle(pool: torch.Tensor, block_table: Sequence[int], rectangle: Rectangle) -> None:
     """Raise ShapeError unless layers, heads and tokens lie in the pool and the table's blocks."""
     _check_pool(pool, 0)
     num_blocks, num_layers, _, num_heads, block_size, _ = pool.shape
+    layers, heads, tokens = rectangle
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:
         raise ShapeError(f"layers {layers} are not within the pool's {num_layers}")
     if heads.step != 1 or not 0 <= heads.start < heads.stop <= num_heads:
@@ -337,11 +333,15 @@ def check_rectangle(
         raise ShapeError(f"the block table names blocks outside the pool's {num_blocks}")
 
 
-def check_segment(
-    pool: torch.Tensor, layers: range, tokens: range, heads: range, segment: torch.Tensor
-) -> None:
+def segment_shape(pool: torch.Tensor, rectangle: Rectangle) -> tuple[int, int, int, int, int]:
+    """Return [l, 2, h, t, D]."""
+    layers, heads, tokens = rectangle
+    return len(layers), 2, len(heads), len(tokens), pool.shape[5]
+
+
+def check_segment(pool: torch.Tensor, rectangle: Rectangle, segment: torch.Tensor) -> None:
     """Raise ShapeError unless the segment is [l, 2, h, t, D]."""
-    expected = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
+    expected = segment_shape(pool, rectangle)
     if tuple(segment.shape) != expected:
         raise ShapeError(f"the segment is {tuple(segment.shape)}, not {expected}")
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear, pad
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from kernels.contract import SAMPLING, Activation, PagedBatch
+from kernels.contract import SAMPLING, Activation, PagedBatch, Rectangle, Softmax, segment_shape
 
 
 def check_pool(pool: torch.Tensor) -> None:
@@ -49,17 +49,11 @@ def rotate_and_append(
 
 
 def paged_attention(
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, pool: torch.Tensor, layer: int, batch: PagedBatch, softmax: Softmax
 ) -> torch.Tensor:
     out, device = torch.empty_like(query), pool.device
     num_kv_heads, block_size, head_dim = pool.shape[3:]
+    scale, window, cap, sinks = softmax
     contexts = batch.context_lens.tolist()
     for row, (start, stop) in enumerate(pairwise(batch.query_starts.tolist())):
         end = contexts[row]
@@ -144,11 +138,13 @@ def expert_mlp(
 
 
 def draw(
-    logits: torch.Tensor,
-    settings: torch.Tensor | None = None,
-    allowed: torch.Tensor | None = None,
+    logits: torch.Tensor, settings: torch.Tensor | None = None, allowed: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `kernels.draw`; in float64, not by the operations of `kernels.contract.SAMPLING`."""
+    """See `kernels.draw`.
+
+    Computed with plain float64 weights.  The other backends use the integer weights that
+    `kernels.contract.SAMPLING` specifies, so at a threshold they may draw another token.
+    """
     if allowed is not None:
         bits = (allowed[:, :, None] >> torch.arange(32, device=logits.device)) & 1
         missing = max(0, logits.shape[1] - 32 * allowed.shape[1])
@@ -181,15 +177,10 @@ def _draw_row(logits: torch.Tensor, settings: np.void) -> int:
 
 
 def pack_kv(
-    pool: torch.Tensor,
-    block_table: Sequence[int],
-    layers: range,
-    tokens: range,
-    dtype: torch.dtype,
-    heads: range,
+    pool: torch.Tensor, block_table: Sequence[int], rectangle: Rectangle, dtype: torch.dtype
 ) -> torch.Tensor:
-    shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
-    segment = torch.empty(shape, dtype=dtype, device=pool.device)
+    layers, heads, tokens = rectangle
+    segment = torch.empty(segment_shape(pool, rectangle), dtype=dtype, device=pool.device)
     source, target = _sliced(pool, segment)
     for index, inside, outside in _pieces(tokens, pool.shape[4]):
         block = source[block_table[index], layers.start : layers.stop, :, heads.start : heads.stop]
@@ -198,13 +189,9 @@ def pack_kv(
 
 
 def unpack_kv(
-    pool: torch.Tensor,
-    block_table: Sequence[int],
-    layers: range,
-    tokens: range,
-    segment: torch.Tensor,
-    heads: range,
+    pool: torch.Tensor, block_table: Sequence[int], rectangle: Rectangle, segment: torch.Tensor
 ) -> None:
+    layers, heads, tokens = rectangle
     target, source = _sliced(pool, segment)
     for index, inside, outside in _pieces(tokens, pool.shape[4]):
         block = target[block_table[index], layers.start : layers.stop, :, heads.start : heads.stop]

@@ -11,15 +11,15 @@ close   closes raw TCP and HTTP, then stops the local workers, and last closes t
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 import secrets
+import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -27,17 +27,21 @@ from router.api.model import ServedModel
 from router.api.requests.defaults import read_defaults
 from router.api.responses.store import KeptResponses
 from router.bus import Bus
-from router.config import Config, split_endpoint
+from router.config import Config
 from router.core.cluster import ProcessState, Readiness, is_free, state_of, status_line, try_this
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
-from router.core.state import Limits, RequestIds
+from router.core.state import RequestIds
+from router.endpoints import announce, named, split_address, url_of
+from router.http.administration import Administration
 from router.http.application import Application
 from router.http.limits import Bodies
 from router.http.origin import Origins
 from router.http.server import FLUSH_S, HttpServer
 from router.http.server import Limits as HttpLimits
 from router.local import LocalWorkers
+from router.processes.channel import Ask, Question
+from router.processes.listeners import Listeners
 from router.processes.siblings import Siblings
 from router.tcp import Client
 from wire.aio.tcp import Limits as TcpLimits
@@ -46,13 +50,15 @@ from wire.aio.tcp import serve as serve_tcp
 from wire.aio.tls import server_context
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode
-from wire.frames import MAX_TOKEN_ID
 from wire.process.api_keys import open_api_keys
 from wire.process.frame_counters import Traffic
 from wire.process.keys import open_keys
-from wire.process.lifetime import keep_watchdog, notify
+from wire.process.lifetime import notify
 from wire.process.model import ModelError, vocab_size
 from wire.process.settings import EX_CONFIG, ConfigError
+
+if TYPE_CHECKING:
+    from router.tracing import Tracing
 
 log = structlog.get_logger("router")
 
@@ -90,7 +96,10 @@ class Router:
             num_processes=siblings.assignment.num_processes if siblings else 1,
         )
         self._planes = {"bus": Traffic(), "tcp": Traffic()}
-        self._api_keys = open_api_keys(config.api_keys, shares_prefixes=config.shared_prefix_cache)
+        self._admin_keys = open_api_keys(config.admin_keys, "admin_keys")
+        self._api_keys = open_api_keys(
+            config.api_keys, shares_prefixes=config.shared_prefix_cache, beside=self._admin_keys
+        )
         self._tls = server_context(config.tls_cert, config.tls_key)
         self._hub = Hub(
             lambda peer, parts: self.bus.on_message(peer, parts),
@@ -102,17 +111,22 @@ class Router:
             self.fleet,
             transmit=self._hub.send,
             forget=self._hub.forget,
-            limits=limits(config, vocab_size(model_path)),
+            limits=config.limits(vocab_size(model_path)),
             lease_ms=config.lease_ms,
             # Below 2^31, since the epoch grows by one every 2^32 requests and ids have 64 bits.
             request_ids=RequestIds(secrets.randbelow(2**31 - 1) + 1),
             clock=time.monotonic,
         )
+        self._tracing = _open_tracing(config)
         self.application = self._application(model_path)
+        self.dispatcher.observers += [self._tracing] if self._tracing else []
         self._tcp: Server | None = None
         self._http: HttpServer | None = None
-        self._local: LocalWorkers | None = None
+        self.local: LocalWorkers | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._retiring = asyncio.Event()
+        # Starts a successor of the only process of the router; returns why that failed, or "".
+        self.restart: Callable[[], Awaitable[str]] = _no_restart
 
     def _application(self, model_path: Path) -> Application:
         config = self.config
@@ -129,7 +143,6 @@ class Router:
                 trusts_templates=config.trust_request_chat_template,
             ),
             dispatcher=self.dispatcher,
-            fleet=self.fleet,
             api_keys=self._api_keys,
             planes=self._planes,
             bodies=Bodies(config.max_body_bytes, config.grace_s),
@@ -140,7 +153,20 @@ class Router:
             ),
             kept=KeptResponses(config.max_kept_responses, config.max_kept_bytes),
             siblings=self._siblings,
+            is_tracing=self._tracing is not None,
+            vllm_metrics=config.vllm_metrics == "on",
+            administration=Administration(
+                self.fleet,
+                self.bus.ask_to_drain,
+                self._restart,
+                keys=self._admin_keys,
+                is_open=self._api_keys is None and config.is_http_local,
+            ),
         )
+
+    async def _restart(self) -> str:
+        restart = self.restart if self._siblings is None else self._siblings.restart
+        return await restart()
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -159,19 +185,45 @@ class Router:
     @property
     def state(self) -> ProcessState:
         """The state of this process, without draining as a reason for not being ready."""
-        return state_of(self.fleet, self.dispatcher, time.monotonic())
+        return state_of(self.dispatcher, time.monotonic())
 
     async def start(self) -> None:
         """Bind all endpoints and start the local workers.  Raises OSError, naming the endpoint."""
+        config, siblings = self.config, self._siblings
+        inherited = siblings.inherited if siblings is not None else None
+        expected = await siblings.take_bus() if siblings is not None and inherited else None
+        try:
+            self.endpoints["bus"] = self._hub.bind(config.bus, inherited and inherited.bus)
+        except OSError as error:
+            hint = "does another router run here? --bus takes another address"
+            raise OSError(error.errno, f"{error.strerror}; {hint}") from error
+        if siblings is not None and siblings.assignment.is_again:
+            await self._wait_for_workers(expected)
+        http = await self._listen(inherited)
+        self._tasks = [
+            asyncio.create_task(http.run_on_loop(), name="http"),
+            asyncio.create_task(self._tick(), name="tick"),
+        ]
+        if siblings is not None:
+            siblings.answer = self.answer
+            await siblings.listening(self.endpoints, self.try_this, self.listeners())
+            return
+        self._tasks.append(asyncio.create_task(self._report(), name="status"))
+        self.local = LocalWorkers(
+            config, self.endpoints["bus"], lambda role, rank: is_free([self.state], role, rank)
+        )
+        self.local.start()
+        announce(config, self.endpoints)
+
+    async def _listen(self, inherited: Listeners | None) -> HttpServer:
+        """Serve clients, on inherited sockets if there are any.  Raises OSError."""
         config, is_shared = self.config, self._siblings is not None
-        self.endpoints["bus"] = self._hub.bind(config.bus)
-        if self._siblings is not None and self._siblings.assignment.is_again:
-            await self._wait_for_workers()
         with named("--tcp", config.tcp):
             self._tcp = await serve_tcp(
                 *split_address(config.tcp),
                 lambda connection: Client(
-                    connection, self.dispatcher, config.max_requests_per_connection, self._api_keys
+                    *(connection, self.dispatcher, config.max_requests_per_connection),
+                    *(self._api_keys, bool(self._tracing)),
                 ),
                 TcpLimits(
                     max_connections=config.max_connections,
@@ -181,9 +233,10 @@ class Router:
                 self._tls,
                 self._planes["tcp"],
                 is_shared=is_shared,
+                inherited=inherited and socket.socket(fileno=inherited.tcp),
                 on_slow_client=self.application.metrics.on_slow_client,
             )
-        self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
+        self.endpoints["tcp"] = url_of("tcp", self._tcp.host, self._tcp.port)
         with named("--http", config.http):
             http_limits = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
             address = split_address(config.http)
@@ -193,38 +246,78 @@ class Router:
                 http_limits,
                 self._tls,
                 is_shared=is_shared,
+                inherited=inherited and socket.socket(fileno=inherited.http),
                 on_slow_client=self.application.metrics.on_slow_client,
             )
         scheme = "http" if self._tls is None else "https"
-        self.endpoints["http"] = _url(scheme, self._http.host, self._http.port)
-        self._tasks = [
-            asyncio.create_task(self._http.run_on_loop(), name="http"),
-            asyncio.create_task(self._tick(), name="tick"),
-        ]
-        if self._siblings is not None:
-            await self._siblings.listening(self.endpoints, self.try_this)
-            return
-        self._tasks.append(asyncio.create_task(self._report(), name="status"))
-        self._local = LocalWorkers(
-            config, self.endpoints["bus"], lambda role, rank: is_free([self.state], role, rank)
-        )
-        self._local.start()
-        announce(config, self.endpoints)
+        self.endpoints["http"] = url_of(scheme, self._http.host, self._http.port)
+        return self._http
+
+    def listeners(self) -> Listeners:
+        """Return copies of the listening sockets, which the caller closes."""
+        assert self._http is not None and self._tcp is not None, "start comes first"
+        return Listeners(self._http.listener, self._tcp.listener, self._hub.listener).copy()
+
+    def join(self, siblings: Siblings | None) -> None:
+        """Be one of several processes from now on, or no longer."""
+        self._siblings = siblings
+        if siblings is not None:
+            siblings.answer = self.answer
+
+    async def answer(self, question: Question) -> object:
+        """Compute the reply to a request of the parent or of another process."""
+        match question:
+            case Ask.RELEASE_BUS:
+                self._hub.stop_accepting()
+                self.bus.announce_successor()
+                return [worker.name for worker in self.fleet.live]
+            case Ask.KEEP_BUS:
+                self._hub.accept_again()
+            case Ask.RETIRE:  # `until_stopped` ends
+                self._retiring.set()
+            case _:
+                return await self.application.answer(question)
+        return None
 
     async def until_stopped(self, stop: asyncio.Event) -> bool:
-        """Serve until `stop` is set.  Return False if a part of the router failed before.
+        """Serve until `stop` is set or this process retires, and then its remaining clients.
+
+        Return False if a part of the router failed before.
 
         Raises:
             ConfigError: The router cannot work with these settings.
         """
-        stopped = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        for task in done - {stopped}:
+        ends = [asyncio.create_task(event.wait()) for event in (stop, self._retiring)]
+        done, _ = await asyncio.wait([*ends, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if self._retiring.is_set():
+            await self._finish_clients(stop)
+            return True
+        for task in done - {*ends}:
             if isinstance(task.exception(), ConfigError):
                 task.result()
             log.error("a part of the router broke", part=task.get_name(), exc_info=task.exception())
-        return stopped in done
+        return stop.is_set()
+
+    async def _finish_clients(self, stop: asyncio.Event) -> None:
+        """Serve the connections that are open, until they have ended or `stop` is set.
+
+        They may send requests for `drain_s` more; requests have all the time they need.
+        """
+        assert self._http is not None and self._tcp is not None
+        log.info("a successor serves; finishing", requests=self._num_open)
+        self._http.stop_accepting()
+        self._tcp.stop_accepting()
+        deadline = time.monotonic() + self.config.drain_s
+        while self._tcp.num_connections + len(self._http.server_state.connections):
+            if stop.is_set():
+                break
+            if time.monotonic() > deadline:
+                self.application.draining = self.dispatcher.is_draining = True
+                if not (self._num_open or self._is_answering):
+                    break
+            await asyncio.sleep(DRAIN_TICK_S)
 
     async def drain(self) -> None:
         """Refuse new requests, and wait up to `drain_s` until all responses were sent."""
@@ -257,8 +350,8 @@ class Router:
         if self._http is not None:
             self._http.should_exit = True
             await asyncio.wait(self._tasks[:1], timeout=2 * FLUSH_S)
-        if self._local is not None:
-            await self._local.stop(self.config.drain_s)
+        if self.local is not None:
+            await self.local.stop(self.config.drain_s)
         elif self._siblings is not None:
             with suppress(ConnectionError):
                 await self._siblings.leave()
@@ -266,12 +359,20 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._hub.close(FLUSH_S)
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close, FLUSH_S)
 
-    async def _wait_for_workers(self) -> None:
-        """Wait at most JOIN_S for workers to join; meanwhile other processes serve clients."""
+    async def _wait_for_workers(self, expected: list[str] | None) -> None:
+        """Wait at most JOIN_S for these workers, or without a list for one of each role.
+
+        Meanwhile other processes serve clients.
+        """
         deadline = time.monotonic() + JOIN_S
-        while self.state.reasons and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             self.bus.tick()
+            ready = {worker.name for worker in self.fleet if worker.is_ready}
+            if not self.state.reasons if expected is None else ready.issuperset(expected):
+                return
             await asyncio.sleep(MAX_TICK_S)
 
     async def _tick(self) -> None:
@@ -281,31 +382,22 @@ class Router:
 
     async def _report(self) -> None:
         readiness = Readiness(self.try_this)
-        while True:
+        while not self._retiring.is_set():  # then the parent reports
             state = self.state
             notify(f"STATUS={status_line([state])}")
             if not self.application.draining:
                 readiness.on_look(state.reasons, time.monotonic())
-                if self._local is not None:
-                    self._local.check([state])
+                if self.local is not None:
+                    self.local.check([state])
             await asyncio.sleep(REPORT_S)
 
 
-def limits(config: Config, num_tokens: int | None = None) -> Limits:
-    """Return the limits of the core; `num_tokens` is the size of the vocabulary, if known."""
-    return Limits(
-        max_waiting=config.max_waiting,
-        max_running_per_worker=config.max_running_per_worker,
-        queue_timeout_s=config.queue_timeout_ms / 1000,
-        lease_s=config.lease_ms / 1000,
-        deadline_s=config.deadline_ms / 1000,
-        max_attempts=config.max_attempts,
-        retry_burst=4 * config.max_running_per_worker,
-        vocab_size=num_tokens or MAX_TOKEN_ID + 1,
-        local_prefill=config.local_prefill == "auto",
-        max_records=config.request_history,
-        max_record_bytes=config.request_history_bytes,
-    )
+def _open_tracing(config: Config) -> Tracing | None:
+    if not config.is_tracing:
+        return None
+    from router.tracing import open_tracing  # only here: the libraries are optional
+
+    return open_tracing(config.otlp_endpoint)
 
 
 async def serve(
@@ -314,8 +406,9 @@ async def serve(
     model_fingerprint: str,
     stop: asyncio.Event,
     siblings: Siblings | None = None,
+    on_start: Callable[[Router], None] = lambda router: None,
 ) -> int:
-    """Run a router process until `stop` is set; return the exit status."""
+    """Run a router process until `stop` is set or it retires; return the exit status."""
     if siblings is not None:
         await siblings.begin()
         own = siblings.assignment
@@ -326,9 +419,9 @@ async def serve(
     except ModelError as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
-    watchdog = asyncio.create_task(keep_watchdog(lambda: True))
     try:
         await router.start()
+        on_start(router)
         notify("READY=1")
         is_well = await router.until_stopped(stop)
         await router.drain()
@@ -337,10 +430,13 @@ async def serve(
         log.error("cannot listen", reason=str(error))
         return 1
     finally:
-        watchdog.cancel()
         await router.close()
         if siblings is not None:
             await siblings.close()
+
+
+async def _no_restart() -> str:
+    return "this router is starting or ending"
 
 
 def allow_many_files() -> int:
@@ -369,40 +465,3 @@ def with_room(config: Config, num_files: int) -> Config:
         open_files=num_files,
     )
     return config.model_copy(update={"max_connections": most})
-
-
-def split_address(endpoint: str) -> tuple[str, int]:
-    """Split an endpoint into the host and the port to bind.  Raises ValueError."""
-    host, port = split_endpoint(endpoint)
-    return "0.0.0.0" if host == "*" else host, port
-
-
-def _url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-@contextmanager
-def named(flag: str, endpoint: str) -> Iterator[None]:
-    """Add the flag and the endpoint to an OSError that the `with` body raises."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, f"cannot bind {flag} {endpoint}: {error.strerror}") from error
-
-
-def announce(config: Config, endpoints: dict[str, str]) -> None:
-    """Write the endpoints to the log, and atomically to `ready_file`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    if (path := config.ready_file) is not None:
-        temporary = path.parent / f"{path.name}.part"
-        try:
-            temporary.write_text(json.dumps(endpoints) + "\n")
-            temporary.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None
-    log.info("listening", **endpoints, model=config.model_name, processes=config.processes)

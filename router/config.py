@@ -5,10 +5,11 @@ Port 0 binds any free port; the bound endpoints are written to the log and to `r
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import shlex
 import socket
 import sys
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -23,10 +24,12 @@ from pydantic import (
 )
 
 from router.api.responses.store import MAX_BYTES, MAX_RESPONSES
+from router.core.state import Limits
 from router.cores import Sharing, num_engines
 from router.http.limits import MAX_BODY_BYTES
-from router.http.origin import check_origin
+from router.http.origin import check_origin, is_loopback
 from router.text.output_parser import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
+from wire.frames import MAX_TOKEN_ID
 from wire.process.keys import credential
 from wire.process.settings import (
     MAKE_KEYS,
@@ -42,11 +45,20 @@ from wire.process.settings import (
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
 
 
+def has_otel() -> bool:
+    """Return whether the libraries of the extra `otel` are installed."""
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
+
+
 class Config(SharedSettings):
     """Take requests over HTTP and raw TCP and place them on prefill and decode workers."""
 
-    # The model.
-    served_model_name: str = setting("", "the model name for clients; empty: taken from --model")
+    served_model_name: str = setting(
+        "", "the model name for clients; empty: taken from --model", begins="Model"
+    )
 
     generation_config: str = setting(
         "auto",
@@ -68,19 +80,24 @@ class Config(SharedSettings):
         "trusted",
     )
 
-    # Endpoints.
-    http: str = setting("127.0.0.1:8000", "HOST:PORT for the OpenAI API")
+    http: str = setting("127.0.0.1:8000", "HOST:PORT for the OpenAI API", begins="Endpoints")
     tcp: str = setting("127.0.0.1:8001", "HOST:PORT for raw TCP clients")
     bus: str = setting("tcp://127.0.0.1:5570", "ZeroMQ endpoint that workers connect to")
     ready_file: Path | None = setting(
         None, "file for the bound endpoints, as one JSON line once listening"
     )
 
-    # Access control.
     api_keys: Path | None = setting(
         None,
         "file with the API keys of clients, one per line; none: the systemd credential api_keys, "
         "if there is one",
+        begins="Access control",
+    )
+    admin_keys: Path | None = setting(
+        None,
+        "file with the API keys that may drain workers, restart the cluster and replay requests; "
+        "none: the systemd credential admin_keys, if there is one. Without any, everybody on this "
+        "machine may, if --http is on loopback and there are no API keys",
     )
     shared_prefix_cache: bool = setting(
         False,
@@ -100,8 +117,7 @@ class Config(SharedSettings):
     )
     insecure: bool = setting(False, "allow endpoints that other machines can reach without keys")
 
-    # Limits.
-    max_waiting: int = setting(1024, "requests that may wait for a worker", ge=0)
+    max_waiting: int = setting(1024, "requests that may wait for a worker", begins="Limits", ge=0)
     max_running_per_worker: int = setting(
         256, "requests on one worker at a time; others are queued", ge=1
     )
@@ -141,12 +157,31 @@ class Config(SharedSettings):
         "size of the tokens of remembered requests, 4 bytes each, with which prompts are compared",
         ge=0,
     )
+    keep_requests: str = setting(
+        "",
+        "clients whose requests `baton verify` may replay: all, or names of API keys, which "
+        "GET /v1/requests/ID shows as client, separated by commas; needs --request-history and "
+        "takes a part of --request-history-bytes",
+    )
+    vllm_metrics: Literal["on", "off"] = setting(
+        "on", "whether /metrics has the names that dashboards of vLLM read, vllm:…, too"
+    )
+    otlp_endpoint: str = setting(
+        "",
+        "export OpenTelemetry spans of requests to this collector, by OTLP over HTTP: "
+        "http://127.0.0.1:4318 (needs baton-serve[otel]; OTEL_* variables apply too)",
+    )
     max_attempts: int = setting(
         4, "attempts per request when workers fail; 1: no failover", ge=1, le=16
     )
 
-    # Timeouts and intervals.
-    heartbeat_ms: int = setting(1000, "interval of heartbeats in both directions", ge=10, le=60_000)
+    heartbeat_ms: int = setting(
+        1000,
+        "interval of heartbeats in both directions",
+        begins="Timeouts and intervals",
+        ge=10,
+        le=60_000,
+    )
     lease_ms: int = setting(
         30_000,
         "how long an idle transfer, or a request without DECODE_REQUEST, is kept",
@@ -160,7 +195,10 @@ class Config(SharedSettings):
         le=3_600_000,
     )
     queue_timeout_ms: int = setting(
-        30_000, "longest wait for a worker with capacity", ge=1, le=3_600_000
+        600_000,
+        "longest wait for a worker with capacity; at most 30 s while a role has no worker",
+        ge=1,
+        le=3_600_000,
     )
     deadline_ms: int = setting(
         600_000, "default deadline of requests, unless they set deadline_ms", ge=1, le=2**31 - 1
@@ -178,12 +216,12 @@ class Config(SharedSettings):
         le=86_400.0,
     )
 
-    # Router processes and local workers.
     processes: int = setting(
         1,
         "router processes that share --http and --tcp (Linux). Each has its own bus, on "
         "consecutive ports from that of --bus on, and its share of the limits on connections, "
         "waiting and running requests, and stored responses",
+        begins="Router processes and local workers",
         ge=1,
         le=64,
     )
@@ -191,6 +229,7 @@ class Config(SharedSettings):
         (0, 0),
         "P,D: also run P prefill and D decode workers on this machine; N: N workers of role any; "
         "auto: one of role any for each NUMA node, or one if there is an NVIDIA GPU",
+        title="P,D|N|auto",
     )
     local_cores: Sharing = setting(
         "auto",
@@ -240,14 +279,14 @@ class Config(SharedSettings):
         """Refuse endpoints that other machines can reach without keys, unless `insecure`."""
         has_keys = self.keys is not None or credential("router.key") is not None
         has_api_keys = self.api_keys is not None or credential("api_keys") is not None
-        make_api_keys = "make one with scripts/keys --api-key FILE and say --api-keys FILE"
+        make_api_keys = "make one with `baton keys --api-key FILE` and say --api-keys FILE"
         for flag, endpoint, is_guarded, advice in (
             ("--http", self.http, has_api_keys, make_api_keys),
             ("--tcp", self.tcp, has_api_keys, make_api_keys),
             ("--bus", self.bus, has_keys, MAKE_KEYS),
         ):
             host, _ = split_endpoint(endpoint, flag)
-            if not (self.insecure or is_guarded or _is_loopback(host)):
+            if not (self.insecure or is_guarded or is_loopback(host)):
                 raise open_port(f"{flag} {endpoint}", f"{advice}, or bind 127.0.0.1")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together")
@@ -257,6 +296,25 @@ class Config(SharedSettings):
             except ValueError as error:
                 raise ValueError(f"--allowed-origins: {error}") from None
         return self
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_otlp_endpoint(cls, endpoint: str) -> str:
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ValueError("it is the URL of a collector, such as http://127.0.0.1:4318")
+        if endpoint and not has_otel():
+            raise ValueError("OpenTelemetry is not installed: pip install 'baton-serve[otel]'")
+        return endpoint
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether spans are exported, because of `otlp_endpoint` or of OpenTelemetry's variables.
+
+        They are made of the request history, so without it there are none.
+        """
+        names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        is_wanted = bool(self.otlp_endpoint) or any(os.environ.get(name) for name in names)
+        return is_wanted and self.request_history > 0 and has_otel()
 
     @model_validator(mode="after")
     def _check_processes(self) -> Self:
@@ -272,6 +330,23 @@ class Config(SharedSettings):
                 f"last would be over {MAX_PORT}: begin with a lower one"
             )
         return self
+
+    def limits(self, num_tokens: int | None = None) -> Limits:
+        """Return the limits of the core; `num_tokens` is the size of the vocabulary, if known."""
+        return Limits(
+            max_waiting=self.max_waiting,
+            max_running_per_worker=self.max_running_per_worker,
+            queue_timeout_s=self.queue_timeout_ms / 1000,
+            lease_s=self.lease_ms / 1000,
+            deadline_s=self.deadline_ms / 1000,
+            max_attempts=self.max_attempts,
+            retry_burst=4 * self.max_running_per_worker,
+            vocab_size=num_tokens or MAX_TOKEN_ID + 1,
+            local_prefill=self.local_prefill == "auto",
+            max_records=self.request_history,
+            max_record_bytes=self.request_history_bytes,
+            keep_requests=frozenset(_listed(self.keep_requests)),
+        )
 
     def bus_of(self, index: int) -> str:
         """Return the bus endpoint of a process: the port plus `index`, or a path with a suffix."""
@@ -306,14 +381,22 @@ class Config(SharedSettings):
     @property
     def origins(self) -> list[str]:
         """The list in `allowed_origins`."""
-        return [origin for each in self.allowed_origins.split(",") if (origin := each.strip())]
+        return _listed(self.allowed_origins)
 
     @property
     def hosts(self) -> list[str]:
         """The list in `allowed_hosts`, this machine's name, and the host that HTTP is bound to."""
-        named = [host for each in self.allowed_hosts.split(",") if (host := each.strip())]
         bound, _ = split_endpoint(self.http)
-        return [*named, socket.gethostname(), *([] if bound == "*" else [bound])]
+        return [
+            *_listed(self.allowed_hosts),
+            socket.gethostname(),
+            *([] if bound == "*" else [bound]),
+        ]
+
+    @property
+    def is_http_local(self) -> bool:
+        """Whether only this machine can reach the HTTP endpoint."""
+        return is_loopback(split_endpoint(self.http)[0])
 
     @property
     def model_name(self) -> str:
@@ -336,10 +419,5 @@ def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
     return host.strip("[]"), number
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # A host name, which may resolve to any address, or "*".
+def _listed(text: str) -> list[str]:
+    return [item for each in text.split(",") if (item := each.strip())]

@@ -33,7 +33,7 @@ def plan(
 
     Args:
         nodes: The NUMA nodes of the machine.
-        workers: Role and rank of each worker; if cores are left over, the first ones get them.
+        workers: Role and rank of each worker; if cores are left over, the first gets one.
         sharing: "split" gives each worker its own cores, however few; "shared" gives all workers
             all cores.
     """
@@ -64,6 +64,9 @@ def num_engines() -> int:
 
 
 def _part(node: Node, index: int, num_parts: int) -> frozenset[int]:
-    """Return one of `num_parts` parts of a node; the first ones get the remainder."""
+    """Divide a node's cores into `num_parts` parts; return the hardware threads of part `index`.
+
+    The parts differ by at most one core, and the first is one of the larger.
+    """
     start, end = (-(-len(node) * it // num_parts) for it in (index, index + 1))
     return frozenset[int]().union(*node[start:end])

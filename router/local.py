@@ -3,7 +3,8 @@
 A worker that dies is restarted with backoff.  A worker that exits because of wrong settings (exit
 status 78) is not restarted, unless it ran before: then files of the model may be broken, and may be
 repaired.  If no local worker is left to restart and there are no other workers, the router exits
-too.  A worker whose rank is taken (exit status 75) is restarted when the rank is free.  On shutdown
+too.  A worker whose rank is taken (exit status 75) is restarted when the rank is free, and one that
+was asked to leave (exit status 80) is not.  On shutdown
 workers get SIGTERM, later SIGKILL; if the router is killed, Linux kills them (PR_SET_PDEATHSIG).
 """
 
@@ -15,6 +16,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -24,34 +26,30 @@ from router.core.cluster import ProcessState
 from router.cores import plan
 from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
 from wire.process.cores import format_cores, nodes, own_cores, physical_cores, quota
-from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, ConfigError, SharedSettings
+from wire.process.settings import EX_CONFIG, EX_LEFT, EX_TEMPFAIL, ConfigError, SharedSettings
 
 log = structlog.get_logger("router")
 
 
+@dataclass(eq=False, repr=False)
 class LocalWorkers:
     """Runs the child processes of one router, whose bus is bound to `bus`.
 
     `is_free(role, rank)` returns whether no worker has this rank now.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        bus: str,
-        is_free: Callable[[str, int], bool],
-        min_pause_s: float = MIN_PAUSE_S,
-    ) -> None:
-        self._config = config
-        self._bus = bus
-        self._is_free = is_free
-        self._min_pause_s = min_pause_s
-        self._tasks: list[asyncio.Task[None]] = []
-        self._processes: dict[tuple[str, int], asyncio.subprocess.Process] = {}
-        # Workers that once ran and did not exit because of wrong settings.
-        self._have_run: set[tuple[str, int]] = set()
-        self._is_stopping = False
-        self._cores = cores_of_workers(config)
+    config: Config
+    bus: str
+    is_free: Callable[[str, int], bool]
+    min_pause_s: float = MIN_PAUSE_S
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _processes: dict[tuple[str, int], asyncio.subprocess.Process] = field(default_factory=dict)
+    # Workers that once ran and did not exit because of wrong settings.
+    _have_run: set[tuple[str, int]] = field(default_factory=set)
+    _is_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._cores = cores_of_workers(self.config)
 
     @property
     def pids(self) -> dict[tuple[str, int], int]:
@@ -60,7 +58,7 @@ class LocalWorkers:
 
     def start(self) -> None:
         """Start all workers, and restart them until `stop` is called."""
-        for role, rank in self._config.local_workers:
+        for role, rank in self.config.local_workers:
             self._tasks.append(asyncio.create_task(self._keep_running(role, rank)))
 
     async def stop(self, drain_s: float) -> None:
@@ -86,7 +84,9 @@ class LocalWorkers:
         Raises:
             ConfigError: No local worker will be restarted, and no other worker has ever joined.
         """
-        are_given_up = bool(self._tasks) and all(task.done() for task in self._tasks)
+        # A worker that has left ran before; one that is given up did not.
+        all_done = all(task.done() for task in self._tasks)
+        are_given_up = bool(self._tasks) and all_done and not self._have_run
         if are_given_up and not self._is_stopping and not any(state.workers for state in states):
             raise ConfigError(
                 "--local: none of these workers can start; what is wrong they say above, and it "
@@ -97,8 +97,11 @@ class LocalWorkers:
         """Run a worker and restart it until `stop`, or until its settings are wrong."""
         name = f"{role}-{rank}"
         run = partial(self._run, role, rank)
-        async for status in lives(run, log.bind(worker=name), self._min_pause_s):
+        async for status in lives(run, log.bind(worker=name), self.min_pause_s):
             if self._is_stopping:
+                return
+            if status == EX_LEFT:
+                log.info("local worker has left, as it was asked to", worker=name)
                 return
             if status == EX_CONFIG and (role, rank) not in self._have_run:
                 log.error("local worker has wrong settings, given up", worker=name)
@@ -115,13 +118,13 @@ class LocalWorkers:
     async def _wait_for_rank(self, role: str, rank: int) -> None:
         name = f"{role}-{rank}"
         log.error("another worker has this rank; ours waits until it is free", worker=name)
-        while not self._is_free(role, rank):  # noqa: ASYNC110 - the fleet has no events
-            await asyncio.sleep(self._min_pause_s)
+        while not self.is_free(role, rank):  # noqa: ASYNC110 - the fleet has no events
+            await asyncio.sleep(self.min_pause_s)
         log.info("the rank is free again", worker=name)
 
     async def _run(self, role: str, rank: int) -> int:
         environ = environment(os.environ, self._cores.get((role, rank), frozenset()))
-        process = await start_child(command(self._config, self._bus, role, rank), environ)
+        process = await start_child(command(self.config, self.bus, role, rank), environ)
         self._processes[role, rank] = process
         log.info("local worker started", worker=f"{role}-{rank}", pid=process.pid)
         if self._is_stopping:  # `stop` has signalled the other workers already.

@@ -1,10 +1,16 @@
-"""The figures in the log line of a request over HTTP or raw TCP, without prompt or text."""
+"""The figures and the trace in the log line of a request over HTTP or raw TCP, without text."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 from router.core.request import RequestEnd
+
+
+def new_traceparent() -> str:
+    """Return a `traceparent` of W3C Trace Context that begins a sampled trace."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
 def facts(ends: Sequence[RequestEnd]) -> dict[str, int | float]:

@@ -21,6 +21,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
 from router.processes.merged_metrics import LAG, Families, Series, families, summed
+from router.vllm_metrics import WithVllm
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import LATENCY_S, Distribution, Totals, frames, gauge, tally
@@ -32,6 +33,9 @@ TOKEN_S: Final = (
 )  # fmt: skip
 REQUEST_S: Final = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 20, 40, 60, 120, 240, 600
+)  # fmt: skip
+NUM_TOKENS: Final = (
+    1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072
 )  # fmt: skip
 
 # Counters over ended requests: name, help text, and the field of `RequestEnd` that is summed.
@@ -59,8 +63,14 @@ class Metrics:
     """All metrics of a router process.  It is one of `Dispatcher.observers`."""
 
     def __init__(
-        self, fleet: Fleet, core: Dispatcher, planes: Mapping[str, Traffic] | None = None
+        self,
+        core: Dispatcher,
+        planes: Mapping[str, Traffic] | None = None,
+        *,
+        vllm_model: str = "",
     ) -> None:
+        """With `vllm_model`, the name of the model, there are the names of vLLM too."""
+        self._vllm_model = vllm_model
         self._registry = CollectorRegistry()
         self._http = self._counter(
             "http_requests",
@@ -92,6 +102,11 @@ class Metrics:
             registry=self._registry,
         )
         blocks.set_function(sys.getallocatedblocks)
+        self._add_histograms()
+        self._registry.register(_CoreCollector(core, planes or {}))
+        self._workers = _FleetCollector(core.fleet)
+
+    def _add_histograms(self) -> None:
         self._queue = self._distribution("queue", "Wait for a worker with room.", LATENCY_S)
         self._first_token = self._distribution(
             "time_to_first_token", "From acceptance to the first token.", LATENCY_S
@@ -103,23 +118,31 @@ class Metrics:
         self.on_tokens = self._distribution(
             "inter_token", "Between tokens of a stream; those that come together share.", TOKEN_S
         ).share
+        self._decode = self._distribution("decode", "From the first token to the end.", REQUEST_S)
+        self._inference = self._distribution(
+            "inference", "From the first placement to the end.", REQUEST_S
+        )
         self._request = self._distribution("request", "From acceptance to the end.", REQUEST_S)
+        self._prompt = self._sizes("prompt", "Prompt tokens of a request.")
+        self._generation = self._sizes("generation", "Tokens generated for a request.")
         self._kv_seconds = self._distribution(
             "kv_transfer", "From the accepted offer to the last byte.", LATENCY_S
         )
-        self._registry.register(_CoreCollector(core, planes or {}))
-        self._workers = _FleetCollector(fleet)
 
     def on_request_end(self, end: RequestEnd) -> None:
-        """Count an accepted request that ended."""
         self._requests[end.outcome if end.outcome in OUTCOMES else "other",] += 1
         for counts, value_of in self._sums:
             counts[()] += value_of(end)
         for reason in end.local_reasons:
             self._local_prefills[reason,] += 1
         self._request.observe(end.total_s)
+        self._prompt.observe(end.prompt_tokens)
+        self._generation.observe(end.completion_tokens)
         if end.queue_s is not None:
             self._queue.observe(end.queue_s)
+            self._inference.observe(end.total_s - end.queue_s)
+        if end.decode_s is not None:
+            self._decode.observe(end.decode_s)
         if end.ttft_s is not None:
             self._first_token.observe(end.ttft_s)
             self._prefill.observe(end.ttft_s - (end.queue_s or 0.0))
@@ -146,14 +169,21 @@ class Metrics:
         """Return the metrics of this process, or the sum of `processes`, as Prometheus text."""
         workers = self._workers.collect()
         if processes is None:
-            return generate_latest(Series([], (*self._registry.collect(), *workers)))
-        return generate_latest(Series(summed(processes), workers))
+            series = Series([], (*self._registry.collect(), *workers))
+        else:
+            series = Series(summed(processes), workers)
+        return generate_latest(WithVllm(series, self._vllm_model) if self._vllm_model else series)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Tally[tuple[str, ...]]:
         """Register a counter and return the mapping from label values to counts."""
         counter = Totals(f"baton_{name}", help_text, *labels)
         self._registry.register(counter)
         return counter.counts
+
+    def _sizes(self, name: str, help_text: str) -> Distribution:
+        sizes = Distribution(f"baton_request_{name}_tokens", help_text, NUM_TOKENS)
+        self._registry.register(sizes)
+        return sizes
 
     def _distribution(self, name: str, help_text: str, bounds: Sequence[float]) -> Distribution:
         distribution = Distribution(f"baton_{name}_seconds", help_text, bounds)
@@ -167,8 +197,8 @@ class _CoreCollector(Collector):
         self._planes = planes
 
     def collect(self) -> Iterator[Metric]:
-        yield gauge("requests_running", "Requests on workers.", self._core.num_running)
-        yield gauge("requests_waiting", "Requests without one.", self._core.num_waiting)
+        yield gauge("requests_running", "Requests that do not wait.", self._core.num_running)
+        yield gauge("requests_waiting", "Requests that wait for a worker.", self._core.num_waiting)
         yield tally("frames_dropped", "Frames dropped.", "reason", self._core.dropped)
         yield tally("requests_rejected", "Requests refused.", "code", self._core.rejected)
         yield tally("failovers", "Attempts followed by another.", "code", self._core.failovers)

@@ -8,6 +8,7 @@ import structlog
 
 from router.app import serve
 from router.config import Config
+from router.processes.alone import serve_alone
 from router.processes.siblings import inherited
 from router.processes.supervisor import serve_by_several
 from wire.errors import WireError
@@ -39,6 +40,8 @@ def start(argv: list[str]) -> int:
         return EX_CONFIG
     if config.processes > 1 and siblings is None:
         return run(lambda stop: serve_by_several(config, argv, stop))
+    if siblings is None:
+        return run(lambda stop: serve_alone(config, argv, path, fingerprint(path), stop))
     return run(lambda stop: serve(config, path, fingerprint(path), stop, siblings))
 
 

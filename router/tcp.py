@@ -9,6 +9,7 @@ connection.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -16,7 +17,7 @@ from msgspec import structs
 
 from router.core.dispatcher import Dispatcher
 from router.core.request import Request, RequestEnd
-from router.log import facts
+from router.log import facts, new_traceparent
 from wire.aio.tcp import Connection
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
@@ -59,28 +60,26 @@ RETRYABLE: Final = frozenset(
 )
 
 
+@dataclass(eq=False, repr=False)
 class Client:
     """One client connection: at most `max_requests` open requests, and recently ended ones."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        dispatcher: Dispatcher,
-        max_requests: int,
-        api_keys: ApiKeys | None = None,
-    ) -> None:
-        self._connection = connection
-        self._dispatcher = dispatcher
-        self._max_requests = max_requests
-        self._api_keys = api_keys
-        self._has_started = False
-        self._key_digest = b""
+    connection: Connection
+    dispatcher: Dispatcher
+    max_requests: int
+    api_keys: ApiKeys | None = None
+    # Begin a trace for each request whose client has not begun one.
+    is_tracing: bool = False
+    _has_started: bool = False
+    _key_digest: bytes = b""
+    _open: dict[int, ClientRequest] = field(default_factory=dict)
+    _ended: OrderedDict[int, Session] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
         # Replaced by the name of the API key after HELLO.
-        self._client_id = connection.peer_name.rpartition(":")[0]
-        self._open: dict[int, ClientRequest] = {}
-        self._ended: OrderedDict[int, Session] = OrderedDict()
-        if api_keys is not None:
-            connection.limit_frames(MAX_HELLO_BYTES)
+        self._client_id = self.connection.peer_name.rpartition(":")[0]
+        if self.api_keys is not None:
+            self.connection.limit_frames(MAX_HELLO_BYTES)
 
     @property
     def is_busy(self) -> bool:
@@ -100,7 +99,7 @@ class Client:
                 raise RemoteProtocolError("HELLO is the first frame of a connection, or none")
             self._on_hello(frame, message)
             return
-        if not self._key_digest and self._api_keys is not None:
+        if not self._key_digest and self.api_keys is not None:
             raise WireError(ErrorCode.UNAUTHORIZED, "say HELLO with an API key first")
         if not isinstance(frame, PrefillRequest | DecodeRequest | Cancel):
             raise RemoteProtocolError(f"a client does not send {frame.tag.name}")
@@ -119,19 +118,19 @@ class Client:
             )
         self._key_digest = digest(bytes(message.body()))
         self._check_key()
-        if self._api_keys is not None:
+        if self.api_keys is not None:
             self._client_id = name_of(self._key_digest)
-        self._connection.limit_frames(None)
+        self.connection.limit_frames(None)
 
     def _check_key(self) -> None:
-        if self._api_keys is not None and not self._api_keys.allow(self._key_digest):
+        if self.api_keys is not None and not self.api_keys.allow(self._key_digest):
             raise WireError(ErrorCode.UNAUTHORIZED, "this API key is not valid")
 
     def on_closed(self, error: Exception | None) -> None:
         """Cancel every open request."""
         requests, self._open = self._open, {}
         for request in requests.values():
-            self._dispatcher.cancel(request.handle)
+            self.dispatcher.cancel(request.handle)
 
     def end(self, request_id: int) -> None:
         """Remove a request whose last frame is about to be sent, or which the client cancelled."""
@@ -146,7 +145,7 @@ class Client:
         if request_id in self._open:
             raise RemoteProtocolError(f"request_id {request_id} is under way already")
         self._ended.pop(request_id, None)
-        request = ClientRequest(request_id, self._connection, self)
+        request = ClientRequest(request_id, self.connection, self)
         request.session.on(Tag.PREFILL_REQUEST, Direction.REQUEST)
         self._open[request_id] = request
         try:
@@ -157,25 +156,31 @@ class Client:
             request.refuse(error)
 
     def _submit(self, frame: PrefillRequest, message: Message, request: ClientRequest) -> None:
-        if len(self._open) > self._max_requests:
+        if len(self._open) > self.max_requests:
             raise WireError(
-                ErrorCode.OVERLOADED, f"{self._max_requests} requests are open on this connection"
+                ErrorCode.OVERLOADED, f"{self.max_requests} requests are open on this connection"
             )
         if frame.decode_rank not in (ANY_RANK, NO_RANK):
             raise WireError(
                 ErrorCode.INVALID_REQUEST,
-                f"decode_rank {frame.decode_rank}: the router chooses; send {ANY_RANK:#x} for any "
-                f"or {NO_RANK:#x} for one token only",
+                f"decode_rank {frame.decode_rank}: the router chooses; send {ANY_RANK:#x} "
+                f"(unassigned), or {NO_RANK:#x} (none) for one token only",
             )
-        self._dispatcher.check_prompt(frame.seq_len)
+        self.dispatcher.check_prompt(frame.seq_len)
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
-        if self._api_keys is not None:
-            salt = self._api_keys.cache_salt(self._key_digest, options.cache_salt)
+        if self.api_keys is not None:
+            salt = self.api_keys.cache_salt(self._key_digest, options.cache_salt)
             options = structs.replace(options, cache_salt=salt)
-        name = f"tcp-{self._connection.peer_name}-{frame.request_id}"
-        core_request = Request(token_ids, options, max_new_tokens, self._client_id, name)
-        request.handle = self._dispatcher.submit(core_request, request)
+        begins_trace = self.is_tracing and options.traceparent is None
+        if begins_trace:
+            options = structs.replace(options, traceparent=new_traceparent())
+        request.trace_id = options.trace_id
+        name = f"tcp-{self.connection.peer_name}-{frame.request_id}"
+        core_request = Request(
+            *(token_ids, options, max_new_tokens, self._client_id, name), begins_trace=begins_trace
+        )
+        request.handle = self.dispatcher.submit(core_request, request)
 
     def _on_decode_request(self, frame: DecodeRequest) -> None:
         """Start decoding; ignore a request that has ended, reject an unknown one."""
@@ -183,31 +188,32 @@ class Client:
         request = self._open.get(frame.request_id)
         if request is not None:
             request.session.on(Tag.DECODE_REQUEST, Direction.REQUEST)
-            self._dispatcher.decode(request.handle, frame.max_new_tokens)
+            self.dispatcher.decode(request.handle, frame.max_new_tokens)
         elif frame.request_id in self._ended:
             self._ended[frame.request_id].on(Tag.DECODE_REQUEST, Direction.REQUEST)
         else:
             detail = ErrorDetail(message="DECODE_REQUEST without PREFILL_REQUEST", stage="router")
             error = Error(frame.request_id, ErrorCode.UNKNOWN_REQUEST)
-            self._connection.send(error, encode_map(detail))
+            self.connection.send(error, encode_map(detail))
 
     def _on_cancel(self, frame: Cancel) -> None:
         request = self._open.get(frame.request_id)
         if request is not None:
             request.session.on(Tag.CANCEL, Direction.REQUEST)
             self.end(frame.request_id)
-            self._dispatcher.cancel(request.handle)
+            self.dispatcher.cancel(request.handle)
 
 
+@dataclass(eq=False, repr=False)
 class ClientRequest:
     """One open request: a sink that sends the results as frames with the client's request id."""
 
-    def __init__(self, request_id: int, connection: Connection, client: Client) -> None:
-        self.session = Session(Direction.RESPONSE)
-        self.handle = 0
-        self._request_id = request_id
-        self._connection = connection
-        self._client = client
+    request_id: int
+    connection: Connection
+    client: Client
+    session: Session = field(default_factory=lambda: Session(Direction.RESPONSE))
+    handle: int = 0
+    trace_id: str | None = None
 
     def refuse(self, error: WireError) -> None:
         """Log and reject a request that was not accepted; `on_end` logs accepted ones."""
@@ -216,44 +222,47 @@ class ClientRequest:
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
-        frame = PrefillDone(self._request_id, kv_bytes)
-        result = structs.replace(result, stop_token_id=None)  # for the bus only (version 2)
-        self._connection.send(frame, encode_prefill_result(result))
+        frame = PrefillDone(self.request_id, kv_bytes)
+        # These two fields are for the bus only (versions 2 and 3).
+        result = structs.replace(result, stop_token_id=None, timeline=None)
+        self.connection.send(frame, encode_prefill_result(result))
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         if self.session.state is not SessionState.DECODING:  # else the state is already DECODING
             self.session.on(Tag.DECODE_TOKEN, Direction.RESPONSE)
         if logprobs is None:
-            self._connection.send_token(self._request_id, token_id)
+            self.connection.send_token(self.request_id, token_id)
         else:
-            frame = DecodeToken(self._request_id, token_id)
-            self._connection.send(frame, encode_map([logprobs]))
+            frame = DecodeToken(self.request_id, token_id)
+            self.connection.send(frame, encode_map([logprobs]))
 
     def on_done(self, usage: Usage) -> None:
         self.session.on(Tag.DECODE_DONE, Direction.RESPONSE)
-        self._client.end(self._request_id)
-        # These two fields are for the bus only (version 2).
-        usage = structs.replace(usage, stop_token_id=None, stop_logprobs=None)
-        self._connection.send(DecodeDone(self._request_id), encode_map(usage))
+        self.client.end(self.request_id)
+        # These three fields are for the bus only (versions 2 and 3).
+        usage = structs.replace(usage, stop_token_id=None, stop_logprobs=None, timeline=None)
+        self.connection.send(DecodeDone(self.request_id), encode_map(usage))
 
     def on_error(self, error: WireError) -> None:
         self.session.on(Tag.ERROR, Direction.RESPONSE)
-        self._client.end(self._request_id)
+        self.client.end(self.request_id)
         detail = ErrorDetail(
             message=error.message[:4096],
             retry_after_s=RETRY_AFTER_S if error.code in RETRYABLE else None,
         )
-        self._connection.send(Error(self._request_id, error.code), encode_map(detail))
+        self.connection.send(Error(self.request_id, error.code), encode_map(detail))
 
     def on_end(self, end: RequestEnd) -> None:
         self._log(end.outcome, **facts([end]), total_s=round(end.total_s, 6))
 
     def _log(self, outcome: str, **fields: float) -> None:
+        tags = {} if self.trace_id is None else {"trace_id": self.trace_id}
         log.info(
             "request",
             face="tcp",
-            client=self._connection.peer_name,
-            request_id=self._request_id,
+            client=self.connection.peer_name,
+            request_id=self.request_id,
             outcome=outcome,
             **fields,
+            **tags,
         )

@@ -50,8 +50,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench.tables import Table
-from scripts.bench_serve import Client, Measured
+from router.command.bench.load import LoadClient, Measured, Target
+from router.command.bench.table import Table
 from scripts.models.make_model import make_model
 from wire.options import Options
 from worker.engine.engine import Engine
@@ -207,6 +207,7 @@ class Peer:
 
     def __init__(self, url: str, drawing: Drawing) -> None:
         self.name, self._drawing = url, drawing
+        self._target = Target.find(url)
 
     def prompt_s(self, prompts: Prompts) -> float:
         return self._measured(prompts, 1)[0].ttft_s
@@ -217,7 +218,7 @@ class Peer:
 
     def _measured(self, prompts: Prompts, count: int) -> list[Measured]:
         async def all_of_them() -> list[Measured]:
-            clients = [Client(self.name) for _ in prompts]
+            clients = [LoadClient(self._target) for _ in prompts]
             pairs = zip(clients, prompts, strict=True)
             return await asyncio.gather(
                 *[client.measure(prompt, count, **self._drawing) for client, prompt in pairs]

@@ -36,7 +36,7 @@ from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Program
 from kernels.cpu.rowwise import norm
-from scripts.bench.tables import Table
+from router.command.bench.table import Table
 from worker.compute.packed import (
     Call,
     ExpertBuffers,

@@ -36,11 +36,11 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench.connections import CHAT, HttpConnection, open_http
+from router.command.bench.connection import CHAT, HttpConnection, open_http
+from router.command.bench.table import Table
+from router.command.keys import make_api_key
 from scripts.bench.flood import LOADS, WORDS
 from scripts.bench.processes import ROOT, router
-from scripts.bench.tables import Table
-from scripts.keys import make_api_key
 
 # The largest acceptable ratio.
 TARGET: Final = 2.0

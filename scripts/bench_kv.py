@@ -31,10 +31,10 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+from router.command.bench.table import Table
+from router.command.keys import make_keys
 from scripts.bench import kv_floor
 from scripts.bench.kv_pair import Moved, Pair, pair
-from scripts.bench.tables import Table
-from scripts.keys import make_keys
 from wire.layout import KVLayout
 
 WAYS: Final = ("tcp", "tcp+zmq", "ipc", "tcp+keys", "tcp+curve", "ipc+keys", "memory")
@@ -86,7 +86,7 @@ def settings_of(way: str) -> Iterator[dict[str, Any]]:
             settings["kv_segment_port"] = "off"
         if way.endswith(("keys", "curve")):
             settings["keys"] = Path(directory) / "keys"
-            make_keys(settings["keys"], ["router", "prefill-0", "decode-0"], say=lambda _: None)
+            make_keys(settings["keys"], ["router", "prefill-0", "decode-0"])
         yield settings
 
 

@@ -26,9 +26,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench.connections import CHAT, COMPLETIONS, open_http
+from router.command.bench.connection import CHAT, COMPLETIONS, open_http
+from router.command.bench.table import Table
 from scripts.bench.processes import ROOT, Server, router
-from scripts.bench.tables import Table
 
 NUM_AT_A_TIME: Final = 2
 MB: Final = 1 << 20

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench.tables import Table
+from router.command.bench.table import Table
 from wire.layout import KVLayout
 from wire.options import Options
 from worker.engine.engine import Engine
@@ -101,7 +101,7 @@ def measure(case: Case, steps: int) -> np.ndarray[tuple[int], np.dtype[np.float6
         speculate=case.speculate,
     )
     draw = np.random.default_rng(1)
-    options = Options(ignore_eos=True)
+    options = Options(ignore_eos=True, timeline=True)
 
     def arrive(request_id: int, num_tokens: int, limit: int) -> None:
         prompt = draw.integers(3, 32_000, num_tokens).tolist()

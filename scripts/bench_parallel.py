@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench.tables import Table
+from router.command.bench.table import Table
 
 CONTEXT = 256
 

@@ -29,13 +29,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from router.command.bench.table import Table
 from router.core.fleet import Fleet, Worker
 from router.core.placement import Placement
 from router.core.policy import Choice, Prompt
 from router.core.prefixes import PrefixIndex
 from router.core.state import Limits, RequestState
 from scripts.bench.placement_model import Arrival, Model, Served, Shape
-from scripts.bench.tables import Table
 from wire.frames import Role
 from wire.prefix import prefix_hashes
 

@@ -3,6 +3,7 @@
 
     scripts/bench_router.py                                # all rows
     scripts/bench_router.py --rows saturated paced --peers ../peers --sglang ../router/bin/python
+    scripts/bench_router.py --rows saturated paced one-token --page --rounds 5
     scripts/bench_router.py --brief                        # only check that tokens are correct
 
 Runs a real router, workers that compute nothing (`bench/emitters.py`) and clients that check every
@@ -11,6 +12,8 @@ programs to compare with, which are measured alternately with the router in ever
 `relay_floor.py`, a lower bound that only forwards (per step one ZeroMQ message in, 64 chunks out),
 and, if `--sglang` is a Python interpreter with sglang-router, that router with `mock_worker.py`.
 The time to first token is compared with `bench/bare_router.py`, which only forwards.
+`--page` measures what the operator's view costs: the router with a page open, and one that keeps no
+timelines, alternately with the router in every round.
 """
 
 from __future__ import annotations
@@ -29,14 +32,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import IO, Any, Final
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from router.command.bench.table import Table
+from router.http.events import IDLE_S, TICK_S
 from scripts.bench.processes import ROOT, Server, router, running, started
-from scripts.bench.tables import Table
 
 # How long to wait for sglang-router, which does not report when it is ready.
 PEER_START_S: Final = 6.0
@@ -171,6 +176,21 @@ def measure(row: Row, of: Running) -> dict[str, Any]:
     return measured
 
 
+@contextmanager
+def page_open(server: Server) -> Iterator[None]:
+    """Read the events of the page as a browser that shows it does."""
+    with socket.create_connection(server.http) as connection:
+        connection.sendall(b"GET /v1/cluster/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        reader = Thread(target=lambda: all(iter(partial(connection.recv, 1 << 20), b"")))
+        reader.start()
+        yield
+        connection.shutdown(socket.SHUT_RDWR)
+        reader.join()
+    # The router counts for a few seconds more.
+    time.sleep(IDLE_S + TICK_S)
+
+
 def measure_new(start: Callable[[], AbstractContextManager[Running]], row: Row) -> dict[str, Any]:
     """Measure a new router, since an old one would reuse the memory of ended streams."""
     with start() as of:
@@ -235,6 +255,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--processes", type=int, default=1, help="of the router; beside one process, by turns"
     )
+    parser.add_argument(
+        "--page", action="store_true", help="beside a page that is open, and no timelines, by turns"
+    )
     parser.add_argument("--brief", action="store_true", help="only whether the tokens are right")
     parser.add_argument("--peers", type=Path, help="where relay_floor.py and mock_worker.py are")
     parser.add_argument("--sglang", help="a Python that has sglang_router")
@@ -251,6 +274,8 @@ def main() -> None:
             f"router x {num}": partial(ours, [*flags, "--processes", str(num)])
             for num in sorted({1, given.processes})
         }
+        if given.page:
+            starts["no timelines"] = partial(ours, [*flags, "--request-history", "0"])
         routers = {name: stack.enter_context(start()) for name, start in starts.items()}
         for of in routers.values():
             measure(WARM, of)
@@ -267,6 +292,9 @@ def main() -> None:
                 is_new = row.kind == "hold"
                 measured = measure_new(start, row) if is_new else measure(row, routers[name])
                 show(table, row, name, measured)
+            if given.page and row.kind != "hold":
+                with page_open(routers["router x 1"].server):
+                    show(table, row, "page open", measure(row, routers["router x 1"]))
             if is_compared and given.sglang is not None:
                 with sglang(given.sglang, given.peers, row) as peer:
                     show(table, row, "sglang", measure(row, peer))

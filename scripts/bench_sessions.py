@@ -17,21 +17,19 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from router.command.bench.load import LoadClient, Measured, Target, percentiles
+from router.command.bench.table import Table
 from scripts.bench.processes import Server, router
-from scripts.bench.tables import Table
-from scripts.bench_serve import Client, Measured, percentiles
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: its number from 0, the tokens that earlier turns computed, and its measurement."""
+    """One turn: its number from 0, how many of its tokens earlier turns computed, its figures."""
 
     number: int
     repeated: int
@@ -42,18 +40,18 @@ class Sessions:
     """Sessions on one server, which draw their tokens from `seed`."""
 
     def __init__(self, url: str, given: argparse.Namespace, seed: int) -> None:
-        self._url, self._given = url, given
+        self._target, self._given = Target.find(url), given
         self._draw = random.Random(seed)
         self._system = self._tokens(given.system_tokens)
         self.turns: list[Turn] = []
 
     async def run(self, server: Server | None) -> float:
-        """Run all sessions in step: each turn begins when the last one of all has ended.
+        """Run all sessions in step: a turn begins when the previous one has ended in all of them.
 
-        Return the seconds that the turns took.
+        Return how many seconds the turns took in total.
         """
         given, seconds = self._given, 0.0
-        clients = [Client(self._url) for _ in range(given.sessions)]
+        clients = [LoadClient(self._target) for _ in range(given.sessions)]
         histories = [list(self._system) for _ in clients]
         repeated = [0] * given.sessions
         for number in range(given.turns):
@@ -78,7 +76,7 @@ class Sessions:
             client.close()
         return seconds
 
-    async def _answer(self, client: Client, prompt: list[int], pause_s: float) -> Measured:
+    async def _answer(self, client: LoadClient, prompt: list[int], pause_s: float) -> Measured:
         await asyncio.sleep(pause_s)
         return await client.measure(list(prompt), self._given.output_tokens)
 
@@ -95,16 +93,9 @@ async def kill_one(server: Server, draw: random.Random) -> None:
 
 
 def cached_share(turns: list[Turn]) -> float:
-    """Return which part of the tokens that were computed before was found in a cache."""
+    """Return the share of the tokens computed by earlier turns that were cached, from 0 to 1."""
     found = sum(min(turn.measured.cached_tokens, turn.repeated) for turn in turns)
     return found / max(1, sum(turn.repeated for turn in turns))
-
-
-@contextmanager
-def cluster(local: str, given: argparse.Namespace) -> Iterator[Server]:
-    flags = ("--model", given.model, "--local", local, *given.flags.split())
-    with router(*flags) as server:
-        yield server
 
 
 def run(name: str, url: str, server: Server | None, given: argparse.Namespace, table: Table) -> int:
@@ -142,7 +133,7 @@ def main() -> int:
     parser.add_argument("--flags", default="", help="further flags of the routers")
     parser.add_argument("--sessions", type=int, default=5, help="at the same time")
     parser.add_argument("--turns", type=int, default=20, help="of each session")
-    parser.add_argument("--system-tokens", type=int, default=256, help="at the begin of all")
+    parser.add_argument("--system-tokens", type=int, default=256, help="that all begin with")
     parser.add_argument("--user-tokens", type=int, default=48, help="new in each turn")
     parser.add_argument("--output-tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--pause-s", type=float, default=0.5, help="the longest before a turn")
@@ -156,7 +147,8 @@ def main() -> int:
     wrong = 0
     for _ in range(given.rounds):
         for local in given.local:
-            with cluster(local, given) as server:
+            flags = ("--model", given.model, "--local", local, *given.flags.split())
+            with router(*flags) as server:
                 host, port = server.http
                 wrong += run(local, f"http://{host}:{port}", server, given, table)
         if given.url:

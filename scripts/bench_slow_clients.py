@@ -27,9 +27,10 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench.connections import COMPLETIONS, open_http, open_tcp
+from router.command.bench.connection import COMPLETIONS, open_http
 from scripts.bench.pairs import Pairs
 from scripts.bench.processes import ROOT, Cpu, Server, router, share_cores
+from scripts.bench.tcp_connection import open_tcp
 
 PROMPT, NUM_TOKENS = list(range(1, 33)), 4
 WARM_UP_S = 3.0

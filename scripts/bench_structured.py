@@ -22,8 +22,8 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench.connections import COMPLETIONS, open_url
-from scripts.bench.tables import Table
+from router.command.bench.connection import COMPLETIONS, open_url
+from router.command.bench.table import Table
 
 # Too long an array for an output to be complete before max_tokens.
 SCHEMA: Final = {

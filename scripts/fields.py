@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,42 @@ ENDPOINTS: Final[dict[str, tuple[type[Struct], Fields]]] = {
     "responses": (ResponseBody, RESPONSES),
     "tokenize": (TokenizeBody, TOKENIZE),
 }
+# Fields that are ignored, by endpoint, and why they have no effect on the answer.
+_SHARED: Final = {
+    "user": "nothing is kept of who asked",
+    "session_id": "requests go where their prefix is cached, whatever session they are of",
+    "length_penalty": "only beam search has one",
+    "early_stopping": "only beam search has it",
+    "spaces_between_special_tokens": "no spaces are put between tokens",
+    "guided_decoding_backend": "there is one",
+    "stream_interval": "streams have a chunk for every token",
+    "return_token_offsets": "only of vLLM's endpoints that render prompts",
+    "mm_payload": "only of vLLM's endpoints that render prompts",
+    "return_mm_kwargs": "only of vLLM's endpoints that render prompts",
+}
+WITHOUT_EFFECT: Final[dict[str, dict[str, str]]] = {
+    "completions": _SHARED,
+    "chat": {
+        **_SHARED,
+        "metadata": "nothing is kept of a request",
+        "store": "nothing is kept of a request",
+        "safety_identifier": "nothing is kept of who asked",
+        "service_tier": "there is one; priority says who is served first",
+        "prompt_cache_key": "prefixes are cached by themselves",
+        "prompt_cache_options": "prefixes are cached by themselves",
+        "prompt_cache_retention": "prefixes are cached as long as there is room",
+        "prediction": "it makes answers quicker, not other ones",
+    },
+    "responses": {
+        # The response repeats "user".
+        **{name: why for name, why in _SHARED.items() if name != "user"},
+        "prompt_cache_options": "prefixes are cached by themselves",
+        "prompt_cache_retention": "prefixes are cached as long as there is room",
+        "service_tier": "there is one; priority says who is served first",
+        "max_tool_calls": "it counts calls of built-in tools, and there are none",
+    },
+    "tokenize": {},
+}
 HEAD: Final = """\
 # Fields of a request
 
@@ -42,23 +79,29 @@ field's name and the range; `null` is the default; a name that nobody knows is i
 def document() -> str:
     parts = [HEAD, "## Work\n", "| endpoint | fields |\n|---|---|"]
     for name, (body, fields) in ENDPOINTS.items():
-        names = ", ".join(f"`{field}`" for field in sorted(fields.that_work(body)))
+        names = ", ".join(f"`{field}`" for field in sorted(working(body, fields)))
         parts.append(f"| {name} | {names} |")
     parts += ["\n## Are refused\n", "| field | where | but for | why |\n|---|---|---|---|"]
-    for name, where, (why, neutral) in rows("refused"):
+    refused = {endpoint: fields.refused for endpoint, (_, fields) in ENDPOINTS.items()}
+    for name, where, (why, neutral) in rows(refused):
         values = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
         parts.append(f"| `{name}` | {where} | {values} | {why} |")
     parts += ["\n## Are without effect on the answer\n", "| field | where | why |\n|---|---|---|"]
-    parts += [f"| `{name}` | {where} | {why} |" for name, where, why in rows("without_effect")]
+    parts += [f"| `{name}` | {where} | {why} |" for name, where, why in rows(WITHOUT_EFFECT)]
     return "\n".join(parts) + "\n"
 
 
-def rows(kind: str) -> list[tuple[str, str, Any]]:
-    """Return each field of a kind, the endpoints that have it, and its description."""
+def working(body: type[Struct], fields: Fields) -> set[str]:
+    """Return the supported fields of a body; it may inherit fields that are refused."""
+    return set(body.__struct_fields__) - fields.refused.keys()
+
+
+def rows(of_endpoints: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
+    """Return each field, the endpoints that have it, and its description."""
     descriptions: dict[str, Any] = {}
     where: dict[str, list[str]] = {}
-    for endpoint, (_, fields) in ENDPOINTS.items():
-        for name, description in getattr(fields, kind).items():
+    for endpoint, fields in of_endpoints.items():
+        for name, description in fields.items():
             descriptions[name] = description
             where.setdefault(name, []).append(endpoint)
     return [(name, ", ".join(where[name]), descriptions[name]) for name in sorted(descriptions)]

@@ -31,6 +31,7 @@ from wire.logprobs import join_prompt_logprobs, pack_logprobs
 from wire.options import Options
 from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
+from wire.timeline import Entry, pack_timeline
 from wire.transfer import SegmentDescriptor, pack_places
 
 PATH: Final = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"
@@ -49,6 +50,8 @@ def payload_of(kind: str, content: Any) -> list[bytes]:
             return [getattr(payloads, f"encode_{kind}")(content["token_ids"], options)]
         case "PrefillResult":
             return [payloads.encode_prefill_result(_prefill_result(content))]
+        case "Usage":
+            return [payloads.encode_map(payloads.Usage(**_with_timeline(content)))]
         case "Offer":
             return [payloads.encode_map(_offer(content))]
         case "segment":
@@ -73,7 +76,13 @@ def _prefill_result(content: Vector) -> payloads.PrefillResult:
     if rows is not None:
         packed = [pack_logprobs(msgspec.convert(row, payloads.Logprobs)) for row in rows]
         content = content | {"prompt_logprobs": join_prompt_logprobs(len(rows[0]["top"]), packed)}
-    return msgspec.convert(content, payloads.PrefillResult)
+    return msgspec.convert(_with_timeline(content), payloads.PrefillResult)
+
+
+def _with_timeline(content: Vector) -> Vector:
+    if "timeline" not in content:
+        return content
+    return content | {"timeline": pack_timeline([Entry(*each) for each in content["timeline"]])}
 
 
 def _offer(content: Vector) -> payloads.Offer:

@@ -19,12 +19,16 @@ START_S = 120.0  # four workers import torch at once, on two cores
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
-    """Poll until `condition()` is truthy; return it."""
-    deadline = time.monotonic() + timeout_s
+    """Poll until `condition()` is truthy; return it.
+
+    Most conditions ask a router, which costs what others wait for: the longer, the less often.
+    """
+    start = time.monotonic()
     while not (result := condition()):
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s:
             raise TimeoutError(f"not in {timeout_s} s: {what}")
-        time.sleep(0.02)
+        time.sleep(min(max(0.02, waited_s / 10), 0.1))
     return result
 
 
@@ -109,7 +113,7 @@ class Cluster:
             *("worker", "--role", role, "--rank", str(rank), "--router", self.bus),
             *("--model", self._model, "--executor", self._executor, "--threads", "1", *args),
         )
-        until(lambda: self.find(role, rank), f"{role}-{rank} ready", START_S)
+        self.ready(role, rank)
         return process
 
     def status(self) -> dict[str, Any]:
@@ -125,17 +129,26 @@ class Cluster:
                 return worker  # type: ignore[no-any-return]
         return None
 
+    def ready(self, role: str, rank: int) -> dict[str, Any]:
+        """Wait until the worker is ready and return its row in /v1/cluster.
+
+        On a loaded machine a ready worker's heartbeat may be late, and it is suspect for a moment.
+        """
+        row = until(lambda: self.find(role, rank), f"{role}-{rank} ready", START_S)
+        return row  # type: ignore[no-any-return]
+
     def until_idle(self, timeout_s: float = 15.0) -> dict[str, Any]:
         """Wait until nothing runs, waits, is held or is in flight anywhere; return the status.
 
-        Only heartbeats that were sent after the call count.
+        Only heartbeats that came after the call count.
         """
         start = time.monotonic()
 
         def idle_status() -> dict[str, Any] | None:
+            asked_at = time.monotonic()
             status = self.status()
             here = [row for row in status["workers"] if row["state"] != "lost"]
-            if any(start > time.monotonic() - row["last_seen_s"] for row in here):
+            if any(start > asked_at - row["last_seen_s"] for row in here):
                 return None
             busy = [status["router"]["running"], status["router"]["waiting"]]
             for worker in here:

@@ -44,7 +44,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="every kernel in every shape: minutes")
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="every kernel in every shape, every family of models in a cluster: minutes",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is marked `full`, without --full."""
+    for item in [] if config.getoption("--full") else items:
+        if mark := item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: with --full"))
 
 
 @pytest.fixture(scope="session")

@@ -261,15 +261,33 @@ class Error(Frame, frozen=True):
     zero: int = 0
 
 
+class DrainAsk(IntEnum):
+    """The `ask` of DRAIN: a router asks nothing of a worker, or to drain and then to end.
+
+    With RESTART it ends with an exit status on which its supervisor starts it again.
+    """
+
+    NOTHING = 0
+    LEAVE = 1
+    RESTART = 2
+
+
 class Drain(Frame, frozen=True):
-    """Worker: send no new requests.  Router, in reply: no requests are left on you.  SPEC 5.7."""
+    """The process that `epoch` identifies leaves.  From a worker: place nothing more on me.  From a
+    router: nothing is left on you, `ask`, or, with its own epoch, I leave.  SPEC 5.7.
+    """
 
     tag = Tag.DRAIN
     layout = Struct("<QII")
 
     epoch: int
     deadline_ms: int
-    zero: int = 0
+    ask: int = DrainAsk.NOTHING
+
+    def check(self) -> None:
+        Frame.check(self)
+        if self.ask > max(DrainAsk):
+            raise RemoteProtocolError(f"DRAIN: ask {self.ask} is not one of 0 to 2")
 
 
 FRAMES: Final[dict[int, type[Frame]]] = {kind.tag: kind for kind in Frame.__subclasses__()}

@@ -29,6 +29,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 # The longest has the hexadecimal digits of a digest of 512 bits.
 MAX_CACHE_SALT_LENGTH: Final = 128
 CacheSalt = Annotated[str, msgspec.Meta(max_length=MAX_CACHE_SALT_LENGTH)]
+# Trace Context of W3C: version 0, trace id, parent id and flags; an id of zeros is invalid there.
+Traceparent = Annotated[
+    str, msgspec.Meta(pattern=r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
+]
 NumTop = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 # From 1/100 to 100; beyond that, logits could overflow float32.
@@ -62,8 +66,10 @@ class Options(Map, frozen=True, kw_only=True):
     random number on every worker.  `max_tokens` includes the token from prefill.  `logprobs` and
     `prompt_logprobs` are numbers of top tokens.  `deadline_ms` counts from receipt of the frame.
     Only requests with an equal `cache_salt` share cached prefixes; "" is no salt.
+    `traceparent` is that of W3C Trace Context, whose trace id the logs of router and workers name.
     Only routers set `generated_tokens`, how many ids at the end of PREFILL_REQUEST an earlier
-    attempt generated, and `tenant`, an opaque id of the API key or address, for fair scheduling.
+    attempt generated, `tenant`, an opaque id of the API key or address, for fair scheduling, and
+    `timeline`, which asks for `wire.timeline` in PREFILL_DONE and DECODE_DONE.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
@@ -94,6 +100,13 @@ class Options(Map, frozen=True, kw_only=True):
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     tenant: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     cache_salt: CacheSalt = ""
+    traceparent: Traceparent | None = None
+    timeline: bool = False
+
+    @property
+    def trace_id(self) -> str | None:
+        """The trace id in `traceparent`: 32 hexadecimal digits."""
+        return None if self.traceparent is None else self.traceparent.split("-")[1]
 
     @property
     def has_penalties(self) -> bool:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct, error, unpack_from
-from typing import Annotated, Final, NamedTuple, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from wire.errors import MAX_SHOWN, LocalProtocolError, RemoteProtocolError
-from wire.frames import MAX_TOKEN_ID
+from wire.frames import MAX_TOKEN_ID, NO_RANK
 from wire.layout import KVLayout
 from wire.logprobs import Logprobs as Logprobs
 from wire.logprobs import PackedLogprobs, check_prompt_logprobs
 from wire.maps import Map, check_keys
 from wire.options import CacheSalt, Options, TokenId, decode_options, encode_options
 from wire.parts import Buffer
+from wire.timeline import PackedTimeline, check_timeline
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -38,8 +39,8 @@ Cores = Annotated[
 Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 # A duration, at most as long as the longest deadline.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
-# The most prefix hashes that one heartbeat may report as stored, and as evicted.  Processing them
-# takes half a millisecond of the router's event loop.
+# The most prefix hashes that one heartbeat may report as stored, and as evicted from each tier.
+# Processing 1024 stored and 1024 evicted ones takes half a millisecond of the router's event loop.
 MAX_HASHES: Final = 1024
 Hashes = Annotated[tuple[U64, ...], msgspec.Meta(max_length=MAX_HASHES)]
 # A host name or address with a port, or the path of a socket file.  Characters that libzmq or a
@@ -93,13 +94,31 @@ class WelcomeDetail(Map, frozen=True, kw_only=True):
     max_kv_transfer_bytes: Size
 
 
+# Where a worker has KV blocks.
+Tier = Literal["kv_cache", "host", "disk"]
+
+
+class TierLoad(Map, frozen=True, kw_only=True):
+    """A tier below the KV cache: its room and its content in blocks, and tokens loaded from it.
+
+    `evicted` are like those of `Load`, of blocks that this tier had last.
+    """
+
+    max_blocks: Count = 0
+    blocks: Count = 0
+    bytes: Count = 0
+    loaded_tokens: Count = 0
+    evicted: Hashes = ()
+
+
 class Load(Map, frozen=True, kw_only=True):
     """HEARTBEAT of a worker: KV block usage, progress and prefix-cache changes.  SPEC 5.3.
 
     `step_ms` is how long the current step has been running.  A step takes about `step_s` seconds,
     plus `token_s` for each prompt token and `sequence_s` for each generating sequence in it; None
-    means not measured yet.  `stored` and `evicted` are prefix hashes (`wire.prefix`) of blocks
-    added to and removed from the prefix cache.
+    means not measured yet.  `stored` are prefix hashes (`wire.prefix`) of blocks added to the
+    prefix cache, `evicted` of those that left it and are in no tier.  `host` and `disk` are tiers
+    that the worker has.
     """
 
     total: Count
@@ -114,6 +133,15 @@ class Load(Map, frozen=True, kw_only=True):
     sequence_s: Seconds | None = None
     stored: Hashes = ()
     evicted: Hashes = ()
+    host: TierLoad | None = None
+    disk: TierLoad | None = None
+
+    @property
+    def losses(self) -> list[tuple[Tier, tuple[int, ...]]]:
+        """The hashes of blocks that the worker no longer has, by where it had them last."""
+        tiers: list[tuple[Tier, TierLoad | None]] = [("host", self.host), ("disk", self.disk)]
+        of_tiers = [(name, tier.evicted) for name, tier in tiers if tier is not None]
+        return [it for it in (("kv_cache", self.evicted), *of_tiers) if it[1]]
 
 
 class PeerDetail(Map, frozen=True, kw_only=True):
@@ -122,7 +150,7 @@ class PeerDetail(Map, frozen=True, kw_only=True):
     Its key is that of `<role>-<rank>`.
     """
 
-    rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=NO_RANK)]
     epoch: U64
     kv_endpoint: Endpoint
     block_size: Count = 0
@@ -133,8 +161,8 @@ class PeerDetail(Map, frozen=True, kw_only=True):
 class PrefillRest(Map, frozen=True, kw_only=True):
     """The map that follows the first token in PREFILL_DONE.  SPEC 4.2.
 
-    `wire.logprobs` unpacks `prompt_logprobs`.  `stop_token_id` is the EOS or stop token, if the
-    first sampled token was one.
+    `wire.logprobs` unpacks `prompt_logprobs`, `wire.timeline` unpacks `timeline`.  `stop_token_id`
+    is the EOS or stop token, if the first sampled token was one.
     """
 
     cached_tokens: Count = 0
@@ -142,6 +170,7 @@ class PrefillRest(Map, frozen=True, kw_only=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: PackedLogprobs | None = None
     stop_token_id: TokenId | None = None
+    timeline: PackedTimeline | None = None
 
 
 class PrefillResult(PrefillRest, frozen=True, kw_only=True):
@@ -160,7 +189,8 @@ class Usage(Map, frozen=True, kw_only=True):
     `kv_bytes` were received from the prefill worker; `kv_skipped_tokens` were already cached by the
     decode worker.  `kv_seconds` is the time from accepting the offer to the last byte,
     `kv_transfer_seconds` the same without the sender's idle time.  `stop_token_id` is the EOS or
-    stop token that ended the generation, with its `stop_logprobs`.
+    stop token that ended the generation, with its `stop_logprobs`.  `wire.timeline` unpacks
+    `timeline`.
     """
 
     finish_reason: FinishReason
@@ -171,6 +201,7 @@ class Usage(Map, frozen=True, kw_only=True):
     kv_transfer_seconds: Seconds = 0.0
     stop_token_id: TokenId | None = None
     stop_logprobs: Logprobs | None = None
+    timeline: PackedTimeline | None = None
 
 
 class ErrorDetail(Map, frozen=True, kw_only=True):
@@ -237,7 +268,15 @@ def decode_prefill_result(buffer: Buffer) -> PrefillResult:
         )
     if rest.prompt_logprobs is not None:
         check_prompt_logprobs(rest.prompt_logprobs)
+    check_timeline(rest.timeline)
     return PrefillResult(token_id=token_id, **msgspec.structs.asdict(rest))
+
+
+def decode_usage(buffer: Buffer) -> Usage:
+    """Decode a DECODE_DONE payload.  Raises RemoteProtocolError."""
+    usage = decode_map(Usage, buffer)
+    check_timeline(usage.timeline)
+    return usage
 
 
 def decode_error(buffer: Buffer) -> ErrorDetail:
@@ -319,6 +358,7 @@ class Offer(Map, frozen=True, kw_only=True):
 NESTED: Final[dict[type, tuple[str, ...]]] = {
     KVLayout: ("groups",),
     HelloDetail: ("layout", "groups"),
+    Load: ("host", "disk"),
     PrefillRest: ("logprobs",),
     Offer: ("layout", "groups"),
     Usage: ("stop_logprobs",),

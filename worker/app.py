@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from wire.frames import Heartbeat, Role
+from wire.frames import DrainAsk, Heartbeat, Role
 from wire.identity import Identity
 from wire.payloads import MAX_CORES_LENGTH, HelloDetail, encode_map
 from wire.process.api_keys import open_api_keys
@@ -25,7 +25,7 @@ from wire.process.frame_counters import Traffic
 from wire.process.keys import open_keys
 from wire.process.lifetime import bounded, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
-from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
+from wire.process.settings import EX_CONFIG, EX_LEFT, EX_RESTART, EX_TEMPFAIL
 from worker.assembly import make_engine
 from worker.compute.device_errors import EXIT_DEVICE_FAILED, device_error
 from worker.config import Config
@@ -52,7 +52,11 @@ STOP_S: Final = 10.0
 CLOSE_S: Final = 20.0
 # How long the last blocks may take to be written to disk.
 TIERS_S: Final = 5.0
+# A step that takes longer makes /livez fail.  A systemd unit allows half of its WatchdogSec=60.
+STUCK_S: Final = 60.0
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts the worker
+# The exit status after a drain, by who asked for it: a signal, or a router.
+_ENDS: Final = {DrainAsk.NOTHING: 0, DrainAsk.LEAVE: EX_LEFT, DrainAsk.RESTART: EX_RESTART}
 
 
 class Worker:
@@ -104,19 +108,22 @@ class Worker:
         planes = {"bus": bus, "kv": self._plane.traffic, "kv_segments": segments}
         detail = self._detail(info)
         connect = partial(environment.connect, keys=keys, traffic=bus)
-        self.routers = [
-            RouterLink(endpoint, identity, detail, self.role, self._on_link, connect)
-            for endpoint in config.router
-        ]
+        self._link_parts = identity, detail, self.role, self._on_link, connect
+        self.routers = [RouterLink(endpoint, *self._link_parts) for endpoint in config.router]
         self._metrics = Metrics(self._engine, self.role, config, planes, self._peers_up)
         api_keys = open_api_keys(config.api_keys) if config.metrics else None
-        self.scrape = ScrapePort(self._metrics.render, api_keys)
+        self.scrape = ScrapePort(self._metrics.render, self._is_alive, api_keys)
         self._crashed: BaseException | None = None
+        self._asked = DrainAsk.NOTHING  # of a router, instead of a signal
+        self._is_draining = False
         self._is_heartbeat_due = asyncio.Event()  # wakes `_send_heartbeats`
         self._was_busy = False
         self._is_announced = False
         self._pulse = Pulse(self._thread.post)
         self._standstill = Standstill()
+
+    def _is_alive(self) -> bool:
+        return self._standstill.seconds < STUCK_S
 
     def _detail(self, info: ModelInfo) -> HelloDetail:
         capabilities, cores = self._executor.capabilities, format_cores(own_cores())
@@ -165,7 +172,7 @@ class Worker:
             if self._warmup.is_done:
                 for router in self.routers:
                     router.open()
-            while not stopping.done():
+            while not (stopping.done() or self._asked):
                 if self._crashed is not None:
                     return self._crash_status
                 if all(router.state is LinkState.REFUSED for router in self.routers):
@@ -179,6 +186,7 @@ class Worker:
     async def _drain(self) -> int:
         """Refuse new requests, finish the others, and wait until every router confirms the end."""
         notify("STOPPING=1")
+        self._is_draining, status = True, _ENDS[self._asked]
         log.info("draining", unfinished=self.role.num_unfinished, drain_s=self._config.drain_s)
         for router in self.routers:
             router.drain(self._config.drain_s)
@@ -191,7 +199,7 @@ class Worker:
         except TimeoutError:
             if self.role.num_unfinished:  # otherwise only a router's confirmation is missing
                 log.warning("not drained in time", unfinished=self.role.num_unfinished)
-        return 0
+        return status
 
     async def _wait_for_change(self, *others: asyncio.Task[Any]) -> None:
         self._changed.clear()
@@ -259,6 +267,11 @@ class Worker:
             self._on_crash(error)
 
     def _on_link(self, router: RouterLink) -> None:
+        if router.asked and not self._asked:
+            log.info("asked to drain", router=router.endpoint, then=router.asked.name.lower())
+            self._asked = router.asked
+        if router.is_leaving and router.state is LinkState.READY:  # it has just said so
+            self._meet_successor(router.endpoint)
         if router.state is LinkState.REFUSED:
             log.error("refused by the router", router=router.endpoint, reason=router.refusal)
         elif router.state is LinkState.READY:
@@ -269,13 +282,37 @@ class Worker:
                 notify("READY=1")
         self._changed.set()
 
+    def _meet_successor(self, endpoint: str) -> None:
+        """Connect to the router that takes over the endpoint of one that leaves.
+
+        If an earlier successor has failed, the link that was opened for it has reached the leaving
+        router, which does not read it, so it must connect again.
+        """
+        links = [it for it in self.routers if it.endpoint == endpoint and not it.is_leaving]
+        for link in links:
+            link.reopen_soon()
+        if not (links or self._is_draining):
+            log.info("the router leaves; meeting its successor", router=endpoint)
+            self.routers.append(successor := RouterLink(endpoint, *self._link_parts))
+            successor.open()
+
+    async def _close_left(self) -> None:
+        """Close the links to routers that have left, each of which has a successor."""
+        if self._is_draining:
+            return
+        left = [it for it in self.routers if it.is_leaving and it.state is not LinkState.READY]
+        for router in left:
+            self.routers.remove(router)
+            await router.close(0.0)
+
     async def _tick(self) -> None:
         while True:
             due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
             self._metrics.loop_lag_s = max(0.0, self._clock() - due)
             self.role.tick(self._clock())
-            for router in self.routers:
+            await self._close_left()
+            for router in tuple(self.routers):
                 await router.tick(TICK_S)
             is_stepping = self._warmup.is_over and self._thread.is_busy
             self._standstill.tick(TICK_S, self._engine.steps, is_busy=is_stepping)

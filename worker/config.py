@@ -33,7 +33,7 @@ class Config(SharedSettings):
     """A worker: prefills prompts or decodes, as its --role says, when routers request it."""
 
     role: Literal["prefill", "decode", "any"] = setting(
-        "decode", "prefill, decode, or any: both, as routers request"
+        "decode", "prefill, decode, or any: both, as routers request", begins="Place in the cluster"
     )
     rank: int = setting(
         0,
@@ -48,6 +48,7 @@ class Config(SharedSettings):
         "auto",
         "type the model computes in; auto: the checkpoint's on a GPU; on a CPU bfloat16 if the "
         "checkpoint and the processor (AMX, AVX512-BF16) have it, else float32",
+        begins="Model",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "type of keys and values, the same on all workers of a cluster; auto: as --dtype"
@@ -58,7 +59,11 @@ class Config(SharedSettings):
         "checkpoint, or --dtype; int8: rounded to 8 bits while loading (CPU only)",
     )
     tensor_parallel: int = setting(
-        1, "processes that share each layer: its heads, columns and experts", ge=1, le=64
+        1,
+        "processes that share each layer: its heads, columns and experts",
+        begins="Processes and cores",
+        ge=1,
+        le=64,
     )
     pipeline_parallel: int = setting(
         1, "processes that divide the layers; times --tensor-parallel in all", ge=1, le=64
@@ -78,7 +83,11 @@ class Config(SharedSettings):
         "", "cores of this machine that the worker runs on, as in 0-3,8; empty: any"
     )
     max_model_len: int = setting(
-        0, "longest sequence in tokens; 0: the model's own limit", ge=0, le=MAX_COUNT
+        0,
+        "longest sequence in tokens; 0: the model's own limit",
+        begins="KV cache",
+        ge=0,
+        le=MAX_COUNT,
     )
     block_size: int = setting(16, "tokens in a KV block", ge=1, le=4096)
     num_blocks: int = setting(
@@ -86,23 +95,32 @@ class Config(SharedSettings):
     )
     kv_cache_bytes: int = setting(
         0,
-        "memory for the KV cache; 0: the rest of --memory-share on a GPU, 256 MiB elsewhere",
+        "memory for the KV cache; 0: the rest of --memory-share on a GPU, elsewhere an eighth of "
+        "the free memory, 256 MiB at least and 4 GiB at most",
         ge=0,
         le=MAX_BYTES,
     )
     max_ubatch_tokens: int = setting(
-        0, "maximum tokens in one step; 0: 512, or 1024 on a prefill worker", ge=0
+        0, "maximum tokens in one step; 0: 512, or 1024 on a prefill worker", begins="Steps", ge=0
     )
     max_sbatch_sequences: int = setting(256, "maximum sequences in one step", ge=1)
     prefer_pure_decode: bool = setting(False, "no prompts in a step that generates tokens")
     dynamic_batching: bool = setting(
         True, "new requests join running ones; off: all have to end first"
     )
-    prefix_cache: bool = setting(True, "keep the KV of ended requests for shared prefixes")
-    ageing_s: float = setting(
-        1.0, "seconds of waiting after which a request's priority rises by one", gt=0, le=3600
+    prefix_cache: bool = setting(
+        True, "keep the KV of ended requests for shared prefixes", begins="KV cache"
     )
-    swap_bytes: int = setting(0, "host memory for the KV of preempted requests; 0: recompute", ge=0)
+    ageing_s: float = setting(
+        1.0,
+        "seconds of waiting after which a request's priority rises by one",
+        begins="Steps",
+        gt=0,
+        le=3600,
+    )
+    swap_bytes: int = setting(
+        0, "host memory for the KV of preempted requests; 0: recompute", begins="KV cache", ge=0
+    )
     host_kv_bytes: int = setting(
         0, "host memory for blocks that leave the KV cache; 0: none", ge=0, le=MAX_BYTES
     )
@@ -118,8 +136,11 @@ class Config(SharedSettings):
         "",
         "draft up to K tokens per step, 64 at most: ngram:K from the text so far, or draft:K:MODEL "
         "with a smaller model with the same tokenizer; not on prefill workers; empty: off",
+        begins="Steps",
     )
-    kv_bind: str = setting("tcp://127.0.0.1:0", "where a decode or any worker listens for KV")
+    kv_bind: str = setting(
+        "tcp://127.0.0.1:0", "where a decode or any worker listens for KV", begins="Transfer of KV"
+    )
     kv_advertise: str = setting(
         "", "KV endpoint that other workers connect to; empty: the one of --kv-bind"
     )
@@ -154,12 +175,18 @@ class Config(SharedSettings):
     lease_s: float = setting(
         0.0, "seconds that KV is kept for a silent peer; 0: the router's value", ge=0, le=3600
     )
-    metrics: str = setting("", "HOST:PORT where this worker serves /metrics; empty: nowhere")
+    metrics: str = setting(
+        "", "HOST:PORT where this worker serves /metrics; empty: nowhere", begins="Metrics"
+    )
     api_keys: Path | None = setting(
-        None, "API keys for --metrics, one a line; none: the systemd credential api_keys, if any"
+        None,
+        "API keys for --metrics, one a line; none: the systemd credential api_keys, if any",
+        begins="Access control",
     )
     insecure: bool = setting(False, "allow ports beyond this machine without keys")
-    hash_step_ms: float = setting(0.0, "hash executor: duration of a step", ge=0, le=60_000)
+    hash_step_ms: float = setting(
+        0.0, "hash executor: duration of a step", begins="Steps", ge=0, le=60_000
+    )
 
     @field_validator("router")
     @classmethod
@@ -234,7 +261,7 @@ class Config(SharedSettings):
             raise ValueError(f"--metrics {self.metrics!r} is not HOST:PORT with a port to 65535")
         is_guarded = self.api_keys is not None or credential("api_keys") is not None
         if host not in LOOPBACK_HOSTS and not (is_guarded or self.insecure):
-            make_key = "make one with scripts/keys --api-key FILE and say --api-keys FILE"
+            make_key = "make one with `baton keys --api-key FILE` and say --api-keys FILE"
             advice = f"{make_key}, or listen on 127.0.0.1"
             raise open_port(f"--metrics {self.metrics}", advice, may="read")
         return self
@@ -259,6 +286,7 @@ class Config(SharedSettings):
                 f"--rendezvous {self.rendezvous} is for several processes: say how many with "
                 "--tensor-parallel or --pipeline-parallel, or leave it out"
             )
+        # Any valid path stands for a rendezvous that is not set.
         found = fullmatch(r"tcp://(.+):(.*)|file:///.+", self.rendezvous or "file:///-")
         if found is None or (found[2] is not None and not port_of(found[2])):
             raise ValueError(

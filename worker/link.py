@@ -22,6 +22,7 @@ from wire.frames import (
     Cancel,
     DecodeRequest,
     Drain,
+    DrainAsk,
     Error,
     Frame,
     Heartbeat,
@@ -51,12 +52,7 @@ FENCED_TRIES: Final = 3
 # Error codes that one worker sends another about a transfer; the router gets TRANSFER_FAILED
 # instead.  CANCELLED: the other worker lost the router, which may not have noticed it yet.
 BETWEEN_WORKERS: Final = frozenset(
-    {
-        ErrorCode.PROTOCOL,
-        ErrorCode.UNKNOWN_REQUEST,
-        ErrorCode.UNKNOWN_PEER,
-        ErrorCode.CANCELLED,
-    }
+    {ErrorCode.PROTOCOL, ErrorCode.UNKNOWN_REQUEST, ErrorCode.UNKNOWN_PEER, ErrorCode.CANCELLED}
 )
 # A router is lost after three heartbeats without any message, but not before this time: it may miss
 # short heartbeats while it parses a huge prompt.  A closed connection is noticed at once.
@@ -110,6 +106,10 @@ class RouterLink:
     is_fenced: bool = False  # whether the refusal was FENCED
     drain_s: float | None = None  # set when this worker starts to drain
     is_drained: bool = False
+    # What the router has asked of this worker by DRAIN.
+    asked: DrainAsk = DrainAsk.NOTHING
+    # The router leaves: its requests go on here, and its successor is met at the same endpoint.
+    is_leaving: bool = False
     _silent_s: float = 0.0
     _hello_due_s: float = 0.0  # time until the next HELLO or warning
     _num_reopened: int = 0  # since the last WELCOME
@@ -154,12 +154,17 @@ class RouterLink:
                 self._num_reopened += 1
                 await self._reopen()
             elif self._hello_due_s <= 0:
-                if self._fenced_s is None:
+                if self._fenced_s is None and not self._num_reopened:
                     log.warning("no WELCOME from the router yet", router=self.endpoint)
                 self._send_hello()
         elif self.is_fenced and self._hello_due_s <= 0:
             # Keep trying.  Another router has accepted this worker: otherwise it would have ended.
             self._send_hello()
+
+    def reopen_soon(self) -> None:
+        """Connect again at the next tick, if the router has not replied to HELLO."""
+        if self.state is LinkState.JOINING:
+            self._silent_s = REOPEN_S[-1]
 
     def send(self, frames: Frame | list[Frame], *payload: Buffer) -> None:
         """Send frames; drop them if the router is lost or too slow, as its requests end anyway."""
@@ -197,7 +202,7 @@ class RouterLink:
         self._send_hello()
 
     def _send_hello(self) -> None:
-        if self.state is LinkState.REFUSED and not self.is_fenced:
+        if self.is_leaving or (self.state is LinkState.REFUSED and not self.is_fenced):
             return
         self._hello_due_s = HELLO_AGAIN_S
         hello = Hello(self.identity.epoch, self.identity.rank, self.identity.role)
@@ -216,13 +221,18 @@ class RouterLink:
             self._on_lost("its connection closed")
 
     def _on_lost(self, reason: str) -> None:
-        log.warning("router lost", router=self.endpoint, reason=reason)
+        if self.is_leaving:
+            log.info("the router has left", router=self.endpoint)
+        else:
+            log.warning("router lost", router=self.endpoint, reason=reason)
         self.is_drained = self.drain_s is not None
         self.requests.on_router_lost(self)
         self._set_state(LinkState.JOINING)
 
     async def _reopen(self) -> None:
-        log.warning("connecting to the router anew", router=self.endpoint)
+        # Logged once: a router that this worker reaches by another link too never answers here.
+        if self._num_reopened <= 1:
+            log.warning("connecting to the router anew, until it answers", router=self.endpoint)
         await self.close(0.0)
         self.open()
 
@@ -256,11 +266,7 @@ class RouterLink:
             case Welcome():
                 self._on_welcome(frame, decode_map(WelcomeDetail, message.body()))
             case Drain():
-                if frame.epoch != self.identity.epoch:
-                    said = f"epoch is {frame.epoch}, not {self.identity.epoch}"
-                    raise RemoteProtocolError(f"DRAIN: {said}")
-                self.is_drained = True
-                self.on_state(self)
+                self._on_drain(frame)
             case Error():
                 self._on_error(frame, decode_error(message.body()))
             case _:
@@ -277,6 +283,18 @@ class RouterLink:
         if frame.num_peers != len(peers):
             raise RemoteProtocolError(f"PEERS: {len(peers)} entries, not {frame.num_peers}")
         self.requests.on_peers(self, peers)
+
+    def _on_drain(self, frame: Drain) -> None:
+        """Take the confirmation of our own DRAIN, a request for one, or the router's own."""
+        if frame.epoch == self.identity.epoch:
+            self.asked = self.asked or DrainAsk(frame.ask)
+            self.is_drained = self.is_drained or not frame.ask
+        elif frame.epoch == self.epoch and not frame.ask:
+            self.is_leaving = True
+        else:
+            said = f"epoch is {frame.epoch}, not {self.identity.epoch}"
+            raise RemoteProtocolError(f"DRAIN: {said}")
+        self.on_state(self)
 
     def _on_welcome(self, frame: Welcome, detail: WelcomeDetail) -> None:
         if self.state is LinkState.REFUSED and not self.is_fenced:

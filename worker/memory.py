@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
+from wire.process.memory import free_memory
 from worker.config import Config
 from worker.executor.contract import MemoryRequirements
 
-HOST_KV_CACHE_BYTES = 256 << 20
+# Bounds of the default KV cache in host memory.  Its pages are committed when blocks are used.
+MIN_HOST_BYTES, MAX_HOST_BYTES = 256 << 20, 4 << 30
+# Beyond so many blocks, which only tiny models reach, routers do not track what a worker caches.
+MAX_DEFAULT_BLOCKS = 1 << 18
 # For the CUDA context, libraries, kernels, CUDA graphs and copy buffers: a guess, not measured.
 GPU_OVERHEAD_BYTES = 1 << 30
 
 
-def default_kv_cache_bytes(memory: MemoryRequirements, config: Config) -> int:
+def default_kv_cache_bytes(
+    memory: MemoryRequirements, config: Config, free_bytes: int | None
+) -> int:
     """Return the default size of the KV cache in bytes.
 
     On GPUs this is --memory-share of their memory, less the loaded weights and the activations of
     the largest step.  All GPUs of the worker are assumed to have the same free memory as this one.
-    On a CPU it is `HOST_KV_CACHE_BYTES`.
+    On a CPU it is an eighth of `free_bytes` (None if unknown), within the bounds above.
 
     Raises:
         ValueError: Less than one block is left; the message names the settings to change.
     """
     if not _is_on_gpu(config.device):
-        return HOST_KV_CACHE_BYTES
+        most = memory.cache_bytes(MAX_DEFAULT_BLOCKS, config.block_size, config.step_tokens)
+        eighth = min((free_bytes or 0) // 8, MAX_HOST_BYTES, most)
+        return max(MIN_HOST_BYTES, eighth)
     cuda = sys.modules["torch"].cuda
     free, total = cuda.mem_get_info()
     used = cuda.memory_reserved() + GPU_OVERHEAD_BYTES
@@ -50,7 +57,7 @@ def count_blocks(memory: MemoryRequirements, config: Config, free_bytes: int | N
     """
     num_blocks, kv_cache_bytes = config.num_blocks, config.kv_cache_bytes
     if not (num_blocks or kv_cache_bytes):
-        kv_cache_bytes = default_kv_cache_bytes(memory, config)
+        kv_cache_bytes = default_kv_cache_bytes(memory, config, free_bytes)
     sizes = config.block_size, config.step_tokens
     blocks = num_blocks or memory.blocks_in(kv_cache_bytes, *sizes)
     states = memory.num_states(blocks, config.block_size)
@@ -83,7 +90,7 @@ def count_blocks(memory: MemoryRequirements, config: Config, free_bytes: int | N
 def check_host_bytes(
     memory: MemoryRequirements, config: Config, num_blocks: int, free_bytes: int | None
 ) -> None:
-    """Check that the host memory for KV beside the KV cache is free.
+    """Check that --host-kv-bytes are free, besides the KV cache and a step on a CPU.
 
     Raises:
         ValueError: It is not; the message names the settings to change.
@@ -94,49 +101,21 @@ def check_host_bytes(
         wanted += memory.cache_bytes(num_blocks, config.block_size, config.step_tokens)
     if free_bytes is not None and wanted > free_bytes:
         raise ValueError(
-            f"--host-kv-bytes is {config.host_kv_bytes}, and with it the KV cache and a step's "
-            f"activations take {wanted} bytes of host memory, where {free_bytes} are free; lower "
-            "it or --kv-cache-bytes"
+            f"--host-kv-bytes is {config.host_kv_bytes}; with what the KV cache and a step take of "
+            f"host memory, {wanted} bytes are needed and {free_bytes} are free; lower it or, on a "
+            "CPU, --kv-cache-bytes"
         )
 
 
-def free_bytes(
-    device: str,
-    meminfo: Path = Path("/proc/meminfo"),
-    control_group: Path = Path("/sys/fs/cgroup"),
-    *,
-    num_devices: int = 1,
-) -> int | None:
+def free_bytes(device: str, num_devices: int = 1) -> int | None:
     """Return the free memory in bytes of the host or `num_devices` equal GPUs; None if unknown."""
     if _is_on_gpu(device):
         free: int = sys.modules["torch"].cuda.mem_get_info()[0]
         return free * num_devices
-    limits = _free_in_machine(meminfo), _free_in_container(control_group)
-    return min((free for free in limits if free is not None), default=None)
+    return free_memory()
 
 
 def _is_on_gpu(device: str) -> bool:
     """Return whether the model was loaded into GPU memory, without importing torch."""
     torch = sys.modules.get("torch")
     return device != "cpu" and torch is not None and bool(torch.cuda.memory_allocated())
-
-
-def _free_in_machine(meminfo: Path) -> int | None:
-    if not meminfo.exists():
-        return None
-    return 1024 * _figures(meminfo.read_text().replace(":", ""))["MemAvailable"]
-
-
-def _free_in_container(control_group: Path) -> int | None:
-    """Return the free memory below this process's cgroup limit; None if there is no limit."""
-    limit, usage, stat = (control_group / f"memory.{name}" for name in ("max", "current", "stat"))
-    if not limit.exists() or not limit.read_text().strip().isdecimal():  # "max" is no limit
-        return None
-    # The page cache counts as used memory, but the kernel reclaims it when memory is needed.
-    figures = _figures(stat.read_text())
-    used = int(usage.read_text()) - figures["active_file"] - figures["inactive_file"]
-    return max(0, int(limit.read_text()) - used)
-
-
-def _figures(text: str) -> dict[str, int]:
-    return {words[0]: int(words[1]) for words in map(str.split, text.splitlines())}

@@ -93,10 +93,7 @@ class Metrics(Collector):
             yield from _tiers(self._engine.tiering.figures())
         yield from self._transfers()
         yield from frames(self._planes)
-        shape = {
-            "shards": self._config.tensor_parallel,
-            "stages": self._config.pipeline_parallel,
-        }
+        shape = {"shards": self._config.tensor_parallel, "stages": self._config.pipeline_parallel}
         yield _labelled("worker_parallel", "Into how many the model is divided.", "kind", shape)
         yield _labelled("peers_up", "Connections that are up.", "kind", self._peers_up())
         yield gauge(
@@ -145,7 +142,7 @@ def _tiers(figures: TierFigures) -> Iterator[Metric]:
     yield _labelled("tier_blocks", "KV blocks below the KV cache.", "tier", blocks)
     sizes = {"host": host.bytes, "disk": disk.bytes}
     yield _labelled("tier_bytes", "What these blocks take.", "tier", sizes)
-    tokens = {"host": host.tokens, "disk": disk.tokens}
+    tokens = {"host": host.loaded_tokens, "disk": disk.loaded_tokens}
     yield tally("tier_tokens", "Tokens loaded instead of computed.", "tier", tokens)
     yield tally("tier_failures", "Failed or skipped operations.", "kind", figures.failures)
 

@@ -38,7 +38,7 @@ log = structlog.get_logger("worker")
 _DTYPES: Final = ("dtype", "kv_dtype", "weights")
 # Settings that process 0 passes on to the others.
 _SHARED: Final = {
-    *(*SharedSettings.model_fields, *_DTYPES, "threads"),
+    *(*SharedSettings.model_fields.keys() - {"config"}, *_DTYPES, "threads"),
     *("tensor_parallel", "pipeline_parallel"),
 }
 # How long to wait for other processes to join, or for their part of a step.

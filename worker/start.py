@@ -121,7 +121,7 @@ def start(argv: list[str]) -> int:
     """Run the worker until it ends and return the exit status: EX_CONFIG for invalid settings."""
     open_standard_streams()
     config = parse(Config, argv, beside="router.config")
-    configure(config.log_level)
+    configure(config.log_level, worker=config.party)
     status = _live(config)
     if config.num_processes > 1 or is_computing() or status == EXIT_DEVICE_FAILED:
         # A thread may still run native code; then Python's normal exit could abort the process.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kernels.contract import Softmax
 from kernels.cpu import amx
 from kernels.cpu.attention_bfloat16 import ROWS_TOGETHER, attend_pairs
 from kernels.cpu.bfloat16_methods import Way, known_way
@@ -27,15 +28,7 @@ from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
 from kernels.cpu.program import Operation
 from kernels.cpu.rowwise import largest
-from kernels.cpu.simd import (
-    FLOAT16,
-    FLOAT32,
-    PANEL,
-    bytes_of,
-    key_dots,
-    narrow,
-    panel_product,
-)
+from kernels.cpu.simd import FLOAT16, FLOAT32, PANEL, bytes_of, key_dots, narrow, panel_product
 from kernels.cpu.tasks import allocate, free, inner
 from kernels.cpu.threads import take
 from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
@@ -79,11 +72,7 @@ def attend(
     layer: int,
     items: WorkItems,
     out: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     way: Way | None = None,
 ) -> Operation:
     """Return the operation out = attention of query over one layer of the pool.
@@ -92,10 +81,10 @@ def attend(
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
         pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
         out: [T, Hq, D] float32 or bfloat16, with any stride between tokens.
-        cap: See `kernels.paged_attention`, also for `sinks`, [Hq] float32.
         way: One of `known_ways`; None for the fastest.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    scale, window, cap, sinks = softmax
     num_heads = query.shape[1]
     head_bytes = block_size * head_dim * pool.itemsize
     is_paired = pool.dtype is out.dtype is torch.bfloat16 and head_dim % amx.STEP == 0
@@ -310,7 +299,11 @@ def _add(
     scores: int,
     y: int,
 ) -> None:
-    """Add the weighted values of `count` adjacent keys to the rows' sums."""
+    """Add the weighted values of `count` adjacent keys to the rows' sums, as a matrix product.
+
+    It is the weights [rows, count] at `scores` times the values [count, head_dim], added to the
+    sums [rows, head_dim] at `y`.
+    """
     stride, panel_bytes = head_dim * 4, row_bytes // head_dim * PANEL
     is_few = rows < _MANY and head_dim % (2 * PANEL) == 0
     group, step = (_FEW, 2) if is_few else (_GROUP, 1)

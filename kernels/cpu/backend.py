@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.contract import PagedBatch
+from kernels.contract import PagedBatch, Softmax
 from kernels.cpu.attention import attend
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Program
@@ -32,18 +32,11 @@ class StepItems(dict[int, WorkItems]):
 
 
 def paged_attention(
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, pool: torch.Tensor, layer: int, batch: PagedBatch, softmax: Softmax
 ) -> torch.Tensor:
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     if head_dim % PANEL or pool.dtype not in ELEMENTS:
-        return reference.paged_attention(query, pool, layer, batch, scale, window, cap, sinks)
+        return reference.paged_attention(query, pool, layer, batch, softmax)
     out = torch.empty(query.shape)
     if len(query):
         shared, heads = query.shape[1] // num_kv_heads, query.float()
@@ -55,8 +48,5 @@ def paged_attention(
             items = step_items[shared] = WorkItems(shared)
             items.set(batch)
             Program([items.plan()]).run()
-        attention = attend(
-            heads, pool, layer, items, out, scale=scale, window=window, cap=cap, sinks=sinks
-        )
-        Program([attention]).run()
+        Program([attend(heads, pool, layer, items, out, softmax)]).run()
     return out.to(query.dtype)

@@ -68,7 +68,12 @@ class StepInputs:
         slots: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:
-        """Set what the next run of `load` copies: [T], [T], [T] and [R] int32, contiguous."""
+        """Set the tensors that the next run of `load` copies, all contiguous int32.
+
+        Args:
+            token_ids: [T], like `positions` and `slots`.
+            rows: [R] indices of the tokens whose logits are wanted, R <= T.
+        """
         self._kept = (token_ids, positions, slots, rows)
         self._given[0] = _Given(
             token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr(), rows.data_ptr()

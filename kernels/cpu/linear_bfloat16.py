@@ -10,26 +10,21 @@ the batch are.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from kernels.contract import SILU, Activation
 from kernels.cpu import amx
 from kernels.cpu.amx import CONFIGURATION_BYTES, STEP, STEP_BYTES, TILE_ROWS
-from kernels.cpu.bfloat16_methods import Way, known_way
+from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.dot_bfloat16 import dot_product
-from kernels.cpu.intrinsics import floats_at
 from kernels.cpu.large_pages import in_large_pages
+from kernels.cpu.linear import Arguments, Weight, begin_with_bias
 from kernels.cpu.program import Operation
 from kernels.cpu.row_groups import (
     Groups,
     add_to_tokens,
     coming_weights,
-    first_weights,
     in_stack,
     next_units,
     rows_of,
@@ -56,47 +51,10 @@ _dots_by_two, _dots_by_one = dot_product(_MANY_DOTS, 2), dot_product(_MANY_DOTS,
 _by_vectors = pair_product(_FEW)
 
 
-class GateableWeight(ABC):
-    """A weight matrix [N, K], or a stack of E; its halves may be a gate and an up projection.
+class GateableWeight(Weight):
+    """A weight matrix whose halves may be a gate and an up projection."""
 
-    Attributes:
-        shape: (N, K).
-        panels: [E * panels of a matrix, steps of K, ...], packed as each subclass needs.
-        scales: The scale of each column of quantized weights; None for others.
-    """
-
-    __slots__ = ("panels", "scales", "shape")
-
-    shape: tuple[int, int]
-    panels: torch.Tensor
-    scales: torch.Tensor | None
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of y: N, padded to whole panels."""
-        return -(-self.shape[0] // PANEL) * PANEL
-
-    def times(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        is_added: bool = False,
-        groups: Groups | None = None,
-        is_by_token: bool = False,
-        way: Way | None = None,
-    ) -> Operation:
-        """Return the operation that computes y as `PackedWeight.times` does.
-
-        Args:
-            x: [T, ...] created by `inputs`.
-            way: One of `known_ways`; None for the fastest.
-        """
-        assert y.shape[1] == self.num_columns and (is_by_token or len(y) == len(x))
-        return self._operation(
-            x, y, bias, 1, groups, is_added=is_added, is_by_token=is_by_token, way=way
-        )
+    __slots__ = ()
 
     def times_gated(
         self,
@@ -120,59 +78,6 @@ class GateableWeight(ABC):
         assert y.shape == (len(x), self.shape[0] // 2)
         bias = None if bias is None else woven(bias, -1)
         return self._operation(x, y, bias, 2, groups, way=way, activation=activation)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the matrix in bytes."""
-        return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-    @abstractmethod
-    def _rows_in_block(self, x: torch.Tensor) -> int:
-        """Return how many rows of x stay in the L2 cache while a chunk of panels is multiplied."""
-
-    @abstractmethod
-    def _task(self, way: Way) -> Task:
-        """Return the task that threads run."""
-
-    def _operation(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        bias: torch.Tensor | None,
-        together: int,
-        groups: Groups | None,
-        *,
-        is_added: bool = False,
-        is_by_token: bool = False,
-        way: Way | None,
-        activation: Activation = SILU,
-    ) -> Operation:
-        num_units, num_steps = self.num_columns // PANEL // together, self.panels.shape[1]
-        num_threads = torch.get_num_threads()
-        address = self.panels.data_ptr()
-        rows = groups or Groups(len(x))
-        arguments = Arguments(
-            groups=rows.address,
-            num_units=num_units,
-            together=together,
-            num_threads=num_threads,
-            weight=address,
-            scales=0 if self.scales is None else self.scales.data_ptr(),
-            num_steps=num_steps,
-            x=x.data_ptr(),
-            x_stride=x.stride(0) * x.itemsize,
-            y=y.data_ptr(),
-            y_stride=y.stride(0) * y.itemsize,
-            block=self._rows_in_block(x),
-            is_added=is_added,
-            is_by_token=is_by_token,
-            bias=0 if bias is None else bias.data_ptr(),
-            **activation._asdict(),
-            tiles=amx.configurations().ctypes.data,
-        )
-        weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
-        kept = (x, self.panels, self.scales, y, bias, rows)
-        return Operation(self._task(known_way(way)), arguments, kept, None if groups else weights)
 
 
 class PairedWeight(GateableWeight):
@@ -222,36 +127,6 @@ def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
     at = rows.ndim + axis
     panels = rows.view(*rows.shape[:at], 2, -1, PANEL, *rows.shape[at + 1 :])
     return panels.transpose(at, at + 1).reshape(rows.shape)
-
-
-class Arguments(NamedTuple):
-    """State shared by the threads of one product."""
-
-    groups: int
-    num_units: int  # of a matrix; a unit is a panel, or a panel of the gate and its panel of up
-    together: int  # panels of a unit; if they are two, y is gated
-    num_threads: int
-    weight: int
-    scales: int  # 0 for none
-    num_steps: int
-    x: int
-    x_stride: int
-    y: int
-    y_stride: int
-    block: int  # rows, or planes of rows, that a chunk is multiplied with at a time
-    is_added: bool
-    is_by_token: bool
-    bias: int  # 0 for none
-    linear: float  # of the activation, if y is gated; so are the next three
-    cubic: float
-    limit: float
-    shift: float
-    tiles: int  # see `amx.configurations`
-    # Addresses of the panels that threads of even and of odd numbers read first in the next
-    # product.
-    next_even: int = 0
-    next_odd: int = 0
-    taken: int = 0  # units, see `threads.next_chunk`
 
 
 def _multiply_by_tiles(a: Arguments, thread: int) -> None:
@@ -370,12 +245,7 @@ def _begin(
     if a.together == 2 or a.is_by_token:
         to, stride = sums, width * PANEL * 4
     if a.bias:
-        bias = floats_at(a.bias + panel * PANEL * 4)
-        for row in range(end - begin):
-            target = floats_at(to + row * stride)
-            for column in range(width * PANEL):
-                before = target[column] if a.is_added else np.float32(0)
-                target[column] = bias[column] + before
+        begin_with_bias(a, panel, width, to, stride, end - begin)
     return to, stride, 1 if a.bias else a.is_added
 
 

@@ -17,14 +17,9 @@ from kernels.cpu import amx
 from kernels.cpu.amx import BYTES_STEP, CONFIGURATION_BYTES, STEP_BYTES
 from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.large_pages import in_large_pages
-from kernels.cpu.linear_bfloat16 import Arguments, GateableWeight, woven
-from kernels.cpu.row_groups import (
-    add_to_tokens,
-    coming_weights,
-    in_stack,
-    next_units,
-    rows_of,
-)
+from kernels.cpu.linear import Arguments
+from kernels.cpu.linear_bfloat16 import GateableWeight, woven
+from kernels.cpu.row_groups import add_to_tokens, coming_weights, in_stack, next_units, rows_of
 from kernels.cpu.rows_int8 import finish_sums, gate_floats, room_for_planes
 from kernels.cpu.simd import PANEL
 from kernels.cpu.simd_int8 import QUAD, byte_product

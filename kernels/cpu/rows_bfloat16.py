@@ -115,7 +115,10 @@ def _weigh_some(b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any, state: 
 
 
 def _weigh(b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any | None, state: Any) -> None:
-    """Write the weights, and add each row's weights to its total."""
+    """Emit code that writes the weights 2^(score - base), and adds each row's sum to its total.
+
+    Keys outside `bounds` get weight 0.  `state` has the totals and the bases, raised before.
+    """
 
     def add(x: Any, y: Any) -> Any:
         return in_order(b, b.fadd(x, y))

@@ -11,14 +11,7 @@ import numpy as np
 import torch
 
 from kernels.contract import Activation
-from kernels.cpu.intrinsics import (
-    bfloat16_at,
-    bytes_at,
-    exp2,
-    float16_at,
-    floats_at,
-    ints_at,
-)
+from kernels.cpu.intrinsics import bfloat16_at, bytes_at, exp2, float16_at, floats_at, ints_at
 from kernels.cpu.linear import ELEMENTS, PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight

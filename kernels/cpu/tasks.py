@@ -121,7 +121,10 @@ def record_of(arguments: tuple[Any, ...]) -> Record:
 
 
 def records_at(kind: type) -> Callable[[int], Any]:
-    """Return a function that gives compiled loops the record of this class at an address."""
+    """Return a function for compiled loops that takes an address and returns the record there.
+
+    The record has the fields of `kind`.  It is not copied: assignments change the memory.
+    """
     return intrinsics.record_at(numba.from_dtype(layout_of(kind)))
 
 

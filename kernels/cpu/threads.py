@@ -42,9 +42,7 @@ _INSIDE, _OPEN, _NEXT = (1 << 16) - 1, 1 << 16, 1 << 17
 PATIENCE = 4000
 # The most iterations that a thread takes at a time.
 MAX_CHUNK = 8
-# `taken` of chunks counts what was taken from the front in its low half, from the back in its high
-# half.
-_BACK = 1 << 32
+_BACK = 1 << 32  # one iteration taken from the back, see `take_chunk`
 
 _sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(types.int64))
@@ -85,7 +83,12 @@ def for_each_row(arguments: Any, work: Callable[..., None], scratch: int) -> Non
 def take_chunk(
     arguments: Any, total: int, run: int, num_threads: int, thread: int
 ) -> tuple[int, int]:
-    """Take the chunk that `next_chunk` returns: (first, count), count 0 if nothing is left."""
+    """Take a thread's next chunk of `total` iterations: (first, count), count 0 if none are left.
+
+    Even threads take from the front, odd ones from the back, so that each goes on where it has
+    prefetched (`next_chunk`).  `taken` packs two counts: iterations taken from the front in its low
+    half, from the back in its high half.  So one compare-and-exchange takes a chunk of either.
+    """
     address = address_of(arguments, "taken")
     while True:
         taken = atomic_load(address)

@@ -84,7 +84,10 @@ class WorkItems:
         step["items"] = self._items.ctypes.data
 
     def plan(self) -> Operation:
-        """Return the operation that plans the items; run it before those that read them."""
+        """Return an operation that splits the batch of the latest `set` into work items.
+
+        It runs once per step, before the attention of the first layer.
+        """
         return Operation(_plan, _PlanArguments(self.address), (self,))
 
 

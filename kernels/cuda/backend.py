@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kernels.cache import compiled_code, opened
-from kernels.contract import Activation, KernelError, PagedBatch
+from kernels.contract import Activation, KernelError, PagedBatch, Rectangle, Softmax, segment_shape
 from kernels.cuda import launch, sampling
 from kernels.cuda import prompt_attention as prompts
 from kernels.cuda.launch import Launch
@@ -44,8 +44,9 @@ GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 DEFAULT_SHARED_BYTES = 48 << 10
 
 _started: dict[int, str] = {}
-# The tables that `measure_prompts` made, by `prompts.kind`.
-_prompts: dict[tuple[object, ...], prompts.Table] = {}
+# For each kind of model (`prompts.kind`), the fastest method by prompt length, as measured by
+# `measure_prompts`.
+_fastest: dict[tuple[object, ...], prompts.Table] = {}
 
 
 def require_device(index: int = 0) -> None:
@@ -79,29 +80,26 @@ def rotate_and_append(
     num_tokens, num_rows, head_dim = heads.shape
     query = heads.new_empty(num_tokens, num_rows - 2 * pool.shape[3], head_dim)
     start(
-        pool.device,
-        launch.rotate_and_append(heads, rotation, pool, layer, batch, query, norm, eps),
+        pool.device, launch.rotate_and_append(heads, rotation, pool, layer, batch, query, norm, eps)
     )
     return query
 
 
 def paged_attention(
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, pool: torch.Tensor, layer: int, batch: PagedBatch, softmax: Softmax
 ) -> torch.Tensor:
-    table, way = _prompts.get(prompts.kind(pool, query.shape[1])), Way.OURS
+    """See `kernels.paged_attention`; prompts use the method that `measure_prompts` found fastest.
+
+    If that is torch's, one of our kernels still computes layers with a window, a cap or sinks, and
+    steps that are not made of whole prompts.
+    """
+    table, way = _fastest.get(prompts.kind(pool, query.shape[1])), Way.OURS
     if table:
-        _, way = table[0]
-        is_plain = window is None and cap is None and sinks is None
+        _, way = table[0]  # the faster one of our kernels
+        is_plain = all(it is None for it in softmax[1:])
         if is_plain and prompts.choose(table, batch) is Way.FLASH:
-            return prompts.flash(query, pool[:, layer], batch, scale)
-    return attend(way, query, pool, layer, batch, scale, window, cap, sinks)
+            return prompts.flash(query, pool[:, layer], batch, softmax.scale)
+    return attend(way, query, pool, layer, batch, softmax)
 
 
 def attend(
@@ -110,27 +108,13 @@ def attend(
     pool: torch.Tensor,
     layer: int,
     batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """Compute `paged_attention` by our kernels; `way` is used for sequences of many rows."""
     query, device = query.contiguous(), gpu(pool.device.index or 0)
     out = torch.empty_like(query)
-    launches = launch.attention(
-        query,
-        pool,
-        layer,
-        batch,
-        out,
-        scale=scale,
-        window=window,
-        cap=cap,
-        sinks=sinks,
-        gpu=device._replace(is_wide=True) if way is Way.WIDE else device,
-    )
-    start(pool.device, launches)
+    device = device._replace(is_wide=True) if way is Way.WIDE else device
+    start(pool.device, launch.attention(query, pool, layer, batch, softmax, out, device))
     return out
 
 
@@ -145,7 +129,7 @@ def measure_prompts(
     """
     seconds = seconds or partial(prompts.seconds, attend, pool, num_heads)
     table = prompts.measure(seconds, has_wide=_has_wide(pool, num_heads))
-    _prompts[prompts.kind(pool, num_heads)] = table
+    _fastest[prompts.kind(pool, num_heads)] = table
     return table
 
 
@@ -177,31 +161,18 @@ def is_verified(kernel: str, source: str) -> bool:
 
 
 def pack_kv(
-    pool: torch.Tensor,
-    block_table: Sequence[int],
-    layers: range,
-    tokens: range,
-    dtype: torch.dtype,
-    heads: range,
+    pool: torch.Tensor, block_table: Sequence[int], rectangle: Rectangle, dtype: torch.dtype
 ) -> torch.Tensor:
-    shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
-    segment = torch.empty(shape, dtype=dtype, device=pool.device)
-    rectangle = (layers, heads, tokens)
-    start(pool.device, launch.move(pool, block_table, *rectangle, segment, into_pool=False))
+    segment = torch.empty(segment_shape(pool, rectangle), dtype=dtype, device=pool.device)
+    start(pool.device, launch.move(pool, block_table, rectangle, segment, into_pool=False))
     return segment
 
 
 def unpack_kv(
-    pool: torch.Tensor,
-    block_table: Sequence[int],
-    layers: range,
-    tokens: range,
-    segment: torch.Tensor,
-    heads: range,
+    pool: torch.Tensor, block_table: Sequence[int], rectangle: Rectangle, segment: torch.Tensor
 ) -> None:
     segment = segment.to(pool.device).contiguous()
-    rectangle = (layers, heads, tokens)
-    start(pool.device, launch.move(pool, block_table, *rectangle, segment, into_pool=True))
+    start(pool.device, launch.move(pool, block_table, rectangle, segment, into_pool=True))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -229,9 +200,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def draw(
-    logits: torch.Tensor,
-    settings: torch.Tensor | None = None,
-    allowed: torch.Tensor | None = None,
+    logits: torch.Tensor, settings: torch.Tensor | None = None, allowed: torch.Tensor | None = None
 ) -> torch.Tensor:
     drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     start(logits.device, sampling.draw(logits, settings, allowed, drawn))

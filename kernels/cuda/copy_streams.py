@@ -47,10 +47,10 @@ class Lane(Protocol):
     def upload(self, block_table: Sequence[int]) -> torch.Tensor:
         """Return a block table in device memory, for any copy."""
 
-    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the device can address; raise RuntimeError if there is none."""
 
-    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in device memory."""
 
     def tensor(self, memory: Any) -> torch.Tensor:
@@ -109,11 +109,11 @@ class SideStream:
         # From pageable memory, so the copy is complete on return, and any stream may read it.
         return torch.tensor(block_table, dtype=torch.int32, device=self.device)
 
-    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # Torch reuses freed pinned memory; allocating it from the driver takes milliseconds.
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def tensor(self, memory: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.contract import Activation, KernelError, PagedBatch
+from kernels.contract import Activation, KernelError, PagedBatch, Rectangle, Softmax
 from kernels.cuda import tiling
 from kernels.cuda.pinned import upload
 
@@ -199,9 +199,7 @@ def rotate_and_append(
 def move(
     pool: torch.Tensor,
     block_table: Sequence[int] | torch.Tensor,
-    layers: range,
-    heads: range,
-    tokens: range,
+    rectangle: Rectangle,
     segment: torch.Tensor,
     *,
     into_pool: bool,
@@ -210,8 +208,8 @@ def move(
 
     Args:
         block_table: It is uploaded, unless it is int32 on the pool's device already.
-        segment: [l, 2, h, t, D], contiguous and on the same device, for the layers, heads and
-            tokens of the rectangle, of any dtype of `DTYPE_NAMES`; values are converted.
+        segment: [l, 2, h, t, D], contiguous and on the same device, of any dtype of `DTYPE_NAMES`;
+            values are converted.
 
     Raises:
         KernelError: The kernel does not support this pool or segment.
@@ -223,7 +221,7 @@ def move(
     table = block_table
     if not isinstance(table, torch.Tensor):
         table = torch.tensor(table, dtype=torch.int32, device=pool.device)
-    arguments = _arguments(MOVE, pool)
+    arguments, (layers, heads, tokens) = _arguments(MOVE, pool), rectangle
     arguments.first_layer = layers.start
     arguments.first_head, arguments.num_moved_heads = heads.start, len(heads)
     arguments.first_token, arguments.num_tokens = tokens.start, len(tokens)
@@ -239,13 +237,9 @@ def attention(
     pool: torch.Tensor,
     layer: int,
     batch: PagedBatch,
+    softmax: Softmax,
     out: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
     gpu: tiling.Gpu,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
     """Return the launches that compute `kernels.paged_attention` over a layer of the pool.
 
@@ -261,13 +255,12 @@ def attention(
     if query.dtype != pool.dtype or not query.is_contiguous():
         raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
     attending = batch.scratch.of(OnDevice).attending
-    key = pool.shape, pool.dtype, query.shape[1], scale, window, cap
+    key = pool.shape, pool.dtype, query.shape[1], *softmax[:3]
     if (common := attending.get(key)) is None:
-        common = _attending(pool, batch, query.shape, scale, window, cap, gpu)
-        attending[key] = common
+        common = attending[key] = _attending(pool, batch, query.shape, softmax, gpu)
     own = {"query": query, "pool": pool, "out": out}
-    if sinks is not None:
-        own["sinks"] = sinks
+    if softmax.sinks is not None:
+        own["sinks"] = softmax.sinks
     launches = []
     for source, kernel, grid, threads, shared, fields, keep in common:
         arguments = _copy(fields)
@@ -337,16 +330,11 @@ def gate(
 
 
 def _attending(
-    pool: torch.Tensor,
-    batch: PagedBatch,
-    query: torch.Size,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    gpu: tiling.Gpu,
+    pool: torch.Tensor, batch: PagedBatch, query: torch.Size, softmax: Softmax, gpu: tiling.Gpu
 ) -> list[Launch]:
     """Return a step's launches of attention without the fields that differ between layers."""
     check_pool(pool)
+    scale, window, cap, _ = softmax
     if not scale > 0:
         raise KernelError(f"scale is {scale}, not above 0")
     arguments, (num_tokens, num_heads, head_dim) = _arguments(ATTENTION, pool), query
@@ -375,11 +363,7 @@ def _attending(
 
 
 def _works(
-    num_heads: int,
-    pool: torch.Tensor,
-    batch: PagedBatch,
-    window: int | None,
-    gpu: tiling.Gpu,
+    num_heads: int, pool: torch.Tensor, batch: PagedBatch, window: int | None, gpu: tiling.Gpu
 ) -> list[Planned]:
     """Plan the work items of a step: sequences of few rows, and those of many."""
     starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.contract import PagedBatch, Scratch
+from kernels.contract import PagedBatch, Scratch, Softmax
 from kernels.cuda.pinned import upload
 
 # The shortest of this many runs counts; the first run compiles.
@@ -80,7 +80,7 @@ def seconds(attend: Attend, pool: torch.Tensor, num_heads: int, way: Way, length
     """Measure how long a prompt takes; infinity if it runs out of memory or fails."""
     try:
         query, own, batch = _random([(length, length)], pool, num_heads)
-        call = partial(attend, way, query, own, 0, batch, 1.0, None)
+        call = partial(attend, way, query, own, 0, batch, Softmax(1.0))
         if way is Way.FLASH:
             call = partial(flash, query, own[:, 0], batch, 1.0)
         return min(_elapsed_s(call) for _ in range(REPEATS))
@@ -95,7 +95,7 @@ def agree(attend: Attend, pool: torch.Tensor, num_heads: int) -> bool:
     for window in (None, 100):
         ours, wide = (
             # With a scale of 1 few keys outweigh the others, so each of them counts.
-            attend(way, query, own, 0, replace(batch, scratch=Scratch()), 1.0, window)
+            attend(way, query, own, 0, replace(batch, scratch=Scratch()), Softmax(1.0, window))
             for way in (Way.OURS, Way.WIDE)
         )
         if not torch.allclose(ours, wide, rtol=limit, atol=limit):

@@ -26,7 +26,7 @@ import torch
 
 import kernels
 from kernels import contract
-from kernels.contract import KernelError
+from kernels.contract import KernelError, Rectangle, segment_shape
 from kernels.cuda import launch
 from kernels.cuda.copy_streams import Lane
 
@@ -74,9 +74,7 @@ class Staging:
         if not self.why_plain:
             self.packing, self.unpacking = _measured(pool, lane, sizes)
 
-    def pack(
-        self, block_table: Sequence[int], layers: range, heads: range, tokens: range
-    ) -> torch.Tensor:
+    def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> torch.Tensor:
         """Copy a rectangle of one sequence's KV to the host, in the order of the wire.
 
         Returns:
@@ -85,28 +83,23 @@ class Staging:
         Raises:
             ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
         """
-        contract.check_rectangle(self._pool, block_table, layers, tokens, heads)
-        num_bytes = segment_shape(self._pool, layers, heads, tokens).numel() * self._pool.itemsize
+        contract.check_rectangle(self._pool, block_table, rectangle)
+        num_bytes = math.prod(segment_shape(self._pool, rectangle)) * self._pool.itemsize
         way = choose(self.packing, num_bytes)
-        return pack(way, self._lane, self._pool, block_table, layers, heads, tokens, self._tables)
+        return pack(way, self._lane, self._pool, block_table, rectangle, self._tables)
 
     def unpack(
-        self,
-        block_table: Sequence[int],
-        layers: range,
-        heads: range,
-        tokens: range,
-        segment: torch.Tensor,
+        self, block_table: Sequence[int], rectangle: Rectangle, segment: torch.Tensor
     ) -> None:
         """Copy a segment, [l, 2, h, t, D] of the pool's dtype on the host, into blocks.
 
         Raises:
             ShapeError: The rectangle is not within the pool, or the segment does not fit it.
         """
-        contract.check_rectangle(self._pool, block_table, layers, tokens, heads)
-        contract.check_segment(self._pool, layers, tokens, heads, segment)
-        way, rectangle = choose(self.unpacking, segment.nbytes), (layers, heads, tokens)
-        unpack(way, self._lane, self._pool, block_table, *rectangle, segment, self._tables)
+        contract.check_rectangle(self._pool, block_table, rectangle)
+        contract.check_segment(self._pool, rectangle, segment)
+        way = choose(self.unpacking, segment.nbytes)
+        unpack(way, self._lane, self._pool, block_table, rectangle, segment, self._tables)
 
 
 class Tables:
@@ -138,25 +131,23 @@ def pack(
     lane: Lane,
     pool: torch.Tensor,
     block_table: Sequence[int],
-    layers: range,
-    heads: range,
-    tokens: range,
+    rectangle: Rectangle,
     tables: Tables | None = None,
 ) -> torch.Tensor:
     """Copy a rectangle to the host by this method; by the plain one if no pinned memory is left."""
     with lane.working():
         segment = None
         if way is not Way.PLAIN:
-            segment = _pinned(lane, segment_shape(pool, layers, heads, tokens), pool.dtype)
+            segment = _pinned(lane, segment_shape(pool, rectangle), pool.dtype)
         if segment is None:
-            return kernels.pack_kv(pool, block_table, layers, tokens, heads=heads).cpu()
+            return kernels.pack_kv(pool, block_table, rectangle).cpu()
         table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.start(launch.move(pool, table, layers, heads, tokens, segment, into_pool=False))
+            lane.start(launch.move(pool, table, rectangle, segment, into_pool=False))
             return segment
-        for part, mine in _groups(lane, pool, layers, heads, tokens):
+        for part, mine in _groups(lane, pool, rectangle):
             buffer = lane.buffer(segment[mine].shape, pool.dtype)
-            lane.start(launch.move(pool, table, part, heads, tokens, buffer, into_pool=False))
+            lane.start(launch.move(pool, table, part, buffer, into_pool=False))
             segment[mine].copy_(buffer, non_blocking=True)
         return segment
 
@@ -166,9 +157,7 @@ def unpack(
     lane: Lane,
     pool: torch.Tensor,
     block_table: Sequence[int],
-    layers: range,
-    heads: range,
-    tokens: range,
+    rectangle: Rectangle,
     segment: torch.Tensor,
     tables: Tables | None = None,
 ) -> None:
@@ -178,17 +167,17 @@ def unpack(
         if way is not Way.PLAIN:
             pinned = _pinned(lane, segment.shape, pool.dtype)
         if pinned is None:
-            kernels.unpack_kv(pool, block_table, layers, tokens, segment, heads)
+            kernels.unpack_kv(pool, block_table, rectangle, segment)
             return
         pinned.copy_(segment)
         table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.start(launch.move(pool, table, layers, heads, tokens, pinned, into_pool=True))
+            lane.start(launch.move(pool, table, rectangle, pinned, into_pool=True))
             return
-        for part, mine in _groups(lane, pool, layers, heads, tokens):
+        for part, mine in _groups(lane, pool, rectangle):
             buffer = lane.buffer(pinned[mine].shape, pool.dtype)
             buffer.copy_(pinned[mine], non_blocking=True)
-            lane.start(launch.move(pool, table, part, heads, tokens, buffer, into_pool=True))
+            lane.start(launch.move(pool, table, part, buffer, into_pool=True))
 
 
 def choose(table: Table, num_bytes: int) -> Way:
@@ -223,17 +212,12 @@ def measure(
     return tuple((size, fastest({way: timed(way, size) for way in Way})) for size in sizes)
 
 
-def rectangle_of(num_bytes: int, pool: torch.Tensor) -> tuple[range, range, range]:
-    """Choose layers, heads and tokens of about `num_bytes`; all layers if one token's fit."""
+def rectangle_of(num_bytes: int, pool: torch.Tensor) -> Rectangle:
+    """Choose a rectangle of about `num_bytes`; all layers if one token's fit."""
     layer_bytes = 2 * pool.shape[3] * pool.shape[5] * pool.itemsize
     num_layers = min(pool.shape[1], max(1, num_bytes // layer_bytes))
     tokens = range(max(1, num_bytes // (num_layers * layer_bytes)))
-    return range(num_layers), range(pool.shape[3]), tokens
-
-
-def segment_shape(pool: torch.Tensor, layers: range, heads: range, tokens: range) -> torch.Size:
-    """Return [l, 2, h, t, D]."""
-    return torch.Size((len(layers), 2, len(heads), len(tokens), pool.shape[5]))
+    return Rectangle(range(num_layers), range(pool.shape[3]), tokens)
 
 
 def _obstacle(pool: torch.Tensor, lane: Lane, num_bytes: int) -> str:
@@ -241,32 +225,32 @@ def _obstacle(pool: torch.Tensor, lane: Lane, num_bytes: int) -> str:
         lane.require(pool)
     except KernelError as error:
         return str(error)
-    if _pinned(lane, torch.Size((num_bytes,)), torch.uint8) is None:
+    if _pinned(lane, (num_bytes,), torch.uint8) is None:
         return "no pinned host memory is to be had; see ulimit -l"
     return ""
 
 
 def _measured(pool: torch.Tensor, lane: Lane, sizes: Sequence[int]) -> tuple[Table, Table]:
     # Not in the pool itself: it may be small, and a measurement writes to it.
-    _, _, tokens = rectangle_of(sizes[-1], pool)
+    tokens = rectangle_of(sizes[-1], pool).tokens
     scratch = pool.new_zeros((-(-len(tokens) // pool.shape[4]), *pool.shape[1:]))
     lane.mark()
     blocks = range(len(scratch))
     received = torch.zeros(sizes[-1] + scratch[0].nbytes, dtype=torch.uint8)
 
     def out(way: Way, size: int) -> None:
-        pack(way, lane, scratch, blocks, *rectangle_of(size, scratch))
+        pack(way, lane, scratch, blocks, rectangle_of(size, scratch))
 
     def back(way: Way, size: int) -> None:
         rectangle = rectangle_of(size, scratch)
-        shape = segment_shape(scratch, *rectangle)
-        segment = received[: shape.numel() * scratch.itemsize].view(scratch.dtype).view(shape)
-        unpack(way, lane, scratch, blocks, *rectangle, segment)
+        shape = segment_shape(scratch, rectangle)
+        segment = received[: math.prod(shape) * scratch.itemsize].view(scratch.dtype).view(shape)
+        unpack(way, lane, scratch, blocks, rectangle, segment)
 
     return measure(out, sizes), measure(back, sizes)
 
 
-def _pinned(lane: Lane, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+def _pinned(lane: Lane, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     try:
         return lane.pinned(shape, dtype)
     except RuntimeError:  # raised by torch if the driver refuses
@@ -274,10 +258,12 @@ def _pinned(lane: Lane, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _groups(
-    lane: Lane, pool: torch.Tensor, layers: range, heads: range, tokens: range
-) -> Iterator[tuple[range, slice]]:
-    """Yield (layers of the pool, layers of the segment) in groups that fit a buffer."""
-    layer_bytes = segment_shape(pool, range(1), heads, tokens).numel() * pool.itemsize
-    step = max(1, lane.max_buffer_bytes // layer_bytes)
+    lane: Lane, pool: torch.Tensor, rectangle: Rectangle
+) -> Iterator[tuple[Rectangle, slice]]:
+    """Yield (part of the rectangle, layers of the segment) in groups that fit a buffer."""
+    layers = rectangle.layers
+    one = rectangle._replace(layers=range(1))
+    step = max(1, lane.max_buffer_bytes // (math.prod(segment_shape(pool, one)) * pool.itemsize))
     for first in range(0, len(layers), step):
-        yield layers[first : first + step], slice(first, first + step)
+        part = rectangle._replace(layers=layers[first : first + step])
+        yield part, slice(first, first + step)

@@ -132,7 +132,7 @@ class ChatBody(Sampled, kw_only=True):
 
 
 def read(model: ServedModel, raw: bytes, context: RequestContext) -> CompletionRequest:
-    """Parse and validate a request body, and return its core requests."""
+    """Parse and validate a body; return its core requests and the class that renders the answer."""
     body = parse(ChatBody, raw, CHAT)
     model.check_name(body.model)
     conversation = Conversation(

@@ -49,6 +49,7 @@ class RequestContext(NamedTuple):
     `max_model_len` is the maximum number of prompt and output tokens of a sequence.
     `cache_salt` returns the salt for workers, given the one that the request sets.
     The router remembers the request as `request_id` unless the body sets another id.
+    `begins_trace` means that the router made the `traceparent`.
     """
 
     client: str
@@ -56,6 +57,8 @@ class RequestContext(NamedTuple):
     max_model_len: int
     cache_salt: Callable[[str], str] = str
     request_id: str = ""
+    traceparent: str | None = None
+    begins_trace: bool = False
 
 
 class ServedModel:
@@ -63,6 +66,7 @@ class ServedModel:
 
     `tool_calls` and `reasoning` name the output parsers (`router.text.output_parser`).
     `trusts_templates` allows requests to send their own chat template.
+    `vocab_size` bounds token ids; it is None if neither the config nor the tokenizer says it.
     """
 
     def __init__(
@@ -87,7 +91,17 @@ class ServedModel:
             tool_calls=tool_calls,
             reasoning_marks=reasoning,
         )
-        self._vocab_size = vocab_size(path) or self.tokenizer.vocab_size
+        self.vocab_size = vocab_size(path) or self.tokenizer.vocab_size
+
+    @property
+    def abilities(self) -> dict[str, Any]:
+        """The name of the model, and whether it takes text and chats, for the page."""
+        has_text = self.tokenizer.has_text
+        return {"model": self.name, "has_text": has_text, "has_chat": has_text and self.has_chat}
+
+    @property
+    def has_chat(self) -> bool:
+        return bool(self._template.source)
 
     @property
     def has_reasoning(self) -> bool:
@@ -105,7 +119,6 @@ class ServedModel:
             )
 
     def render(self, conversation: Conversation) -> str:
-        """Render a conversation as the prompt text."""
         if taken := _RESERVED & conversation.variables.keys():
             raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
         template, tools = self._template, conversation.visible_tools
@@ -229,8 +242,8 @@ class ServedModel:
             )
         if len(prompt) > max_tokens:
             raise TooManyTokens(str(len(prompt)))
-        if self._vocab_size is not None and max(prompt) >= self._vocab_size:
-            raise invalid("prompt", f"token ids must be below {self._vocab_size}")
+        if self.vocab_size is not None and max(prompt) >= self.vocab_size:
+            raise invalid("prompt", f"token ids must be below {self.vocab_size}")
         return prompt
 
     def request(
@@ -253,21 +266,19 @@ class ServedModel:
         self._check_ids("allowed_token_ids", body.allowed_token_ids or ())
         structure = "" if wanted is None else wanted.param
         bad = bad_sequences(self.tokenizer, body.bad_words or (), structure)
-        salt = context.cache_salt(body.cache_salt or "")
+        client, begins_trace = context.client, context.begins_trace
+        name = body.request_id or context.request_id
+        shared: dict[str, Any] = {"bad_sequences": bad, "traceparent": context.traceparent}
+        shared["cache_salt"] = context.cache_salt(body.cache_salt or "")
         requests = []
         for token_ids, echo in prompts:
             # Workers always generate a token; with max_tokens 0 the response omits it.
-            max_tokens = max(self._max_new_tokens(body, context.max_model_len - len(token_ids)), 1)
-            options = body.options(
-                seed=context.seed, max_tokens=max_tokens, defaults=self._defaults
-            )
+            limit = max(self._max_new_tokens(body, context.max_model_len - len(token_ids)), 1)
+            options = body.options(seed=context.seed, max_tokens=limit, defaults=self._defaults)
+            ids = tuple(token_ids)
             for choice in range(body.num_choices):
-                of_choice = structs.replace(
-                    options, choice=choice, bad_sequences=bad, cache_salt=salt
-                )
-                name = body.request_id or context.request_id
-                ids, client = tuple(token_ids), context.client
-                request = Request(ids, of_choice, max_tokens - 1, client, name, parts)
+                of_choice = structs.replace(options, choice=choice, **shared)
+                request = Request(ids, of_choice, limit - 1, client, name, parts, begins_trace)
                 requests.append((request, echo))
         return CompletionRequest(
             requests=requests,
@@ -302,5 +313,5 @@ class ServedModel:
 
     def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:
         largest = max(token_ids, default=0)
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            raise invalid(param, f"token ids must be below {self._vocab_size}, not {largest}")
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise invalid(param, f"token ids must be below {self.vocab_size}, not {largest}")

@@ -13,7 +13,7 @@ import structlog
 from msgspec import Struct
 
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import Fleet, Worker
+from router.core.fleet import Fleet, Worker, WorkerState
 from wire.frames import Role
 from wire.payloads import Load
 
@@ -31,22 +31,25 @@ class ProcessState(Struct):
     waiting: int
     reasons: list[str]
     workers: list[dict[str, Any]]
+    fingerprint: str = ""
+    refused: list[dict[str, Any]] = []
 
 
-def state_of(
-    fleet: Fleet, dispatcher: Dispatcher, now: float, *, is_draining: bool = False
-) -> ProcessState:
+def state_of(dispatcher: Dispatcher, now: float, *, is_draining: bool = False) -> ProcessState:
     """Return the state of this process.
 
     The figures of a worker are from its last heartbeat, `last_seen_s` seconds ago.  Only `placed`
     is current: the number of attempts that this process has on the worker.
     """
+    fleet = dispatcher.fleet
     return ProcessState(
         pid=os.getpid(),
         running=dispatcher.num_running,
         waiting=dispatcher.num_waiting,
         reasons=unready(dispatcher.missing_roles, fleet, is_draining=is_draining),
         workers=[_worker(worker, now) for worker in fleet],
+        fingerprint=fleet.model_fingerprint,
+        refused=fleet.refusals.rows(now),
     )
 
 
@@ -64,13 +67,15 @@ def together(states: Sequence[ProcessState], *, are_several: bool = False) -> di
     counts: dict[str, Any] = {
         "running": sum([state.running for state in states]),
         "waiting": sum([state.waiting for state in states]),
+        "fingerprint": next((state.fingerprint for state in states), ""),
     }
     if are_several:
         counts["processes"] = [
             {"pid": each.pid, "running": each.running, "waiting": each.waiting} for each in states
         ]
     rows = sorted(workers.values(), key=lambda row: (row["role"] != "prefill", row["rank"]))
-    return {"workers": rows, "router": counts}
+    refused = {row["worker"]: row for state in states for row in state.refused}
+    return {"workers": rows, "router": counts, "refused": list(refused.values())}
 
 
 def reasons_of(states: Sequence[ProcessState]) -> list[str]:
@@ -79,37 +84,43 @@ def reasons_of(states: Sequence[ProcessState]) -> list[str]:
 
 
 def is_free(states: Sequence[ProcessState], role: str, rank: int) -> bool:
-    """Whether no process has a worker with this rank.  False if `states` is empty."""
+    """Whether a worker may have this rank: no process has one that does.  False without `states`.
+
+    Workers of role decode and any share their ranks.
+    """
     rows = [row for state in states for row in state.workers if row["state"] != "lost"]
-    return bool(states) and (role, rank) not in [(row["role"], row["rank"]) for row in rows]
+    taken = [(row["role"] == "prefill", row["rank"]) for row in rows]
+    return bool(states) and (role == "prefill", rank) not in taken
 
 
 def status_line(states: Sequence[ProcessState]) -> str:
     """Return the status line for systemd: the numbers of requests and ready workers."""
     now = together(states)
     ready = Counter(row["role"] for row in now["workers"] if row["state"] == "ready")
-    workers = " and ".join([f"{ready[role]} {role}" for role in ("prefill", "decode")])
+    roles = ("prefill", "decode", "any") if ready["any"] else ("prefill", "decode")
+    workers = " and ".join([f"{ready[role]} {role}" for role in roles])
     counts = now["router"]
     return f"{counts['running']} running, {counts['waiting']} waiting, {workers} workers ready"
 
 
 def _worker(worker: Worker, now: float) -> dict[str, Any]:
-    load = worker.load or Load(total=0, used=0, cached=0, free=0)
+    load, detail = worker.load or Load(total=0, used=0, cached=0, free=0), worker.detail
     return {
         "role": worker.role.name.lower(),
         "rank": worker.rank,
         "epoch": worker.epoch,
         "state": worker.state.value,
+        "why": _why(worker),
         "last_seen_s": round(now - worker.last_seen, 3),
         "placed": len(worker.attempts),
         "running": worker.running,
         "waiting": worker.waiting,
         "step": worker.step,
-        "blocks": {
-            "total": load.total,
-            "used": load.used,
-            "cached": load.cached,
-            "free": load.free,
+        "blocks": _fields(load, "total", "used", "cached", "free"),
+        "tiers": {
+            name: _fields(tier, "max_blocks", "blocks", "bytes", "loaded_tokens")
+            for name, tier in (("host", load.host), ("disk", load.disk))
+            if tier is not None
         },
         "kv_inflight_bytes": load.kv_inflight_bytes,
         "costs": {
@@ -119,19 +130,32 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
             "kv_transfer_s": worker.transfer_s,
             "kv_byte_s": worker.byte_s,
         },
-        "computes": {
-            "arithmetic": worker.detail.arithmetic,
-            "threads": worker.detail.threads,
-            "cores": worker.detail.cores,
-            "shards": worker.detail.shards,
-            "stages": worker.detail.stages,
+        "computes": _fields(detail, "arithmetic", "threads", "cores", "shards", "stages"),
+        "kv": {
+            "endpoint": detail.kv_endpoint,
+            "layout": str(detail.layout),
+            "token_bytes": detail.layout.token_bytes,
+            "block_size": detail.block_size,
         },
     }
 
 
+def _fields(source: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+def _why(worker: Worker) -> str:
+    """Return why a worker is suspect or lost, or ""."""
+    if worker.state is WorkerState.SUSPECT:
+        return "its engine is stalled in one step" if worker.is_stalled else "it is silent"
+    return worker.lost_why
+
+
 def unready(missing: Sequence[Role], fleet: Fleet, *, is_draining: bool) -> list[str]:
     """Return the reasons why requests cannot be served now; `missing` are roles without workers."""
-    reasons = [f"no {role.name.lower()} worker is ready" + _others(fleet, role) for role in missing]
+    reasons = [
+        f"no {role.name.lower()} or any worker is ready" + _others(fleet, role) for role in missing
+    ]
     return [*reasons, "the router is draining"] if is_draining else reasons
 
 
@@ -160,11 +184,11 @@ class Readiness:
 def try_this(url: str, model: str, *, has_text: bool, has_keys: bool) -> str:
     """Return a shell command that sends an example completion request."""
     prompt = '"Once upon a time"' if has_text else "[1, 2, 3]"
-    key = " -H 'authorization: Bearer '$API_KEY" if has_keys else ""
+    key = " -H 'authorization: Bearer '$BATON_API_KEY" if has_keys else ""
     body = f'{{"model": {json.dumps(model)}, "prompt": {prompt}, "max_tokens": 16}}'
     return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d {quote(body)}"
 
 
 def _others(fleet: Fleet, role: Role) -> str:
-    known = [f"{each.name} is {each.state.value}" for each in fleet if each.role is role]
+    known = [f"{each.name} is {each.state.value}" for each in fleet if each.can(role)]
     return f": {', '.join(known[:8])}" if known else ""

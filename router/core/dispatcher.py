@@ -3,13 +3,13 @@
     WAITING -> PREFILL -> (HELD ->) DECODE
     any of them -> done | error | cancelled
 
-A HELD request is prefilled and waits for DECODE_REQUEST from a raw TCP client.
-HTTP and raw TCP submit and cancel requests, the bus passes in frames from workers
-(`router.core.replies`), and each request's sink receives the results.  Every request ends in
-`_end`: the first call removes the request from the table, and later calls do nothing.  A failed
-attempt ends in `fail_attempt`: either another attempt continues at the next token
-(`router.core.failover`), or the request ends.  This module does no I/O: the transport and the
-clock are arguments, and `tick` ends overdue requests.
+A HELD request is prefilled and waits for DECODE_REQUEST from a raw TCP client.  HTTP and raw TCP
+submit and cancel requests, the bus passes in frames from workers (`router.core.replies`), and each
+request's sink receives the results.  Every request ends in `_end`: the first call removes it from
+the table, and later calls do nothing.  A failed attempt ends in `fail_attempt`: another continues
+at the next token (`router.core.failover`), or the request ends.  Answers of a draining worker are
+handed over to others (`on_drain`); a draining router refuses requests (`is_draining`).  No I/O: the
+transport and the clock are arguments, and `tick` ends overdue requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
 
 import structlog
 from msgspec import structs
@@ -27,7 +26,7 @@ from router.core.fleet import Fleet, Worker, WorkerState
 from router.core.history.requests import History
 from router.core.placement import Placement
 from router.core.prefixes import PrefixIndex
-from router.core.queue import Queue, giving_way
+from router.core.queue import Queue, gave_way, giving_way
 from router.core.replies import Replies
 from router.core.request import Request, Sink
 from router.core.state import Attempt, Limits, Observer, Phase, RequestState, Send, begin
@@ -38,10 +37,6 @@ from wire.payloads import Usage, encode_continuation, encode_prompt
 from wire.process.log_limit import RepeatedLine
 
 log = structlog.get_logger("router")
-
-# A held request keeps its KV this long even if other requests wait for memory, because PREFILL_DONE
-# and DECODE_REQUEST may need a long round trip.  SPEC 7.
-HOLD_GRACE_S: Final = 1.0
 
 
 class Dispatcher:
@@ -54,6 +49,7 @@ class Dispatcher:
         rejected: The number of requests that `submit` and `check_prompt` refused, by error code.
         failovers: The number of attempts followed by another, by error code; draining: handed over.
         history: The last requests.
+        open_requests: A view of the requests that have not ended, oldest first.
         observers: Notified when a request ends.  Append to this list to subscribe.
     """
 
@@ -69,7 +65,7 @@ class Dispatcher:
     ) -> None:
         self.is_draining = False
         self._limits = limits
-        self._fleet = fleet
+        self.fleet = fleet
         self._send = send
         self._clock = clock
         self._placement = Placement(fleet, index, limits=limits, request_ids=request_ids)
@@ -79,6 +75,7 @@ class Dispatcher:
         self._handles = itertools.count(1)
 
         self._open: dict[int, RequestState] = {}  # by handle
+        self.open_requests = self._open.values()
         self._attempts: dict[int, Attempt] = {}  # by request id
         self._waiting = Queue(limits.queue_timeout_s)
         # Requests that back off before another attempt, with the time at which to queue them.
@@ -90,19 +87,20 @@ class Dispatcher:
             fleet,
             max_records=limits.max_records,
             max_bytes=limits.max_record_bytes,
+            keep_requests=limits.keep_requests,
             local_prefill=limits.local_prefill,
         )
         self.observers: list[Observer] = [self.history]
 
     @property
     def num_running(self) -> int:
-        """The number of requests that are placed on workers."""
-        return len(self._attempts)
+        """The number of requests on workers, or held between two: see `end_first`."""
+        return len(self._open) - self.num_waiting
 
     @property
     def num_waiting(self) -> int:
         """The number of requests that wait for a worker with capacity or for another attempt."""
-        return len(self._open) - len(self._attempts)
+        return len(self._waiting) + sum(it.handle in self._open for _, it in self._resting)
 
     @property
     def dropped(self) -> Counter[str]:
@@ -149,22 +147,22 @@ class Dispatcher:
             self._fail(state, error)
         else:
             self.go_on(state)
-        self._place_waiting()
+        self.place_waiting()
 
     def stop(self, handle: int) -> None:
         """End a request successfully at a stop string.  On its sink only `on_end` is called."""
         state = self._open.get(handle)
         if state is not None:
-            usage = Usage(finish_reason="stop", kv_bytes=state.kv_bytes)
-            self._end(state, None, usage=usage)
-            self._place_waiting()
+            state.is_cut = True
+            self._end(state, None, usage=Usage(finish_reason="stop", kv_bytes=state.kv_bytes))
+            self.place_waiting()
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
         """Cancel a request.  On its sink only `on_end` is called.  Ignore an unknown handle."""
         state = self._open.get(handle)
         if state is not None:
             self._end(state, code)
-            self._place_waiting()
+            self.place_waiting()
 
     def cancel_all(self, code: ErrorCode, message: str) -> None:
         """End every request with this error."""
@@ -174,9 +172,9 @@ class Dispatcher:
     def tick(self) -> None:
         """End overdue requests, and held requests whose KV blocks others need.  Call it often."""
         self._fail_overdue()
-        self._place_waiting()
+        self.place_waiting()
         self._make_way()
-        for worker in self._fleet.draining:
+        for worker in self.fleet.draining:
             self._hand_over(worker)
         self._replies.tick()
         self._followed.tick()
@@ -187,24 +185,20 @@ class Dispatcher:
         Raises RemoteProtocolError for a type of message that workers do not send.  A frame that
         violates the protocol for one request fails only the attempt.
         """
-        num_running = self.num_running
+        num_attempts = len(self._attempts)
         self._replies.on_message(peer, message)
-        if not message.tokens or self.num_running < num_running:
-            self._place_waiting()  # tokens alone, the most frequent message, free no capacity
+        if not message.tokens or len(self._attempts) < num_attempts:
+            self.place_waiting()  # tokens alone, the most frequent message, free no capacity
 
     def on_lost(self, peer: bytes) -> None:
         """Retry or fail the requests of a worker that is lost, restarted or stalled."""
         self._fail_worker(peer)
-        self._place_waiting()
+        self.place_waiting()
 
     def on_drain(self, worker: Worker) -> None:
         """Hand over the requests of a draining worker, and confirm its end when it has none."""
         self._hand_over(worker)
         self.let_go(worker)
-
-    def on_capacity(self) -> None:
-        """Place waiting requests after a worker joined or freed blocks."""
-        self._place_waiting()
 
     @property
     def missing_roles(self) -> list[Role]:
@@ -236,11 +230,12 @@ class Dispatcher:
             attempt.num_due = num_left
             if attempt.is_local:
                 return  # the worker goes on by itself
-            self._send(
-                attempt.decode.identity,
-                DecodeRequest(attempt.request_id, num_left),
-                encode_continuation(state.token_ids, attempt.options(self._clock())),
-            )
+            now = self._clock()
+            frame = DecodeRequest(attempt.request_id, num_left)
+            payload = encode_continuation(state.token_ids, attempt.options(now))
+            self._send(attempt.decode.identity, frame, payload)
+            if attempt.placed is not None:
+                attempt.placed.asked_at = now
 
     def finish_early(self, state: RequestState, usage: Usage) -> None:
         """Complete a request after prefill: its first token was also its last."""
@@ -258,11 +253,11 @@ class Dispatcher:
             try:
                 state.sink.on_done(usage)
             except Exception:
-                log.exception("a sink failed", client=state.request.client)
+                log.exception("a sink failed", **state.request.tags)
 
     def drop_sink(self, state: RequestState) -> None:
         """End a request whose sink raised an exception.  Call it in the except clause."""
-        log.exception("a sink failed", client=state.request.client)
+        log.exception("a sink failed", **state.request.tags)
         self._fail(state, WireError(ErrorCode.INTERNAL, "internal error of the router"))
 
     def fail_attempt(
@@ -282,6 +277,7 @@ class Dispatcher:
         if state.num_left == 0:  # every token was sent to the client: only DECODE_DONE is missing
             self.finish(state, Usage(finish_reason="length", kv_bytes=state.kv_bytes))
             return
+        attempt.close(now, error.code.label, blamed)
         reason = no_retry(
             state, error, self._limits.max_attempts, self._placement, self._budget, now
         )
@@ -292,7 +288,8 @@ class Dispatcher:
         state.avoided |= at_fault(attempt, error, blamed)
         self._abandon(attempt, ErrorCode.CANCELLED, spare)
         self.failovers[error.code.label] += 1
-        self._followed.add({"reason": error.message, "code": error.code.label})
+        cause = {"reason": error.message, "code": error.code.label}
+        self._followed.add(cause, **state.request.tags)
         if state.phase is Phase.HELD:
             return  # `go_on` queues the request when DECODE_REQUEST comes
         pause = pause_s(state, error)
@@ -305,6 +302,7 @@ class Dispatcher:
     def end_first(self, attempt: Attempt) -> None:
         """End an attempt of one token; `go_on` starts the next when the client asks for more."""
         del self._attempts[attempt.request_id]
+        attempt.close(self._clock(), "length")
         attempt.state.attempt = None
         attempt.state.num_attempts -= 1
         self.release_prefill(attempt)
@@ -348,8 +346,8 @@ class Dispatcher:
         state.due = min(state.deadline, self._clock() + self._limits.queue_timeout_s)
         self._waiting.add_first(state)
 
-    def _place_waiting(self) -> None:
-        """Place waiting requests while workers have capacity."""
+    def place_waiting(self) -> None:
+        """Place waiting requests while workers have capacity: after one joined, or freed blocks."""
         if self._resting:
             self._wake()
         while (state := self._waiting.first()) is not None and self._place(state):
@@ -361,17 +359,11 @@ class Dispatcher:
             if self._place(state):
                 self._waiting.take(state, self._clock())
                 continue
-            giving = self._placement.give_way(
-                state, giving_way(self._parked(), self._clock() - HOLD_GRACE_S)
-            )
+            giving = self._placement.give_way(state, giving_way(self._parked(), self._clock()))
             if not giving:
                 return
             for each in giving:
-                message = (
-                    "others need the room of the KV cache, and no DECODE_REQUEST came within "
-                    f"{HOLD_GRACE_S:g} s of PREFILL_DONE; send it with PREFILL_REQUEST"
-                )
-                self._fail(each, WireError(ErrorCode.OVERLOADED, message))
+                self._fail(each, gave_way())
 
     def _end(
         self,
@@ -389,41 +381,43 @@ class Dispatcher:
         if self._open.pop(state.handle, None) is None:
             return False
         self._waiting.remove(state)
-        if state.attempt is not None:
-            self._abandon(state.attempt, code or ErrorCode.CANCELLED, spare)
-        end = state.end(self._clock(), code, usage)
+        end = state.end(now := self._clock(), code, usage)
+        if (attempt := state.attempt) is not None:
+            attempt.close(now, end.outcome)
+            self._abandon(attempt, code or ErrorCode.CANCELLED, spare)
         for observer in self.observers:
             observer.on_request_end(end)
         state.sink.on_end(end)
         return True
 
     def _fail(self, state: RequestState, error: WireError, spare: Worker | None = None) -> None:
-        """End a request with an error."""
         if self._end(state, error.code, spare=spare):
             try:
                 state.sink.on_error(error)
             except Exception:
-                log.exception("a sink failed", client=state.request.client)
+                log.exception("a sink failed", **state.request.tags)
 
     def _fail_worker(self, peer: bytes) -> None:
         """Fail every attempt on a worker that is lost, restarted or stalled."""
-        is_here = self._fleet.get(peer) is not None
+        is_here = self.fleet.get(peer) is not None
         for attempt in tuple(self._attempts.values()):
             for worker in (attempt.prefill, attempt.decode):
                 if worker is not None and worker.identity == peer:
                     # A worker that is still connected may be computing the attempt: send CANCEL.
                     spare = None if is_here else worker
+                    attempt.close(self._clock(), ErrorCode.WORKER_LOST.label, worker)
                     self.fail_attempt(attempt, PeerLost(worker.name), spare=spare)
                     break
 
     def _fail_overdue(self) -> None:
-        """Fail every request whose `due` time has passed."""
+        """Fail requests that are overdue or wait for a worker that does not come back."""
         now = self._clock()
+        if self._placement.has_lost_role(now):
+            for state in [it for it in self._open.values() if it.phase is Phase.WAITING]:
+                if missing := self._placement.missing_worker(state):
+                    self._fail(state, state.trouble or missing)
         for state in [state for state in self._open.values() if state.due <= now]:
-            error = state.overdue(now)
-            if state.phase is Phase.WAITING and error.code is ErrorCode.OVERLOADED:
-                error = self._placement.missing_worker(state) or error
-            self._fail(state, error)
+            self._fail(state, state.overdue(now))
 
     def _place(self, state: RequestState) -> bool:
         """Start an attempt; return False if no worker has capacity."""
@@ -440,14 +434,14 @@ class Dispatcher:
         now = self._clock()
         for attempt in [self._attempts[request_id] for request_id in worker.attempts]:
             state = attempt.state
-            if attempt.decode is not worker or state.phase is not Phase.DECODE:
+            is_decoding = attempt.decode is worker and state.phase is Phase.DECODE
+            if not is_decoding or state.num_left == 0:  # only DECODE_DONE is missing
                 continue
-            if state.num_left == 0:
-                continue  # only DECODE_DONE is missing
             successor = self._placement.place(state, now, leaving=worker)
             if successor is None:
-                return
+                continue
             self.failovers[ErrorCode.DRAINING.label] += 1
+            attempt.close(now, ErrorCode.DRAINING.label, worker)
             self._abandon(attempt, ErrorCode.CANCELLED, None)
             self._start(successor, now)
 
@@ -457,6 +451,7 @@ class Dispatcher:
         self._attempts[attempt.request_id] = state.attempt = attempt
         state.phase, state.due = Phase.PREFILL, state.deadline
         state.placed_at = state.placed_at or now
+        self.history.on_waiting(state)  # so that `options` asks for a timeline
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
         payload = encode_prompt(state.token_ids, attempt.options(now))
         frame = PrefillRequest(attempt.request_id, attempt.seq_len, rank)
@@ -480,11 +475,10 @@ class Dispatcher:
 
     def _wake(self) -> None:
         now = self._clock()
-        due = [state for at, state in self._resting if at <= now]
+        rested = [it for at, it in self._resting if at <= now and self.is_open(it)]
         self._resting = [entry for entry in self._resting if entry[0] > now]
-        for state in due:
-            if state.handle in self._open:
-                self._requeue(state)
+        for state in rested:
+            self._requeue(state)
 
     def _abandon(self, attempt: Attempt, code: ErrorCode, spare: Worker | None) -> None:
         """Remove an attempt and send CANCEL to its workers except `spare`."""

@@ -22,7 +22,6 @@ class Mean:
         self._num = 0 if guess is None else 1
 
     def add(self, value: float) -> None:
-        """Add a value."""
         self._num += 1
         known = value if self.value is None else self.value
         self.value = known + (value - known) * max(1 / self._num, LATEST)

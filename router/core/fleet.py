@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from ipaddress import ip_address
-from typing import Final, NamedTuple
+from typing import Final
 
 from router.core.estimates import LATEST, Line
+from router.core.refusals import Refusals
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, Heartbeat, Hello, Role
 from wire.identity import Identity
@@ -63,7 +64,7 @@ class Worker:
     # Breaks ties between workers of equal load: the lowest is chosen.
     turn: int = 0
 
-    lost_at: float = 0.0
+    lost_why: str = ""
     is_stalled: bool = False
 
     # From its last HEARTBEAT.
@@ -174,13 +175,6 @@ class Worker:
             self.unpromise(request_id)
 
 
-class Joined(NamedTuple):
-    """The worker of an accepted HELLO, and the silent or restarted worker that it replaced."""
-
-    worker: Worker
-    replaced: Worker | None
-
-
 class Fleet:
     """The table of workers, by ZeroMQ identity.
 
@@ -192,8 +186,9 @@ class Fleet:
     Attributes:
         max_model_len: The longest sequence in tokens that both roles can serve; None without
             workers.
-        block_sizes: The tokens of a block on the workers; one size, unless they differ.
         last_max_model_len: The same, but kept after the last worker has left.
+        block_sizes: The tokens of a block on the workers; one size, unless they differ.
+        refusals: The workers that were refused and have not joined since.
     """
 
     def __init__(
@@ -214,14 +209,13 @@ class Fleet:
         self.max_model_len: int | None = None
         self.last_max_model_len: int | None = None
         self.block_sizes: set[int] = set()
+        self.refusals = Refusals()
         self._workers: dict[bytes, Worker] = {}
         # For each role, the largest KV transfer that one of its workers accepts.
         self._kv_bytes: list[int] = []
         self._looked_at: float | None = None  # when `overdue` was last called
         self._ranks: dict[tuple[Role, int], Worker] = {}  # by `_seat`
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
-        # For each role that no worker serves in, since when.
-        self._absent_since: dict[Role, float] = {}
 
     def __iter__(self) -> Iterator[Worker]:
         """Yield all workers, including lost ones whose rank is still free."""
@@ -234,17 +228,12 @@ class Fleet:
 
     @property
     def live(self) -> list[Worker]:
-        """All workers that are not lost."""
         return list(self._workers.values())
 
     def staying(self, role: Role) -> list[Worker]:
         """Return the workers of a role that are ready, or may become ready soon."""
         draining = WorkerState.DRAINING
         return [it for it in self.live if it.can(role) and it.state is not draining]
-
-    def absent_s(self, role: Role, now: float) -> float:
-        """Return for how many seconds there has been no worker of a role."""
-        return 0.0 if self.staying(role) else now - self._absent_since.get(role, now)
 
     def ready(self, role: Role) -> list[Worker]:
         """Return the workers of a role that requests may be placed on."""
@@ -291,8 +280,10 @@ class Fleet:
         """The distinct kinds of arithmetic of the workers; with one kind, all compute the same."""
         return sorted({worker.detail.arithmetic for worker in self._workers.values()})
 
-    def hello(self, identity: bytes, hello: Hello, detail: HelloDetail, now: float) -> Joined:
-        """Admit a worker.
+    def hello(
+        self, identity: bytes, hello: Hello, detail: HelloDetail, now: float
+    ) -> tuple[Worker, Worker | None]:
+        """Admit a worker; return it, and the silent or restarted worker that it replaced.
 
         Raises:
             WireError: MISMATCH, FENCED or OVERLOADED.  The message explains what to fix.
@@ -311,15 +302,14 @@ class Fleet:
         if replaced is None and len(self._workers) >= MAX_WORKERS:
             raise WireError(ErrorCode.OVERLOADED, f"there are {MAX_WORKERS} workers already")
         if replaced is not None:
-            self.lose(replaced.identity, now)
+            self.lose(replaced.identity)
         turn = (hello.rank - self._process) % self._num_processes
         worker = Worker(identity, role, rank, hello.epoch, detail, now, now, turn=turn)
         self._workers[identity] = self._ranks[seat] = worker
         self._lost.pop(seat, None)
         self._note_limits()
-        self._note_absences(now)
         self.update_costs()
-        return Joined(worker, replaced)
+        return worker, replaced
 
     def heartbeat(self, identity: bytes, beat: Heartbeat, load: Load, now: float) -> Worker | None:
         """Update the load of a worker and return it, or None if it is unknown.
@@ -350,20 +340,20 @@ class Fleet:
             worker.state = WorkerState.DRAINING
         return worker
 
-    def lose(self, identity: bytes, now: float) -> Worker | None:
+    def lose(self, identity: bytes, why: str = "") -> Worker | None:
         """Remove a worker and return it, or None.  It is listed as lost unless it has drained."""
         worker = self._workers.pop(identity, None)
         if worker is None:
             return None
         self._note_limits()
-        self._note_absences(now)
         seat = _seat(worker.role, worker.rank)
         del self._ranks[seat]
         if worker.state is not WorkerState.DRAINING or worker.attempts:
             self._lost[seat] = worker
             if len(self._lost) > MAX_LOST:
                 self._lost.popitem(last=False)
-        worker.state, worker.load, worker.lost_at = WorkerState.LOST, None, now
+        worker.state, worker.load = WorkerState.LOST, None
+        worker.lost_why = why
         worker.running = worker.waiting = worker.num_others = 0
         return worker
 
@@ -397,7 +387,6 @@ class Fleet:
         """
         pause_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        self._note_absences(now)
         if pause_s > self.heartbeat_s:
             for worker in self._workers.values():
                 worker.last_heard = min(now, worker.last_heard + pause_s)
@@ -416,13 +405,6 @@ class Fleet:
                 f"{incumbent.name} is here already and alive (epoch {incumbent.epoch}): give this "
                 "worker another --rank, or stop that one first",
             )
-
-    def _note_absences(self, now: float) -> None:
-        for role in (Role.PREFILL, Role.DECODE):
-            if self.staying(role):
-                self._absent_since.pop(role, None)
-            else:
-                self._absent_since.setdefault(role, now)
 
     def _note_limits(self) -> None:
         """Recompute the limits of the fleet, which every request reads."""

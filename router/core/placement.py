@@ -42,8 +42,8 @@ class Placement:
         self._fleet = fleet
         self._index = index
         self._max_running = limits.max_running_per_worker
-        # While a role is absent for no longer than this, requests wait for a worker to come back.
-        self._rejoin_s = limits.queue_timeout_s
+        self._rejoin_s = limits.rejoin_s
+        self._had_all_roles_at: float | None = None  # when none last lacked a ready worker
         self._local_prefill = limits.local_prefill
         self._vocab_size = limits.vocab_size
         self._request_ids = request_ids
@@ -84,8 +84,14 @@ class Placement:
         """Check that workers of the roles that a request needs have enough KV blocks in total.
 
         Raises:
-            WireError: NO_WORKER or OUT_OF_BLOCKS.
+            WireError: NO_WORKER or OUT_OF_BLOCKS; OVERLOADED for a replay, because it would hold up
+                requests that may be served by more workers.
         """
+        if state.request.excluded is not None:
+            raise WireError(
+                ErrorCode.OVERLOADED,
+                "a replay does not wait, and no worker that may serve it has room; try again",
+            )
         if state.num_left == 1:
             prefills = self._fleet.staying(Role.PREFILL)
             if any(can_ever_fit(worker, state.seq_len) for worker in prefills):
@@ -111,7 +117,8 @@ class Placement:
             raise WireError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 f"the model's context length is {limit} tokens; the prompt has {seq_len} and "
-                f"{wanted} more are asked for, {seq_len + wanted} in all",
+                f"{wanted} more are asked for, {seq_len + wanted} in all; "
+                + ("shorten the prompt" if seq_len >= limit else "lower max_tokens"),
             )
 
     def num_that_fit(self, state: RequestState) -> int:
@@ -171,12 +178,21 @@ class Placement:
         needed = (Role.DECODE,) if self._local_prefill else (Role.PREFILL, Role.DECODE)
         return [role for role in needed if not self._fleet.ready(role)]
 
+    def has_lost_role(self, now: float) -> bool:
+        """Whether a role has had no ready worker for longer than one may take to come back.
+
+        Call it often: the time counts from the last call at which all roles had one.
+        """
+        if self._had_all_roles_at is None or not self.missing_roles:
+            self._had_all_roles_at = now
+        return now - self._had_all_roles_at >= self._rejoin_s
+
     def missing_worker(self, state: RequestState) -> WireError | None:
         """Return the error of a request for which no worker of a role is ready, if so."""
         missing = self.missing_roles
-        if state.num_left == 1 and Role.PREFILL not in missing:
+        if not missing or (state.num_left == 1 and self._fleet.ready(Role.PREFILL)):
             return None
-        return no_worker(missing[0]) if missing else None
+        return no_worker(missing[0])
 
     def _choose(
         self, prefills: list[Worker], decodes: list[Worker], prompt: Prompt
@@ -306,11 +322,13 @@ class Placement:
         Workers on which the request failed are excluded unless no other worker could serve it.
         """
         num_tokens, kv_bytes = state.total_tokens, self._transfer_bytes(state)
+        excluded = state.request.excluded or ()
         workers = [
             worker
             for worker in self._fleet.ready(role)
             if num_tokens <= worker.detail.max_model_len
             and kv_bytes <= worker.detail.max_kv_transfer_bytes
+            and worker.identity not in excluded
         ]
         if not state.avoided:
             return workers
@@ -384,17 +402,17 @@ class Placement:
     def _check_role(self, role: Role, seq_len: int, now: float) -> None:
         """Check that a worker of this role has enough KV blocks in total."""
         workers = self._fleet.staying(role)
-        if not workers and self._fleet.absent_s(role, now) >= self._rejoin_s:
+        if not workers and self.has_lost_role(now):
             raise no_worker(role)
         if workers and not any(can_ever_fit(worker, seq_len) for worker in workers):
             raise WireError(
                 ErrorCode.OUT_OF_BLOCKS,
-                f"no {role.name.lower()} worker has KV blocks for {seq_len + 1} tokens; "
+                f"no {role.name.lower()} or any worker has KV blocks for {seq_len + 1} tokens; "
                 "shorten the prompt or raise --num-blocks of the workers",
             )
 
 
 @lru_cache(maxsize=1024)
 def _transfer_bytes(layout: KVLayout, num_tokens: int) -> int:
-    """Return `layout.transfer_bytes(num_tokens)`, which each placement needs several times."""
+    """Return `layout.transfer_bytes(num_tokens)`; cached, as a placement needs it repeatedly."""
     return layout.transfer_bytes(num_tokens)

@@ -82,7 +82,6 @@ class Choice(NamedTuple):
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
-    """Return the number of blocks for this many tokens."""
     return -(-num_tokens // block_size)
 
 

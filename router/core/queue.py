@@ -16,12 +16,16 @@ from math import copysign, sqrt
 from typing import Final
 
 from router.core.state import RequestState
+from wire.errors import ErrorCode, WireError
 from wire.process.fair_queue import FairQueue
 
-# The head start of priority 100 over 0, and of 0 over -100, as a fraction of the queue's timeout.
-# So the first request of each client gets its turn within half of the timeout.
-HEAD_START: Final = 0.25
+# The head start of priority 100 over 0, and of 0 over -100.  If the queue's timeout is short, it is
+# a quarter of that, so the first request of each client gets its turn within half of the timeout.
+HEAD_START_S: Final = 7.5
 MAX_PRIORITY: Final = 100
+# A held request keeps its KV this long even if other requests wait for memory, because PREFILL_DONE
+# and DECODE_REQUEST may need a long round trip.  SPEC 7.
+HOLD_GRACE_S: Final = 1.0
 
 
 class Level:
@@ -46,7 +50,7 @@ class Queue:
 
     def __init__(self, timeout_s: float) -> None:
         """Create an empty queue whose requests wait at most `timeout_s`."""
-        self._timeout_s = timeout_s
+        self._max_head_start_s = min(HEAD_START_S, timeout_s / 4)
         self._levels: dict[int, Level] = {}  # by priority, at most 201; none is empty
         self._num_of_client: Counter[str] = Counter()
         self._size = 0
@@ -139,14 +143,24 @@ class Queue:
     def _head_start_s(self, priority: int) -> float:
         """The head start over priority 0, in seconds: it grows with the square root."""
         share = copysign(sqrt(abs(priority) / MAX_PRIORITY), priority)
-        return share * HEAD_START * self._timeout_s
+        return share * self._max_head_start_s
 
 
-def giving_way(parked: Sequence[RequestState], limit: float) -> Iterator[RequestState]:
+def gave_way() -> WireError:
+    """Return the error for a held request that was ended for the sake of waiting ones."""
+    message = (
+        "others need the room of the KV cache, and no DECODE_REQUEST came within "
+        f"{HOLD_GRACE_S:g} s of PREFILL_DONE; send it with PREFILL_REQUEST"
+    )
+    return WireError(ErrorCode.OVERLOADED, message)
+
+
+def giving_way(parked: Sequence[RequestState], now: float) -> Iterator[RequestState]:
     """Yield held requests to end, each the oldest of the client with the most of them left.
 
-    `parked` is sorted by age.  Requests held since after `limit` are counted, but not ended.
+    `parked` is sorted by age.  Requests held for less than HOLD_GRACE_S are counted, but not ended.
     """
+    limit = now - HOLD_GRACE_S
     count = Counter(state.request.client for state in parked)
     lines: dict[str, list[RequestState]] = {}
     for state in reversed(parked):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import structlog
@@ -32,6 +33,7 @@ from wire.payloads import (
     decode_error,
     decode_map,
     decode_prefill_result,
+    decode_usage,
 )
 from wire.process.log_limit import RepeatedLine
 
@@ -53,8 +55,7 @@ SENTENCES: Final = {
     ErrorCode.DEADLINE_EXCEEDED: "the request's deadline passed on the worker",
     ErrorCode.WORKER_LOST: "the worker lost the other one",
     ErrorCode.TRANSFER_FAILED: "the KV cache could not be handed over",
-    ErrorCode.OUT_OF_BLOCKS: "the worker has no KV blocks for this request; shorten the prompt or "
-    "raise --num-blocks of the workers",
+    ErrorCode.OUT_OF_BLOCKS: "the worker has no KV blocks for this request",
     ErrorCode.UNKNOWN_REQUEST: "the worker does not know the request",
     ErrorCode.MISMATCH: "the workers do not fit each other",
     ErrorCode.MODEL_FAILED: "the model cannot compute this request",
@@ -86,24 +87,18 @@ class Requests(Protocol):
     ) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Replies:
     """Applies frames from workers to requests; `dropped` counts rejected frames by reason."""
 
-    def __init__(
-        self,
-        requests: Requests,
-        placement: Placement,
-        *,
-        limits: Limits,
-        clock: Callable[[], float],
-    ) -> None:
-        self.dropped: Counter[str] = Counter()
-        self._requests = requests
-        self._placement = placement
-        self._lease_s = limits.lease_s
-        self._vocab_size = limits.vocab_size
-        self._clock = clock
-        self._refused = RepeatedLine(log.info, "worker refused", clock)
+    requests: Requests
+    placement: Placement
+    limits: Limits
+    clock: Callable[[], float]
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._refused = RepeatedLine(log.info, "worker refused", self.clock)
 
     def tick(self) -> None:
         self._refused.tick()
@@ -116,7 +111,7 @@ class Replies:
             return
         if not isinstance(frame, PrefillDone | DecodeDone | Error):
             raise RemoteProtocolError(f"a worker does not send {frame.tag.name}")
-        attempt = self._requests.attempts.get(frame.request_id)
+        attempt = self.requests.attempts.get(frame.request_id)
         if attempt is None:
             self.dropped["unknown_request"] += 1
             return
@@ -137,38 +132,48 @@ class Replies:
         message: Message,
     ) -> None:
         """Validate and apply a PREFILL_DONE, DECODE_DONE or ERROR."""
-        state = attempt.state
+        state, vocab_size = attempt.state, self.limits.vocab_size
         if isinstance(frame, PrefillDone):
             if not attempt.is_in_prefill:
                 raise RemoteProtocolError("PREFILL_DONE came twice")
             result = decode_prefill_result(message.body())
-            _check_read(worker, attempt, frame, result, self._vocab_size)
+            _check_read(worker, attempt, frame, result, vocab_size)
             self._on_read(state, attempt, frame, result)
         elif isinstance(frame, DecodeDone):
             if state.phase is not Phase.DECODE:
                 raise RemoteProtocolError("DECODE_DONE before DECODE_REQUEST")
-            usage = decode_map(Usage, message.body())
-            _check_stop(usage.finish_reason, usage.stop_token_id, self._vocab_size)
-            _check_logprobs(usage.stop_logprobs, state.request.options.logprobs, self._vocab_size)
-            usage = _checked_usage(worker, attempt, usage, self._clock())
-            self._placement.learn(worker, usage)
-            self._requests.release_prefill(attempt)
-            self._requests.release_decode(attempt)
-            self._requests.finish(state, usage)
+            usage = decode_usage(message.body())
+            _check_stop(usage.finish_reason, usage.stop_token_id, vocab_size)
+            _check_logprobs(
+                usage.stop_logprobs, state.request.options.logprobs, self.limits.vocab_size
+            )
+            usage = _checked_usage(worker, attempt, usage, self.clock())
+            self.placement.learn(worker, usage)
+            if (placed := attempt.placed) is not None:
+                placed.decode_timeline, placed.kv_bytes = usage.timeline or b"", usage.kv_bytes
+            self.requests.release_prefill(attempt)
+            self.requests.release_decode(attempt)
+            self.requests.finish(state, usage)
         else:
-            error = self._failure(worker, frame, message)
-            self._requests.fail_attempt(attempt, error, blamed=worker, spare=worker)
+            error = self._failure(worker, attempt, frame, message)
+            self.requests.fail_attempt(attempt, error, blamed=worker, spare=worker)
 
     def _on_read(
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
     ) -> None:
         """Handle the token of a prefill: the first token, or the next one after a failover."""
-        now = self._clock()
-        self._placement.on_prefill_done(attempt, result.cached_tokens, now)
+        now = self.clock()
+        self.placement.on_prefill_done(attempt, result.cached_tokens, now)
+        if (placed := attempt.placed) is not None:
+            placed.read_at, placed.prefill_timeline = now, result.timeline or b""
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
-        state.phase, state.due = Phase.HELD, min(state.deadline, now + self._lease_s)
+        state.phase, state.due = Phase.HELD, min(state.deadline, now + self.limits.lease_s)
         if result.finish_reason != "stop":
             state.generated.append(result.token_id)
+        # An attempt without a decode worker ends after a token, but perhaps not the request.
+        is_limit_of_attempt = attempt.decode is None and result.finish_reason == "length"
+        if is_limit_of_attempt and state.num_left != 0:
+            result = structs.replace(result, finish_reason=None)
         try:
             if is_first:
                 state.first, state.first_at = result, now
@@ -176,29 +181,26 @@ class Replies:
             elif result.finish_reason != "stop":
                 state.sink.on_token(result.token_id, result.logprobs)
         except Exception:
-            self._requests.drop_sink(state)
-        if not self._requests.is_open(state):
+            self.requests.drop_sink(state)
+        if not self.requests.is_open(state):
             return
-        # An attempt without a decode worker ends after a token, but perhaps not the request.
-        is_limit_of_attempt = attempt.decode is None and result.finish_reason == "length"
-        is_over = result.finish_reason is not None and not is_limit_of_attempt
-        if is_over or state.num_left == 0:
+        if result.finish_reason is not None or state.num_left == 0:
             stop_token_id = result.stop_token_id
             usage = Usage(
                 finish_reason=result.finish_reason or "length",
                 stop_token_id=stop_token_id,
                 stop_logprobs=None if stop_token_id is None else result.logprobs,
             )
-            self._requests.finish_early(state, usage)
+            self.requests.finish_early(state, usage)
         else:
             if attempt.decode is None:
-                self._requests.end_first(attempt)
-            self._requests.go_on(state)
+                self.requests.end_first(attempt)
+            self.requests.go_on(state)
 
     def _on_tokens(self, peer: bytes, message: Message) -> None:
         """Handle the tokens of one decode step: the hot path of the router."""
         tokens, logprobs = message.tokens, _scores(message)
-        find, vocab_size = self._requests.attempts.get, self._vocab_size
+        find, vocab_size = self.requests.attempts.get, self.limits.vocab_size
         for i, (request_id, token_id) in enumerate(tokens):
             attempt = find(request_id)
             if attempt is None:
@@ -217,35 +219,48 @@ class Replies:
                     continue
             if attempt.prefill is not None:
                 # A token proves that the transfer has ended.
-                self._requests.release_prefill(attempt)
+                self.requests.release_prefill(attempt)
             attempt.num_due -= 1
             attempt.generated.append(token_id)
             try:
                 attempt.sink.on_token(token_id, scores)
             except Exception:
-                self._requests.drop_sink(attempt.state)
+                self.requests.drop_sink(attempt.state)
 
     def _check_token(self, attempt: Attempt, token_id: int, scores: Logprobs | None) -> None:
         if not attempt.num_due:
             raise RemoteProtocolError("a token that was not asked for")
-        _check_vocabulary(token_id, self._vocab_size)
-        _check_logprobs(scores, attempt.state.request.options.logprobs, self._vocab_size)
+        _check_vocabulary(token_id, self.limits.vocab_size)
+        _check_logprobs(scores, attempt.state.request.options.logprobs, self.limits.vocab_size)
 
-    def _failure(self, worker: Worker, frame: Error, message: Message) -> RequestFailed:
+    def _failure(
+        self, worker: Worker, attempt: Attempt, frame: Error, message: Message
+    ) -> RequestFailed:
         """Convert a worker's ERROR to the client's error, which names it if a retry may help."""
         code, said = ErrorCode(frame.code), decode_error(message.body()).message
         if code not in SENTENCES:
             raise RemoteProtocolError(f"a worker does not end a request with {code.label}")
         self._refused.add({"worker": worker.name, "code": code.label, "reason": said[:MAX_LOGGED]})
+        advice = _advice(worker, attempt) if code is ErrorCode.OUT_OF_BLOCKS else ""
         where = f" ({worker.name})" if code in AGAIN else ""
-        return RequestFailed(code, SENTENCES[code] + where)
+        return RequestFailed(code, SENTENCES[code] + advice + where)
 
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
         """Fail an attempt whose worker violated the protocol.  Only the log gets the details."""
         self.dropped["protocol"] += 1
-        log.warning("bad frame", worker=worker.name, reason=error.message)
+        tags = attempt.state.request.tags
+        log.warning("bad frame", worker=worker.name, reason=error.message, **tags)
         message = f"{worker.name} broke the protocol"
-        self._requests.fail_attempt(attempt, WireError(ErrorCode.INTERNAL, message), blamed=worker)
+        self.requests.fail_attempt(attempt, WireError(ErrorCode.INTERNAL, message), blamed=worker)
+
+
+def _advice(worker: Worker, attempt: Attempt) -> str:
+    """Say what to do about too few KV blocks; `can_ever_fit` was true of the prompt alone."""
+    capacity = worker.detail.num_blocks * worker.detail.block_size
+    is_too_long = attempt.state.total_tokens > capacity
+    return (
+        "; lower max_tokens, or raise --num-blocks of the workers" if is_too_long else "; try again"
+    )
 
 
 def _scores(message: Message) -> list[Logprobs | None] | None:
@@ -299,7 +314,6 @@ def _check_logprobs(logprobs: Logprobs | None, num_top: int | None, vocab_size: 
 def _check_read(
     worker: Worker, attempt: Attempt, frame: PrefillDone, result: PrefillResult, vocab_size: int
 ) -> None:
-    """Check the values of a PREFILL_DONE."""
     options = attempt.state.request.options
     _check_size(worker, attempt, frame.kv_bytes, result.cached_tokens)
     _check_vocabulary(result.token_id, vocab_size)

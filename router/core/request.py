@@ -23,6 +23,9 @@ class Request(Struct, frozen=True):
     sets it with DECODE_REQUEST.  `client` identifies the client for fair scheduling and the log:
     the name of its API key, or its address without the port.  `name` is the request's id for the
     client; `outline` says which part of the prompt a token is in, None if it has only one part.
+    `begins_trace` means that the router made the `traceparent` of the options.  `excluded` are the
+    workers, by identity, that must not serve a replay (`router.core.replay`); None if it is none.
+    A replay is placed at once or refused, it is not retried, and its tokens are not remembered.
     """
 
     token_ids: tuple[int, ...]
@@ -31,6 +34,15 @@ class Request(Struct, frozen=True):
     client: str = ""
     name: str = ""
     outline: Outline | None = None
+    begins_trace: bool = False
+    excluded: frozenset[bytes] | None = None
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Return what names the request in a log line."""
+        tags = {"client": self.client, "request_id": self.name}
+        trace_id = self.options.trace_id
+        return tags if trace_id is None else tags | {"trace_id": trace_id}
 
 
 class RequestEnd(Struct, frozen=True, kw_only=True):
@@ -40,7 +52,7 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     `submit` to the placement, `ttft_s` from `submit` to the first token, `decode_s` from there to
     the end, `total_s` all of it.  `local_reasons` has one item for each attempt that had one worker
     for prompt and answer: "cost" or "no_prefill_worker".  `record` is what
-    `router.core.history` keeps of the request.
+    `router.core.history` keeps of the request, `handle` is what `submit` returned.
     """
 
     outcome: str
@@ -60,6 +72,7 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     num_attempts: int
     local_reasons: tuple[str, ...] = ()
     record: Record | None = None
+    handle: int = 0
 
 
 class Sink(Protocol):

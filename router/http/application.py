@@ -1,8 +1,9 @@
 """The ASGI application: routes requests, converts errors to responses, logs a line per request.
 
-A completion takes four steps: `router.http.limits` reads the body, the endpoint (`router.api.text`,
-`router.api.chat`) converts it to core requests, `router.api.completions.completion` submits them,
-and `router.http.writer` sends the results, while a task waits for the client to disconnect.
+`Application._table` lists all endpoints.  A completion takes four steps: `router.http.limits` reads
+the body, the endpoint (`router.api.text`, `router.api.chat`) converts it to core requests,
+`router.api.completions.completion` submits them, and `router.http.writer` sends the results, while
+a task waits for the client to disconnect.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ from router.api.responses import endpoint as responses
 from router.api.responses.store import KeptResponse, KeptResponses
 from router.api.tokenize import detokenize, tokenize
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import Fleet
 from router.http import asgi
+from router.http.administration import Administration
 from router.http.asgi import Disconnected, HttpExchange, Receive, Scope, Send
+from router.http.events import ClusterEvents
 from router.http.limits import Admission, Bodies, Threads
 from router.http.origin import Origins, preflight
 from router.http.requests import RequestHandlers
 from router.http.responses import ResponseHandlers
 from router.http.routes import Handler, Route, Routes
-from router.http.server import cut, find_push
 from router.http.status import Status
 from router.http.structures import Structures
+from router.http.transport import cut, find_push
+from router.http.verification import Verifications
 from router.http.writer import ResponseWriter
+from router.log import new_traceparent
+from router.processes.channel import Ask, AskActivity, Find, Question
 from router.processes.siblings import Siblings
 from wire.aio.fair_writes import FairWrites
 from wire.errors import ErrorCode, WireError
@@ -75,15 +80,19 @@ class Application:
         *,
         model: ServedModel,
         dispatcher: Dispatcher,
-        fleet: Fleet,
         api_keys: ApiKeys | None = None,
         planes: Mapping[str, Traffic] | None = None,
         bodies: Bodies | None = None,
         origins: Origins | None = None,
         kept: KeptResponses | None = None,
         siblings: Siblings | None = None,
+        administration: Administration,
+        is_tracing: bool = False,
+        vllm_metrics: bool = True,
     ) -> None:
+        """`is_tracing`: begin a trace for each completion whose client has not begun one."""
         self.draining = False
+        self._is_tracing = is_tracing
         self._api_keys = api_keys
         self._bodies = bodies or Bodies()
         self._origins = origins or Origins()
@@ -91,31 +100,34 @@ class Application:
         self._threads = Threads()
         self._structures = Structures(self._threads.ordinary)
         self._kept = KeptResponses() if kept is None else kept
-        self.metrics = metrics.Metrics(fleet, dispatcher, planes)
+        vllm_model = model.name if vllm_metrics else ""
+        self.metrics = metrics.Metrics(dispatcher, planes, vllm_model=vllm_model)
         self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._model = model
         self._dispatcher = dispatcher
-        self._fleet = fleet
         self._writers: set[ResponseWriter] = set()
         self._fair_writes = FairWrites()
         self._tick_due: float | None = None
         dispatcher.observers.append(self.metrics)
-        status = Status(
-            model=self._model,
-            fleet=fleet,
-            dispatcher=dispatcher,
-            statistics=self.metrics,
-            is_draining=lambda: self.draining,
-            siblings=siblings,
-        )
+        status = Status(model, dispatcher, self.metrics, lambda: self.draining, siblings)
         requests = RequestHandlers(dispatcher.history, self._threads, siblings)
+        watched = ClusterEvents(
+            dispatcher, status.state, lambda: self.draining, model.abilities, siblings
+        )
+        self.verifications = Verifications(dispatcher, administration, siblings)
+        self._status, self._requests, self._watched = status, requests, watched
         if siblings is not None:
-            siblings.serve(status.state, self.metrics.families, self._kept, requests.report)
+            siblings.answer = self.answer
         stored = ResponseHandlers(self._kept, self._threads, siblings)
-        self.routes = Routes(self._table(status, stored, requests))
+        table = self._table(status, stored, requests, watched)
+        self.routes = Routes([*_administrative(administration, self.verifications), *table])
 
     def _table(
-        self, status: Status, stored: ResponseHandlers, requests: RequestHandlers
+        self,
+        status: Status,
+        stored: ResponseHandlers,
+        requests: RequestHandlers,
+        watched: ClusterEvents,
     ) -> list[Route]:
         def completes(read: Read) -> dict[str, Handler]:
             return {"POST": partial(self._complete, read)}
@@ -148,10 +160,12 @@ class Application:
             Route("/v1/models/{model}", "models", {"GET": status.model}),
             Route("/v1/requests/{request}", "requests", {"GET": requests.show}),
             Route("/v1/cluster", "cluster", {"GET": status.cluster}),
+            Route("/v1/cluster/events", "cluster_events", {"GET": watched.events}),
             Route("/version", "version", {"GET": status.version}),
             Route("/metrics", "metrics", {"GET": status.metrics}),
             Route("/load", "load", {"GET": status.load}),
             # These need no API key, since browsers send none when they open a page.
+            Route("/", "page", {"GET": watched.page}, is_open=True),
             Route("/openapi.json", "openapi", {"GET": status.openapi}, is_open=True),
             Route("/docs", "docs", {"GET": status.docs}, is_open=True),
             probe("/livez", "livez", {"GET": status.livez}),
@@ -159,6 +173,25 @@ class Application:
             probe("/health", "health", {"GET": status.readyz}),
             probe("/ping", "ping", {"GET": status.readyz, "POST": status.readyz}),
         ]
+
+    async def answer(self, question: Question) -> object:
+        """Compute the reply to a request of another process of the router."""
+        match question:
+            case Ask.STATE:
+                return self._status.state()
+            case Ask.METRICS:
+                return self.metrics.families()
+            case AskActivity(since):
+                return self._watched.look(since)
+            case Find("report", client, name):
+                return await self._requests.report(client, name)
+            case Find("replay", _, name):
+                return await self.verifications.find(name)
+            case Find("response", str(client), name):
+                return self._kept.get(client, name)
+            case Find("delete", str(client), name):
+                return self._kept.pop(client, name)
+        return None
 
     @property
     def has_text(self) -> bool:
@@ -168,7 +201,9 @@ class Application:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._start_ticking()
         request_id = asgi.request_id(scope, secrets.token_hex(16))
-        await self._serve(HttpExchange(scope, receive, send, request_id, time.monotonic()))
+        exchange = HttpExchange(scope, receive, send, request_id, time.monotonic())
+        exchange.trace = asgi.trace(scope)
+        await self._serve(exchange)
 
     async def _serve(self, exchange: HttpExchange) -> None:
         """Run a request, converting exceptions to an error response."""
@@ -181,7 +216,7 @@ class Application:
         except WireError as error:
             await self._refuse(exchange, http_error(error))
         except Exception:
-            log.exception("bug", request_id=exchange.request_id, endpoint=exchange.endpoint)
+            log.exception("bug", endpoint=exchange.endpoint, **exchange.tags)
             internal = WireError(ErrorCode.INTERNAL, "")
             await self._refuse(exchange, http_error(internal))
         finally:
@@ -205,12 +240,11 @@ class Application:
             "request",
             face="http",
             client=exchange.client,
-            request_id=exchange.request_id,
             endpoint=exchange.endpoint,
             status=exchange.status,
             outcome=exchange.outcome,
             **exchange.facts,
-            **asgi.trace(exchange.scope),
+            **exchange.tags,
             total_s=round(time.monotonic() - exchange.started_at, 6),
         )
 
@@ -249,15 +283,20 @@ class Application:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
         # It is known even after all workers have left: a prompt that is too long gets 400, not 503.
-        max_model_len = self._fleet.last_max_model_len
+        max_model_len = self._dispatcher.fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
+        begins_trace = self._is_tracing and not exchange.trace
+        if begins_trace:
+            exchange.trace = {"traceparent": new_traceparent()}
         context = RequestContext(
             exchange.client_id,
             secrets.randbits(63),
             max_model_len,
             exchange.cache_salt,
             exchange.request_id,
+            exchange.traceparent,
+            begins_trace,
         )
         parse = lambda raw, **found: read(self._model, raw, context, **found)  # noqa: E731
         request = await self._read(exchange, parse, previous_of)
@@ -320,7 +359,7 @@ class Application:
         loop.call_at(self._tick_due, self._tick, loop)
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
-        limit = self._fleet.last_max_model_len
+        limit = self._dispatcher.fleet.last_max_model_len
         read = partial(tokenize, self._model, max_model_len=limit)
         await exchange.respond(200, await self._read(exchange, read))
 
@@ -345,6 +384,16 @@ class Application:
             return await self._threads.run(exchange, size, partial(read, raw))
         finally:
             self._bodies.release(exchange, raw)
+
+
+def _administrative(administration: Administration, verifications: Verifications) -> list[Route]:
+    handlers = {
+        "/v1/requests/{request}/verify": verifications.verify,
+        "/v1/workers/{worker}/drain": administration.drain,
+        "/v1/workers/{worker}/restart": administration.restart_worker,
+        "/v1/router/restart": administration.restart_router,
+    }
+    return [Route(path, "administration", {"POST": each}) for path, each in handlers.items()]
 
 
 async def _watch(exchange: HttpExchange, writer: ResponseWriter) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from types import coroutine
 from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Struct, field
@@ -24,7 +25,7 @@ Push = Callable[[bytes], bool]
 T = TypeVar("T")
 
 JSON: Final = b"application/json"
-# Whole responses are sent in chunks, so that little is buffered for a slow reader.
+# The most bytes of a whole response that are sent at once, see `respond`.
 CHUNK_BYTES: Final = 256 << 10
 # Accepted x-request-id headers: clients send them, and they are written to the log.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
@@ -99,7 +100,10 @@ async def respond(
     content_type: bytes = JSON,
     headers: tuple[Header, ...] = (),
 ) -> None:
-    """Send a whole response."""
+    """Send a whole response, its body in chunks.
+
+    `send` waits between them while a client reads slowly, so little of a large body is buffered.
+    """
     described = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": described})
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
@@ -140,6 +144,21 @@ class HttpExchange(Struct, eq=False):
     # Headers that let an allowed web page read the response.
     cors: tuple[Header, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    # `traceparent` and `tracestate`: the client's, or one that the router made.
+    trace: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def traceparent(self) -> str | None:
+        """The trace for workers, as of version 00 of Trace Context, with which later ones begin."""
+        parent = self.trace.get("traceparent")
+        return None if parent is None else "00" + parent[2:]
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Return what names the request in a log line."""
+        parent = self.trace.get("traceparent")
+        trace_id = {} if parent is None else {"trace_id": parent.split("-")[1]}
+        return {"request_id": self.request_id, **self.trace, **trace_id}
 
     @property
     def headers(self) -> tuple[Header, ...]:
@@ -157,6 +176,11 @@ class HttpExchange(Struct, eq=False):
     def client_id(self) -> str:
         """The name of the client's API key, or else its address; for fair scheduling."""
         return self.key_name or self.client
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters after the path."""
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1")))
 
     async def while_connected(self, future: asyncio.Future[T]) -> T:
         """Await a future; cancel it if the client disconnects or the caller is cancelled.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.api.errors import Header, HttpError
 from router.http.asgi import Event, Receive, Scope, Send
+from wire.parts import Buffer
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -106,3 +108,25 @@ def unchunked(app: App) -> App:
         await app(scope, receive, Unchunked(cast(Any, send).__self__).send)
 
     return run
+
+
+class Resuming(Protocol):
+    """A protocol that goes on with these bytes after a request that offered an upgrade."""
+
+    def resume(self, rest: bytes) -> None: ...
+
+
+class Parser(httptools.HttpRequestParser):
+    """A parser that ignores upgrade offers."""
+
+    def __init__(self, protocol: Resuming) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+        # As in uvicorn, bytes after a request with "Connection: close" are not an error.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: Buffer) -> None:  # type: ignore[override]
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._protocol.resume(bytes(data)[offer.args[0] :])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from router.api.errors import HttpError
@@ -84,6 +85,7 @@ class Admission:
         asyncio.get_running_loop().call_soon(self._start_next)
 
 
+@dataclass(eq=False, repr=False)
 class Bodies:
     """Reads request bodies of up to `max_bytes`, which must arrive fast enough.
 
@@ -93,20 +95,12 @@ class Bodies:
     be larger than the memory left for others, so a client alone may use half of `max_total_bytes`.
     """
 
-    def __init__(
-        self,
-        max_bytes: int = MAX_BODY_BYTES,
-        grace_s: float = 5.0,
-        *,
-        min_bytes_per_s: int = BODY_BYTES_PER_S,
-        max_total_bytes: int = MAX_TOTAL_BYTES,
-    ) -> None:
-        self._max_bytes = max_bytes
-        self._grace_s = grace_s
-        self._min_bytes_per_s = min_bytes_per_s
-        self._max_total_bytes = max_total_bytes
-        self.total_bytes = 0
-        self._bytes_of_client: Counter[str] = Counter()
+    max_bytes: int = MAX_BODY_BYTES
+    grace_s: float = 5.0
+    min_bytes_per_s: int = BODY_BYTES_PER_S
+    max_total_bytes: int = MAX_TOTAL_BYTES
+    total_bytes: int = 0
+    _bytes_of_client: Counter[str] = field(default_factory=Counter)
 
     async def read(self, exchange: HttpExchange) -> bytes:
         """Return the body of a request, whose bytes are counted until `release`.
@@ -123,7 +117,7 @@ class Bodies:
             nonlocal counted
             self._count(exchange.client_id, size - counted)
             counted = size
-            num_free = max(self._max_total_bytes - self.total_bytes, 0)
+            num_free = max(self.max_total_bytes - self.total_bytes, 0)
             if self._bytes_of_client[exchange.client_id] > num_free:
                 raise WireError(
                     ErrorCode.OVERLOADED,
@@ -150,15 +144,15 @@ class Bodies:
             del self._bytes_of_client[client]
 
     async def _read(self, exchange: HttpExchange, count: Callable[[int], None]) -> bytes:
-        due = asyncio.get_running_loop().time() + self._grace_s
+        due = asyncio.get_running_loop().time() + self.grace_s
         deadline = MovingDeadline(due)
 
         def on_bytes(num_received: int, num_kept: int) -> None:
             # Only received bytes extend the deadline, not the announced size.
-            deadline.at = due + num_received / self._min_bytes_per_s
+            deadline.at = due + num_received / self.min_bytes_per_s
             count(num_kept)
 
-        reading = read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
+        reading = read_body(exchange.scope, exchange.receive, self.max_bytes, on_bytes)
         try:
             awaited = reading.send(None)
         except StopIteration as end:  # the usual case: the body arrived with the headers

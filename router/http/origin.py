@@ -107,6 +107,11 @@ def check_origin(origin: str) -> str:
     return origin
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to an address; False for all names but localhost."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
 def _name(host: str) -> str:
     """Return a Host header without port and brackets, or "" if it is malformed."""
     match = _HOST.fullmatch(host)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from ipaddress import ip_address
 from typing import Final
 
 from router.api.errors import HttpError
@@ -15,6 +15,7 @@ from router.core.history.report import RequestReport, report
 from router.core.history.requests import History
 from router.http.asgi import HttpExchange
 from router.http.limits import Threads
+from router.http.origin import is_loopback
 from router.processes.siblings import Siblings
 from wire.errors import shown
 
@@ -22,55 +23,50 @@ from wire.errors import shown
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
+@dataclass(eq=False, repr=False)
 class RequestHandlers:
     """The handler of /v1/requests/{request}; `exchange.named` is the id in the path.
 
     A client sees its own requests.  Without API keys, one on this machine sees all.
     """
 
-    def __init__(
-        self, history: History, threads: Threads, siblings: Siblings | None = None
-    ) -> None:
-        self._history = history
-        self._threads = threads
-        self._siblings = siblings
+    history: History
+    threads: Threads
+    siblings: Siblings | None = None
 
     async def show(self, exchange: HttpExchange) -> None:
-        """GET /v1/requests/{request}."""
-        name, client = exchange.named, None if _sees_all(exchange) else exchange.client_id
-        records = self._find(name, client)
+        sees_all = not exchange.key_name and is_loopback(exchange.client)
+        name, client = exchange.named, None if sees_all else exchange.client_id
+        records = find(self.history, name, client)
         if records:
             size = sum([record.size for record in records])
-            await exchange.reply(await self._threads.run(exchange, size, _report(name, records)))
+            await exchange.reply(
+                await self.threads.run(exchange, size, self._report(client, name, records))
+            )
             return
-        found = None if self._siblings is None else await self._siblings.request(client, name)
+        found = None if self.siblings is None else await self.siblings.request(client, name)
         if found is None:
             raise HttpError(
                 404,
-                f"Request with id {shown(name)} not found: it was somebody else's, gave way to "
-                "later ones (--request-history), or this router has started since",
+                f"Request with id {shown(name)} not found: it is another client's, was dropped "
+                "for later ones (--request-history), or the router was restarted since",
                 code="request_not_found",
             )
         await exchange.reply(found)
 
     async def report(self, client: str | None, name: str) -> RequestReport | None:
         """Return the report for another process of the router; None if the id is not known."""
-        records = self._find(name, client)
-        return await asyncio.to_thread(_report(name, records)) if records else None
+        records = find(self.history, name, client)
+        return await asyncio.to_thread(self._report(client, name, records)) if records else None
 
-    def _find(self, name: str, client: str | None) -> list[Record]:
-        stripped = next((name[len(it) :] for it in _PREFIXES if name.startswith(it)), name)
-        return self._history.find(name, client) or self._history.find(stripped, client)
-
-
-def _report(name: str, records: Sequence[Record]) -> partial[RequestReport]:
-    return partial(report, name, records, time.time() - time.monotonic())
+    def _report(
+        self, client: str | None, name: str, records: Sequence[Record]
+    ) -> partial[RequestReport]:
+        epoch_s, name_of = time.time() - time.monotonic(), partial(self.history.name_of, client)
+        return partial(report, name, records, epoch_s, name_of)
 
 
-def _sees_all(exchange: HttpExchange) -> bool:
-    if exchange.key_name:
-        return False
-    try:
-        return ip_address(exchange.client).is_loopback
-    except ValueError:
-        return False
+def find(history: History, name: str, client: str | None = None) -> list[Record]:
+    """Return the records of a request or a response with this id, of a client or of any (None)."""
+    stripped = next((name[len(it) :] for it in _PREFIXES if name.startswith(it)), name)
+    return history.find(name, client) or history.find(stripped, client)

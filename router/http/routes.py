@@ -1,6 +1,6 @@
-"""Maps paths and methods to endpoints, with a hint for mistyped paths.
+"""Finds the route for a path, and its handler for a method; suggests paths for mistyped ones.
 
-The table of endpoints is in `router.http.application`.
+The list of all endpoints is `Application._table` in `router.http.application`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The table of routes.  Of routes with a name in braces, the first match is used."""
+    """Finds routes by path.  Of routes with a name in braces, the first match is used."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.all = routes
@@ -65,7 +65,7 @@ class Routes:
 
     def find(self, path: str) -> tuple[Route, str] | None:
         """Return the route for a path and the text that matched its name in braces."""
-        path = path.rstrip("/")
+        path = path.rstrip("/") or "/"
         if route := self._whole.get(path):
             return route, ""
         for before, after, route in self._named:

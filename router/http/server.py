@@ -10,7 +10,7 @@
     connections  above `max_connections`, new connections get 503 with Retry-After, or are just
                  closed if there are too many; concurrent TLS handshakes have the same limit
 
-Only this file and `router.http.framing` use undocumented parts of uvicorn.
+Only this file, `router.http.framing` and `router.http.transport` use undocumented parts of uvicorn.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NoReturn, cast
 
-import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.api.errors import HttpError, retry_after
-from router.http.asgi import Push, Send
-from router.http.framing import HeadBuffer, error_response, framing_problem, unchunked
-from wire.aio.listener import LAST_LOOK_S, bind, gets_refusal, listen
+from router.http.framing import (
+    HeadBuffer,
+    Parser,
+    error_response,
+    framing_problem,
+    unchunked,
+)
+from router.http.transport import LingeringTransport
+from wire.aio.listener import LAST_LOOK_S, Listener, bind, gets_refusal, listen
 from wire.aio.slow_readers import STALL_S, SlowReader, has_left
 from wire.errors import ErrorCode
-from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
 # 64 KiB may hold 13,000 short headers, which would block the event loop for 40 ms.
@@ -89,6 +92,8 @@ class GuardedProtocol(HttpToolsProtocol):
     )
     limits = Limits()
     on_slow_client: Callable[[], object] = staticmethod(lambda: None)
+    # Responses to new requests close their connection: clients come back to another process.
+    is_retiring = False
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -107,8 +112,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.parser = _Parser(self)
-        super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self)))
+        self.parser = Parser(self)
+        slow_reader = SlowReader(transport, self.limits.stall_s, self.on_slow_client)
+        lingering = LingeringTransport(self, transport, slow_reader, self.limits.flush_s)
+        super().connection_made(cast(asyncio.Transport, lingering))
         self._start_timer()
         num, most = len(self.connections), self.limits.max_connections
         if num > most and gets_refusal(num, most):
@@ -188,7 +195,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """
         framing = (b"content-length", b"transfer-encoding")
         lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] in framing]
-        self.parser = _Parser(self)
+        self.parser = Parser(self)
         self._is_resuming = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(lines))
         self.parser.feed_data(rest)
@@ -235,6 +242,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["method"] != "HEAD":  # a response to HEAD is only a head
             self.cycle.transport = cast(asyncio.Transport, HeadBuffer(self.cycle))
+        if self.is_retiring:
+            self.cycle.keep_alive = False
         self._num_pending += 1
         self._is_in_headers, self._has_started, self._is_in_body = False, False, True
         self._header_bytes = self._num_small = 0
@@ -323,66 +332,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(408, "the headers came too slowly", "header_timeout")
 
 
-class _Parser(httptools.HttpRequestParser):
-    """A parser that ignores upgrade offers."""
-
-    def __init__(self, protocol: GuardedProtocol) -> None:
-        super().__init__(protocol)
-        self._protocol = protocol
-        # As in uvicorn, bytes after a request with "Connection: close" are not an error.
-        self.set_dangerous_leniencies(lenient_data_after_close=True)
-
-    def feed_data(self, data: Buffer) -> None:  # type: ignore[override]
-        try:
-            super().feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            self._protocol.resume(bytes(data)[offer.args[0] :])
-
-
-class LingeringTransport:
-    """A transport whose `close` lingers while the client may still be sending.
-
-    Closing a socket with unread bytes resets the connection, and the client may lose the response.
-    So the router first sends EOF, and discards incoming bytes until the client sends EOF too, or
-    until `flush_s` after it has received everything.
-    """
-
-    __slots__ = ("_is_closing", "_protocol", "inner", "slow_reader")
-
-    def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
-        self.inner = transport
-        self._protocol = protocol
-        self._is_closing = False
-        self.slow_reader = SlowReader(transport, protocol.limits.stall_s, protocol.on_slow_client)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def is_closing(self) -> bool:
-        return self._is_closing or self.inner.is_closing()
-
-    def forget(self) -> None:
-        """Drop references after the connection was lost."""
-        self.slow_reader.forget()
-        self._is_closing = True
-        del self._protocol
-
-    def close(self) -> None:
-        """Send the buffered bytes, then close."""
-        if self.is_closing():
-            return
-        self._is_closing = True
-        self.slow_reader.hang_up(self._protocol.limits.flush_s)
-        if not (self._protocol.may_have_unread and self.inner.can_write_eof()):
-            self.inner.close()
-            return
-        try:
-            self.inner.write_eof()
-            self._protocol.flow.resume_reading()
-        except (OSError, RuntimeError):  # the connection is lost already
-            self.inner.abort()
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn on the running event loop.  It binds its socket at once and handles no signals."""
 
@@ -395,10 +344,11 @@ class HttpServer(uvicorn.Server):
         tls: ssl.SSLContext | None,
         *,
         is_shared: bool = False,
+        inherited: socket.socket | None = None,
         on_slow_client: Callable[[], object] = lambda: None,
     ) -> None:
         settings = {"limits": limits, "on_slow_client": staticmethod(on_slow_client)}
-        guarded = type("Guarded", (GuardedProtocol,), settings)
+        guarded = cast(type[GuardedProtocol], type("Guarded", (GuardedProtocol,), settings))
         super().__init__(
             uvicorn.Config(
                 cast(Any, app),
@@ -415,13 +365,24 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._guarded, self._limits, self._tls = guarded, limits, tls
-        self._socket = bind(host, port, is_shared=is_shared)
+        self._socket = inherited or bind(host, port, is_shared=is_shared)
+        # The descriptor of the listening socket, to inherit by another process.
+        self.listener = self._socket.fileno()
         self.host, self.port = self._socket.getsockname()[:2]
 
     @property
     def is_answering(self) -> bool:
         """Whether any response was not sent completely."""
         return any(connection.is_answering for connection in self._connections())
+
+    def stop_accepting(self) -> None:
+        """Leave new connections to a process that has inherited the listening socket.
+
+        The response to the next request of each connection closes it.
+        """
+        self._guarded.is_retiring = True
+        for server in self.servers:
+            cast(Listener, server).stop_accepting()
 
     def _connections(self) -> tuple[GuardedProtocol, ...]:
         return tuple(cast(set[GuardedProtocol], self.server_state.connections))
@@ -458,39 +419,3 @@ class HttpServer(uvicorn.Server):
     async def run_on_loop(self) -> None:
         """Serve until `should_exit`."""
         await self.serve(sockets=[self._socket])
-
-
-def cut(send: Send) -> None:
-    """Reset the connection without sending buffered bytes, which ASGI cannot express.
-
-    This works because uvicorn's `send` is a method of the object that has the transport.
-    """
-    transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if isinstance(transport, (LingeringTransport, HeadBuffer)):
-        transport.slow_reader.cut()
-
-
-def find_push(send: Send) -> Push | None:
-    """Return a function that appends to a started response body without ASGI, or None.
-
-    With an ASGI event, a coroutine and uvicorn's bookkeeping a token would cost twice as much.
-    """
-    cycle = getattr(send, "__self__", None)
-    if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
-        return None
-    transport = cycle.transport
-    if isinstance(transport, HeadBuffer):
-        return None  # the head was not written yet
-    if isinstance(transport, LingeringTransport):
-        transport = transport.inner  # saves a call for each token
-    return partial(_push, transport)
-
-
-def _push(transport: asyncio.Transport, body: bytes) -> bool:
-    if transport.get_write_buffer_size():
-        return False
-    try:
-        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-    except RuntimeError:  # the transport is closed
-        return False
-    return True

@@ -1,9 +1,13 @@
-"""Handlers for the GET routes: models, health, cluster, metrics, version, docs."""
+"""Handlers for GET: models, health, cluster, load, metrics, version, docs.
+
+`/v1/requests` is in `router.http.requests`, stored responses are in `router.http.responses`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -18,55 +22,43 @@ from router.api.openapi.document import document
 from router.api.openapi.page import POLICY, page
 from router.core.cluster import ProcessState, reasons_of, state_of, together
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import Fleet
 from router.http.asgi import HttpExchange
 from router.processes.siblings import Siblings
 from wire.process.exposition import CONTENT_TYPE
 
 
+@dataclass(eq=False, repr=False)
 class Status:
-    """The handlers for the GET routes."""
+    """The handlers that tell the state of the router, its model and its workers."""
 
-    def __init__(
-        self,
-        *,
-        model: ServedModel,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        statistics: metrics.Metrics,
-        is_draining: Callable[[], bool],
-        siblings: Siblings | None = None,
-    ) -> None:
-        self._model = model
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._statistics = statistics
-        self._is_draining = is_draining
-        self._siblings = siblings
+    served: ServedModel
+    dispatcher: Dispatcher
+    statistics: metrics.Metrics
+    is_draining: Callable[[], bool]
+    siblings: Siblings | None = None
+
+    def __post_init__(self) -> None:
         self._created = int(time.time())
         self._version = _version()
         api_documents()  # fills the cache: too slow for the first request
 
     async def models(self, exchange: HttpExchange) -> None:
         """GET /v1/models: a response that is valid for OpenAI's and for Anthropic's clients."""
-        name = self._model.name
+        name = self.served.name
         page = {"has_more": False, "first_id": name, "last_id": name}
         await exchange.reply({"object": "list", "data": [self._card()]} | page)
 
     async def model(self, exchange: HttpExchange) -> None:
-        """GET /v1/models/{model}."""
-        self._model.check_name(exchange.named)
+        self.served.check_name(exchange.named)
         await exchange.reply(self._card())
 
     async def cluster(self, exchange: HttpExchange) -> None:
-        """GET /v1/cluster."""
-        are_several = self._siblings is not None
+        are_several = self.siblings is not None
         await exchange.reply(together(await self._states(), are_several=are_several))
 
     async def metrics(self, exchange: HttpExchange) -> None:
-        """GET /metrics."""
-        processes = None if self._siblings is None else await self._siblings.metrics()
-        body = self._statistics.render(processes)
+        processes = None if self.siblings is None else await self.siblings.metrics()
+        body = self.statistics.render(processes)
         await exchange.respond(200, body, content_type=CONTENT_TYPE)
 
     async def livez(self, exchange: HttpExchange) -> None:
@@ -88,46 +80,43 @@ class Status:
         await exchange.reply({"server_load": load})
 
     async def openapi(self, exchange: HttpExchange) -> None:
-        """GET /openapi.json."""
         await exchange.respond(200, api_documents()[0])
 
     async def docs(self, exchange: HttpExchange) -> None:
-        """GET /docs."""
         policy = (b"content-security-policy", POLICY)
         await exchange.respond(
             200, api_documents()[1], policy, content_type=b"text/html; charset=utf-8"
         )
 
     async def version(self, exchange: HttpExchange) -> None:
-        """GET /version."""
         await exchange.reply({"version": self._version})
 
     def state(self) -> ProcessState:
-        """Return the state of this process."""
-        is_draining = self._is_draining()
-        return state_of(self._fleet, self._dispatcher, time.monotonic(), is_draining=is_draining)
+        is_draining = self.is_draining()
+        return state_of(self.dispatcher, time.monotonic(), is_draining=is_draining)
 
     async def _states(self) -> list[ProcessState]:
         """Return the states of all processes that respond, this one first."""
         own = self.state()
-        if self._siblings is None:
+        if self.siblings is None:
             return [own]
-        others = await self._siblings.states()
+        others = await self.siblings.states()
         return [own, *(each for each in others if each.pid != own.pid)]
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": self.served.name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
-            "max_model_len": self._fleet.max_model_len,
+            "max_model_len": self.dispatcher.fleet.max_model_len,
+            "vocab_size": self.served.vocab_size,
             # For Anthropic's clients.
             "type": "model",
-            "display_name": self._model.name,
+            "display_name": self.served.name,
             "created_at": datetime.fromtimestamp(self._created, UTC),
             "lifecycle": "active",
-            "max_input_tokens": self._fleet.max_model_len,
+            "max_input_tokens": self.dispatcher.fleet.max_model_len,
         }
 
 

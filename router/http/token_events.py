@@ -10,6 +10,7 @@ end of the stream, or if the client reads too slowly, the writer takes over.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from router.api.completions.completion import Choice
 from router.http.asgi import Push
@@ -17,6 +18,7 @@ from wire.aio.fair_writes import FairWrites, Writer
 from wire.payloads import Logprobs
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class TokenEvents:
     """Writes the tokens of `choice` as events, until `end`.
 
@@ -24,44 +26,28 @@ class TokenEvents:
     the last write.
     """
 
-    __slots__ = (
-        "_around",
-        "_choice",
-        "_fair_writes",
-        "_json_of",
-        "_num_diverted",
-        "_num_left",
-        "_on_tokens",
-        "_push",
-        "_texts",
-        "_writer",
-        "is_over",
-        "last",
-    )
+    writer: Writer
+    fair_writes: FairWrites
+    choice: Choice
+    around: tuple[bytes, bytes]
+    push: Push
+    on_tokens: Callable[[float, int], None]
+    last: float
+    is_over: bool = False
+    _texts: list[bytes] | None = None  # not written yet
+    _num_left: int = field(init=False)
+    _num_diverted: int = field(init=False)
+    _json_of: Callable[[int], bytes] = field(init=False)
 
-    def __init__(
-        self,
-        writer: Writer,
-        fair_writes: FairWrites,
-        choice: Choice,
-        around: tuple[bytes, bytes],
-        push: Push,
-        on_tokens: Callable[[float, int], None],
-        last: float,
-    ) -> None:
-        self._writer, self._fair_writes, self._choice = writer, fair_writes, choice
-        self._around = around
-        self._push, self._on_tokens = push, on_tokens
-        self._texts: list[bytes] | None = None  # not written yet
-        self.last, self.is_over = last, False
-        self._num_left = self._num_diverted = choice.num_divertible
-        self._json_of = choice.divert(self.on_token, self._on_other)
+    def __post_init__(self) -> None:
+        self._num_left = self._num_diverted = self.choice.num_divertible
+        self._json_of = self.choice.divert(self.on_token, self._on_other)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Convert a token to an event, in place of `Choice.on_token`."""
         if not self._num_left:
             self.end()
-            self._choice.on_token(token_id, logprobs)
+            self.choice.on_token(token_id, logprobs)
             return
         text = self._json_of(token_id)
         self._num_left -= 1
@@ -69,34 +55,34 @@ class TokenEvents:
             self._texts.append(text)
         else:
             self._texts = [text]
-            self._fair_writes.take(self)
+            self.fair_writes.take(self)
 
     def take(self) -> tuple[bytes, int]:
         """Return the unwritten events as bytes, and their number."""
         texts, self._texts = self._texts, None
         if not texts:
             return b"", 0
-        before, after = self._around
+        before, after = self.around
         return b"".join((before, (after + before).join(texts), after)), len(texts)
 
     def prepare(self, now: float) -> bytes:
         if self.is_over:  # the writer already took the rest
             return b""
         body, num_tokens = self.take()
-        self._on_tokens(now - self.last, num_tokens)
+        self.on_tokens(now - self.last, num_tokens)
         self.last = now
         return body
 
     def transmit(self, body: bytes) -> None:
-        if not self._push(body):
+        if not self.push(body):
             self.end()
-            self._writer.transmit(body)
+            self.writer.transmit(body)
 
     def end(self) -> None:
         """Return control of the stream to the choice and the writer.  Idempotent."""
         if not self.is_over:
             self.is_over = True
-            self._choice.end_diversion(self._num_diverted - self._num_left)
+            self.choice.end_diversion(self._num_diverted - self._num_left)
 
     def _on_other(self, choice: Choice) -> None:
         self.end()

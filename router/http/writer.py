@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -28,6 +29,7 @@ from wire.aio.fair_writes import FairWrites
 PING_S: Final = 10.0
 
 
+@dataclass(eq=False, repr=False)
 class ResponseWriter:
     """Sends the response to one HTTP request.
 
@@ -39,59 +41,50 @@ class ResponseWriter:
             requests with one choice.
     """
 
-    def __init__(
-        self,
-        send: Send,
-        fair_writes: FairWrites,
-        *,
-        find_push: Callable[[Send], Push | None] = lambda send: None,
-        headers: tuple[Header, ...],
-        clock: Callable[[], float],
-        cut_off: Callable[[], object],
-        on_tokens: Callable[[float, int], None],
-    ) -> None:
-        self._send = send
-        self._fair_writes = fair_writes
-        self._find_push = find_push
-        self._push: Push | None = None
-        self._headers = [*HEADERS, *headers]
-        self._clock = clock
-        self._cut_off = cut_off
-        self._on_tokens = on_tokens
+    send: Send
+    fair_writes: FairWrites
+    headers: tuple[Header, ...]
+    clock: Callable[[], float]
+    cut_off: Callable[[], object]
+    on_tokens: Callable[[float, int], None]
+    find_push: Callable[[Send], Push | None] = lambda send: None
 
-        self.is_started = False
-        self.is_disconnected = False
+    is_started: bool = False
+    is_disconnected: bool = False
 
-        self._streamed: tuple[Completion, Answer] | None = None
-        # Writes in place of this object while events contain only text.
-        self._fast_path: TokenEvents | None = None
-        # Does the work of `prepare`; None unless a task is waiting in `stream` or `collect`.
-        self._advance: Callable[[float], bytes] | None = None
-        # Wakes that task at the end, at an error, and if a write would block.
-        self._signal = asyncio.Event()
-        self._error: Exception | None = None
-        # The rest of the write that would block.
-        self._rest: Awaitable[None] | None = None
-        self._is_ping_due = False
-        self._last_write = clock()
-        self._last_tokens: float | None = None
-        self._is_timed = False
+    _push: Push | None = None
+    _streamed: tuple[Completion, Answer] | None = None
+    # Writes in place of this object while events contain only text.
+    _fast_path: TokenEvents | None = None
+    # Does the work of `prepare`; None unless a task is waiting in `stream` or `collect`.
+    _advance: Callable[[float], bytes] | None = None
+    # Wakes that task at the end, at an error, and if a write would block.
+    _signal: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: Exception | None = None
+    # The rest of the write that would block.
+    _rest: Awaitable[None] | None = None
+    _is_ping_due: bool = False
+    _last_tokens: float | None = None
+    _is_timed: bool = False
+
+    def __post_init__(self) -> None:
+        self._last_write = self.clock()
 
     # Called by others while `stream` or `collect` waits.
 
     def wake(self) -> None:
         """Schedule a write of the pending tokens in this iteration of the event loop."""
-        self._fair_writes.take(self)
+        self.fair_writes.take(self)
 
     def write(self) -> None:
         """Write the pending tokens now."""
-        if body := self.prepare(self._clock()):
+        if body := self.prepare(self.clock()):
             self.transmit(body)
 
     def overrun(self) -> None:
         """Disconnect a slow reader: too many tokens are pending."""
         if self._rest is not None and not self.is_disconnected:
-            self._cut_off()
+            self.cut_off()
             self.disconnect()
 
     def disconnect(self) -> None:
@@ -103,7 +96,7 @@ class ResponseWriter:
     def tick(self) -> None:
         """Send a comment if the stream is idle.  Call it about once a second."""
         last = self._fast_path.last if self._fast_path else self._last_write
-        if self._rest is None and self._clock() - last >= PING_S:
+        if self._rest is None and self.clock() - last >= PING_S:
             self._end_fast_path()
             self._is_ping_due = True
             self.wake()
@@ -148,11 +141,11 @@ class ResponseWriter:
         if answer.usual is not None and completion.choices[0].num_divertible > 0:
             self._fast_path = TokenEvents(
                 self,
-                self._fair_writes,
+                self.fair_writes,
                 completion.choices[0],
                 answer.usual,
                 self._push,
-                self._on_tokens,
+                self.on_tokens,
                 self._last_tokens,
             )
 
@@ -221,7 +214,7 @@ class ResponseWriter:
         body += answer.take()
         if num_new_tokens := num_new_tokens + completion.num_new_tokens:
             if self._last_tokens is not None and self._is_timed:
-                self._on_tokens(now - self._last_tokens, num_new_tokens)
+                self.on_tokens(now - self._last_tokens, num_new_tokens)
             self._last_tokens = now
         if completion.is_over:
             self._advance = self._push = None
@@ -254,8 +247,12 @@ class ResponseWriter:
     async def _send_events(self, body: bytes, *, is_last: bool) -> None:
         if not self.is_started:
             self.is_started = True
-            start = {"type": "http.response.start", "status": 200, "headers": self._headers}
-            await self._send(start)
-        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            start = {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [*HEADERS, *self.headers],
+            }
+            await self.send(start)
+        await self.send({"type": "http.response.body", "body": body, "more_body": not is_last})
         if self._push is None and not is_last:
-            self._push = self._find_push(self._send)
+            self._push = self.find_push(self.send)

@@ -12,7 +12,8 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar
+from enum import StrEnum, auto
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +23,10 @@ T = TypeVar("T")
 
 
 class Assignment(Struct):
-    """The index and the addresses of a process; `is_again` if it replaces a process that died."""
+    """The index and the addresses of a process.
+
+    `is_again` if it replaces another process; `inherits` if it gets that one's listening sockets.
+    """
 
     index: int
     num_processes: int
@@ -30,10 +34,27 @@ class Assignment(Struct):
     tcp: str
     bus: str
     is_again: bool
+    inherits: bool = False
 
 
-class AskAssignment(Struct, frozen=True, tag="assignment"):
-    """A request to the parent for permission to start.  The reply is an `Assignment`."""
+class Ask(StrEnum):
+    """A request without arguments."""
+
+    # To the parent.
+    ASSIGNMENT = auto()  # may this process start?  The reply is an `Assignment`
+    # This process is about to accept workers.  The reply: the names of those its predecessor has,
+    # None if there is no predecessor that could be asked.
+    TAKE_BUS = auto()
+    RESTART = auto()  # replace all processes.  The reply is why that failed, or ""
+    # This process has no clients left.  The reply comes when all local workers have exited.
+    DRAINED = auto()
+
+    # To a process.
+    RELEASE_BUS = auto()  # leave new workers to a successor.  The reply: the names of all workers
+    KEEP_BUS = auto()  # accept workers again, because the successor failed
+    RETIRE = auto()  # leave new clients to a successor, which serves, and end after the others
+    STATE = auto()  # the reply is a `router.core.cluster.ProcessState`
+    METRICS = auto()  # the reply is `merged_metrics.Families`
 
 
 class Listening(Struct, frozen=True, tag="listening"):
@@ -43,40 +64,26 @@ class Listening(Struct, frozen=True, tag="listening"):
     try_this: str
 
 
-class Drained(Struct, frozen=True, tag="drained"):
-    """A process has no clients left.  The parent replies when all local workers have exited."""
+class AskActivity(Struct, frozen=True, tag="activity"):
+    """A request for the `router.page.activity.Activity` of a process since a time."""
+
+    since: float
 
 
-class AskState(Struct, frozen=True, tag="state"):
-    """A request for the state of a process.  The reply is a `router.core.cluster.ProcessState`."""
+class Find(Struct, frozen=True, tag="find"):
+    """A request for what a process keeps under a name for a client; `asker` None: for any client.
 
+    The reply is a stored response, the report on a request, or the choices of a request kept for
+    replays; None if this process does not keep it.  Of "delete", which deletes a response, it is
+    False then.
+    """
 
-class AskMetrics(Struct, frozen=True, tag="metrics"):
-    """A request for the metrics of a process.  The reply is `merged_metrics.Families`."""
-
-
-class FindResponse(Struct, frozen=True, tag="find"):
-    """A request for a stored response.  The reply is the response, or None if not stored here."""
-
-    asker: str
-    name: str
-
-
-class FindRequest(Struct, frozen=True, tag="request"):
-    """A request for a report on a request of a client, or of any.  The reply may be None."""
-
+    what: Literal["response", "report", "replay", "delete"]
     asker: str | None
     name: str
 
 
-class DeleteResponse(Struct, frozen=True, tag="delete"):
-    """A request to delete a stored response.  The reply is False if it was not stored here."""
-
-    asker: str
-    name: str
-
-
-Question = AskState | AskMetrics | FindResponse | FindRequest | DeleteResponse
+Question = Ask | AskActivity | Find
 
 
 class AskAll(Struct, frozen=True, tag="all"):
@@ -92,12 +99,9 @@ class Answers(Struct, Generic[T]):
     is_complete: bool
 
 
-Asked = AskAssignment | Listening | Drained | AskAll | Question
-
-
 class _Call(Struct, tag=True):
     number: int
-    question: Asked
+    question: Question | Listening | AskAll
 
 
 class _Reply(Struct, tag=True):
@@ -140,7 +144,7 @@ class Channel:
         finally:
             self._hang_up()
 
-    async def ask(self, question: Asked, kind: type[T]) -> T:
+    async def ask(self, question: Question | Listening | AskAll, kind: type[T]) -> T:
         """Send a request and return the reply.  Raises ConnectionError."""
         number, waiting = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = waiting
@@ -155,6 +159,7 @@ class Channel:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+        self._hang_up()  # a task that is cancelled before it starts does not
         self._socket.close()
 
     def _hang_up(self) -> None:

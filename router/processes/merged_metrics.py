@@ -43,7 +43,6 @@ def families(metrics: Iterable[Metric]) -> Families:
 
 
 def summed(processes: Iterable[Families]) -> Families:
-    """Return the metrics of all processes, merged."""
     found: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, Labels], float]] = {}
     for family in (each for process in processes for each in process):

@@ -94,7 +94,6 @@ class Scan:
             self._parts.append(CallEnd(self._num_calls - 1))
 
     def drop(self) -> None:
-        """Drop the buffer."""
         self._buffer.clear()
 
     @property
@@ -153,8 +152,12 @@ class Scan:
         """Buffer and return the name of a function or argument."""
         return self.word(lambda char: char.isalnum() or char in "_-.")
 
-    def listed(self, read: Callable[[Scan], Steps[bool]]) -> Steps[None]:
-        """Parse a list in brackets, each entry with `read`; stop if that returns False."""
+    def read_list(self, read: Callable[[Scan], Steps[bool]]) -> Steps[None]:
+        """Parse a list in brackets, each entry with `read`; stop if that returns False.
+
+        A complete list leaves nothing in the buffer.  What a violation of the syntax leaves there
+        becomes content.
+        """
         yield from self.space()
         separator = "["
         while (yield from self.literal(separator)):

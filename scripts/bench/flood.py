@@ -30,7 +30,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from scripts.bench.connections import CHAT, COMPLETIONS, HttpConnection, open_http
+from router.command.bench.connection import CHAT, COMPLETIONS, HttpConnection, open_http
 
 # The pause after an error, so that a refused client does not use CPU for nothing.
 PAUSE_S: Final = 0.05

@@ -118,7 +118,7 @@ class ModelWorker:
             cached=cached,
             free=total - used - cached,
             stored=stored,
-            evicted=evicted,
+            evicted=tuple(evicted),
         )
         return structs.replace(load, **speed)
 
@@ -178,9 +178,9 @@ class Model:
         for role, num in ((Role.PREFILL, shape.num_prefill), (Role.DECODE, shape.num_decode)):
             for rank in range(num):
                 identity = Identity(role, rank, 1)
-                joined = self._fleet.hello(identity.name, Hello(1, rank, role), detail, self.now)
-                self._index.add(joined.worker.identity, detail.num_blocks)
-                yield ModelWorker(joined.worker, shape)
+                joined, _ = self._fleet.hello(identity.name, Hello(1, rank, role), detail, self.now)
+                self._index.add(joined.identity, detail.num_blocks)
+                yield ModelWorker(joined, shape)
 
     def _come(self, arrival: Arrival) -> None:
         self._num_open += 1

@@ -33,17 +33,16 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from scripts.bench.connections import (
+from router.command.bench.connection import (
     CHAT,
     COMPLETIONS,
     Connection,
     HttpConnection,
-    TcpConnection,
     open_http,
-    open_tcp,
 )
 from scripts.bench.emitters import Flow, answer, vocabulary
 from scripts.bench.processes import Cpu
+from scripts.bench.tcp_connection import TcpConnection, open_tcp
 from wire.process.model import locate
 
 PATHS: Final = {"completions": COMPLETIONS, "chat": CHAT}

@@ -57,7 +57,7 @@ int main(int argc, char **argv) {
     if (max_tokens < 1) fail("MAX_TOKENS is at least 1");
     uint8_t *request = malloc(48 + 4 * (size_t)count), *end = request;
     if (!request) fail("out of memory");
-    /* PREFILL_REQUEST: tag, length, request_id 1, seq_len, any decode worker, the ids. */
+    /* PREFILL_REQUEST: tag, length, request_id 1, seq_len, rank unassigned, the ids. */
     end = put(put(end, PREFILL_REQUEST, 4), 16 + 4 * count, 4);
     end = put(put(put(end, 1, 8), count, 4), 0xFFFFFFFFu, 4);
     for (uint32_t i = 0; i < count; i++) end = put(end, strtoul(argv[4 + i], NULL, 10), 4);

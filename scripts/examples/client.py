@@ -28,7 +28,7 @@ message = {"role": "user", "content": sys.argv[4]}
 ids = call("/tokenize", {"messages": [message]})["tokens"]
 stream = socket.create_connection(TCP).makefile("rwb")
 prompt = struct.pack(f"<{len(ids)}I", *ids)
-stream.write(frame(30, struct.pack("<QII", 1, len(ids), 0xFFFFFFFF), prompt))  # any decode worker
+stream.write(frame(30, struct.pack("<QII", 1, len(ids), 0xFFFFFFFF), prompt))  # rank unassigned
 stream.write(frame(34, struct.pack("<QII", 1, 60, 0)))  # then up to 60 tokens more
 stream.flush()
 

@@ -39,13 +39,13 @@ from wire.payloads import (
     Load,
     Offer,
     PeerDetail,
-    Usage,
     WelcomeDetail,
     decode_continuation,
     decode_error,
     decode_map,
     decode_prefill_result,
     decode_prompt,
+    decode_usage,
     encode_map,
 )
 from wire.stream import PREFIX, StreamDecoder
@@ -242,7 +242,7 @@ PAYLOADS: Final[dict[str, Callable[[memoryview], object]]] = {
     "WelcomeDetail": lambda body: decode_map(WelcomeDetail, body),
     "Load": lambda body: decode_map(Load, body),
     "PeerDetail[]": lambda body: decode_map(list[PeerDetail], body),
-    "Usage": lambda body: decode_map(Usage, body),
+    "Usage": decode_usage,
     "Logprobs[]": lambda body: decode_map(list[Logprobs | None], body),
     "Offer": lambda body: decode_map(Offer, body),
     "KVLayout": lambda body: decode_map(KVLayout, body),

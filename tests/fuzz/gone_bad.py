@@ -47,6 +47,7 @@ from wire.payloads import (
     Load,
     Logprobs,
     PrefillResult,
+    TierLoad,
     Usage,
     encode_map,
     encode_prefill_result,
@@ -86,7 +87,16 @@ DETAIL: Final = HelloDetail(
     arithmetic="hash",
     threads=1,
 )
-LOAD: Final = Load(total=64, used=4, cached=3, free=57, stored=(1, 2**64 - 1), evicted=(7,))
+LOAD: Final = Load(
+    total=64,
+    used=4,
+    cached=3,
+    free=57,
+    stored=(1, 2**64 - 1),
+    evicted=(7,),
+    host=TierLoad(max_blocks=8, blocks=2, bytes=96),
+    disk=TierLoad(max_blocks=9, loaded_tokens=32),
+)
 SCORES: Final = Logprobs(logprob=-0.5, top=((7, -0.5), (9, -1.5)))
 ROWS: Final = join_prompt_logprobs(1, 3 * [pack_logprobs(Logprobs(logprob=-1.0, top=((9, -0.5),)))])
 
@@ -147,7 +157,7 @@ class Core:
             request_ids=RequestIds(7),
             clock=lambda: self._now,
         )
-        self._metrics = Metrics(self._fleet, self._bus.dispatcher)
+        self._metrics = Metrics(self._bus.dispatcher)
         self._bus.dispatcher.observers.append(self._metrics)
         for who in (P, D):
             self._join(who)
@@ -201,7 +211,7 @@ class Core:
         assert b"NaN" not in text and b"Inf" not in text.replace(b'le="+Inf"', b"")
         assert b'outcome="other"' not in text, "a finish reason that is none"
         assert len(text) < 100_000, "labels grow"
-        state_of(self._fleet, self._bus.dispatcher, self._now)
+        state_of(self._bus.dispatcher, self._now)
 
     def _join(self, who: Identity) -> None:
         hello = Hello(who.epoch, who.rank, who.role)

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from kernels.contract import SILU, Backend
+from kernels.contract import SILU, Backend, Rectangle, Softmax, segment_shape
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
@@ -196,7 +196,7 @@ def _prefill_wide(settings: Settings, kilo: int) -> Figures:
     heads, length = prompt_heads(settings), prompt_length(settings, kilo)
     it, attend = pages(settings, [(length, length)], heads), wide_of(settings, BF16, heads[2])
     scale = heads[2] ** -0.5
-    seconds = device_s(lambda: attend(it.query, it.pool, 0, it.batch, scale, None), repeats=7)
+    seconds = device_s(lambda: attend(it.query, it.pool, 0, it.batch, Softmax(scale)), repeats=7)
     return {f"prefill_wide_{kilo}k_tflops": flops(settings, length) / seconds / 1e12}
 
 
@@ -223,8 +223,8 @@ def _rotate_and_append(kernels: Backend, it: Scene) -> Call:
 def _pack(settings: Settings) -> Figures:
     num_tokens, num_layers = settings.size(16_384, 64), settings.size(16, 2)
     it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
-    rectangle = range(num_layers), range(it.pool.shape[3]), range(num_tokens)
-    out, back = _moves(settings, it, *rectangle)
+    rectangle = Rectangle(range(num_layers), range(it.pool.shape[3]), range(num_tokens))
+    out, back = _moves(settings, it, rectangle)
     moved = 2 * it.pool.nbytes / 1e9
     return {"pack_gbs": moved / device_s(out), "unpack_gbs": moved / device_s(back)}
 
@@ -242,15 +242,13 @@ def _draw(settings: Settings) -> Figures:
     return figures
 
 
-def _moves(
-    settings: Settings, it: Scene, layers: range, heads: range, tokens: range
-) -> tuple[Call, Call]:
+def _moves(settings: Settings, it: Scene, rectangle: Rectangle) -> tuple[Call, Call]:
     """Return the kernels out and back alone: their block table is uploaded before."""
     kernels = backend_of(settings, (0, 0, it.pool.shape[5]))
-    shape = staging.segment_shape(it.pool, layers, heads, tokens)
+    shape = segment_shape(it.pool, rectangle)
     segment = torch.zeros(shape, dtype=BF16, device=settings.device)
     table = torch.tensor(table_of(it), dtype=torch.int32, device=settings.device)
-    arguments = (it.pool, table, layers, heads, tokens, segment)
+    arguments = (it.pool, table, rectangle, segment)
     out, back = (launch.move(*arguments, into_pool=into_pool) for into_pool in (False, True))
     return partial(start, settings, kernels, out), partial(start, settings, kernels, back)
 
@@ -259,8 +257,8 @@ def _staged(settings: Settings) -> Figures:
     num_tokens, num_layers = settings.size(4096, 64), settings.size(16, 2)
     it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
     lane = lane_of(settings, BF16)
-    rectangle = (range(num_layers), range(it.pool.shape[3]), range(num_tokens))
-    pack = partial(staging.pack, Way.STAGED, lane, it.pool, table_of(it), *rectangle)
+    rectangle = Rectangle(range(num_layers), range(it.pool.shape[3]), range(num_tokens))
+    pack = partial(staging.pack, Way.STAGED, lane, it.pool, table_of(it), rectangle)
     lane.mark()
     num_bytes = pack().nbytes
     return {"pack_pinned_gbs": num_bytes / wall_s(pack) / 1e9, "pack_pinned_bytes": num_bytes}
@@ -274,13 +272,13 @@ def _ways(settings: Settings, direction: str) -> Figures:
     lane.mark()
     for size in settings.size(SIZES, SIZES[:1]):
         rectangle = staging.rectangle_of(size, it.pool)
-        segment = torch.zeros(staging.segment_shape(it.pool, *rectangle), dtype=BF16)
+        segment = torch.zeros(segment_shape(it.pool, rectangle), dtype=BF16)
         for way in Way:
             if direction == "out":
-                copy = partial(staging.pack, way, lane, it.pool, table_of(it), *rectangle)
+                copy = partial(staging.pack, way, lane, it.pool, table_of(it), rectangle)
                 seconds = wall_s(copy)
             else:
-                back = partial(staging.unpack, way, lane, it.pool, table_of(it), *rectangle)
+                back = partial(staging.unpack, way, lane, it.pool, table_of(it), rectangle)
                 seconds = wall_s(partial(back, segment))
             figures[f"{direction}_{size >> 10}k_{way.value}_gbs"] = segment.nbytes / seconds / 1e9
     return figures
@@ -292,11 +290,11 @@ def _launch(settings: Settings, name: str) -> Figures:
     rows, weight = torch.zeros(4, 4096, dtype=BF16, device=device), torch.ones(4096, device=device)
     segment = torch.zeros(1, 2, heads[1], 64, heads[2], dtype=BF16, device=device)
     table = torch.tensor(table_of(it), dtype=torch.int32, device=device)
-    rectangle = table, range(1), range(heads[1]), range(64), segment
+    moved = table, Rectangle(range(1), range(heads[1]), range(64)), segment
     calls: dict[str, Call] = {
         "attend": lambda: _attend(cuda, it),
         "heads": _rotate_and_append(cuda, it),
-        "move": lambda: cuda.start(device, launch.move(it.pool, *rectangle, into_pool=False)),
+        "move": lambda: cuda.start(device, launch.move(it.pool, *moved, into_pool=False)),
         "rms_norm": lambda: cuda.add_rms_norm(rows, rows, weight, 1e-5),
         "gate": lambda: cuda.gate(rows, SILU),
     }
@@ -307,4 +305,4 @@ def _launch(settings: Settings, name: str) -> Figures:
 
 def _attend(kernels: Backend, it: Scene) -> torch.Tensor:
     scale = it.query.shape[2] ** -0.5
-    return kernels.paged_attention(it.query, it.pool, 0, it.batch, scale, None)
+    return kernels.paged_attention(it.query, it.pool, 0, it.batch, Softmax(scale))

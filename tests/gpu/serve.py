@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 from msgspec.structs import replace
 
-from scripts.bench_serve import Measured, Run, Workload, load, summary
+from router.command.bench.load import Measured, Run, Target, Workload, load, summary
 from scripts.models.make_model import make_model
 from tests.cluster import Cluster
 from tests.gpu import bench
@@ -77,7 +77,7 @@ def _workload(settings: Settings, draw: Random, concurrency: int) -> Workload:
 
 
 def _run(cluster: Cluster, workload: Workload, concurrency: int) -> Run:
-    run = asyncio.run(load(cluster.http, workload, concurrency))
+    run = asyncio.run(load(Target.find(cluster.http), workload, concurrency))
     if run.problems:
         raise RuntimeError(f"{len(run.problems)} of {len(run.done)} responses: {run.problems[0]}")
     return run

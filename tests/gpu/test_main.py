@@ -44,6 +44,7 @@ def test_what_cannot_be_meant_is_a_usage_error(
     assert f"--wheels {tmp_path} has no wheels" in capsys.readouterr().err
 
 
+@pytest.mark.full("test_stages.py runs the same parts")
 def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench_serve import Workload, load
+from router.command.bench.load import Target, Workload, load
 from tests.gpu import serve
 from tests.gpu.settings import Settings
 from worker.executor.contract import MemoryRequirements
@@ -15,14 +15,15 @@ SETTINGS = Settings("shim", seed=3, is_quick=True)
 
 
 @pytest.mark.timeout(360)  # it starts a cluster
+@pytest.mark.full("it starts a cluster; run it before a GPU run")
 def test_a_cluster_is_measured_warm_and_a_monolithic_engine_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Workload] = []
 
-    async def watched(url: str, workload: Workload, concurrency: int) -> Any:
+    async def watched(target: Target, workload: Workload, concurrency: int) -> Any:
         seen.append(workload)
-        return await load(url, workload, concurrency)
+        return await load(target, workload, concurrency)
 
     monkeypatch.setattr(serve, "load", watched)
     figures = serve.serve_parts(SETTINGS)["1b"]()

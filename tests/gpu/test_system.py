@@ -15,6 +15,7 @@ SETTINGS = Settings("shim", seed=3, is_quick=True)
 
 
 @pytest.mark.timeout(360)  # it starts a cluster
+@pytest.mark.full("it starts a cluster; run it before a GPU run")
 def test_texts_are_compared_with_the_cpu_s_also_over_a_kill() -> None:
     figures = system.system_parts(SETTINGS)["texts"]()
     assert float(figures["texts"]) >= 16

@@ -64,9 +64,9 @@ def test_keys_that_are_missing_from_a_long_context_show(dtype: torch.dtype, cont
     it.query[:, 0] = it.query[:, 1]  # the loud head hears a few keys only
     check(it, None)
 
-    def deaf(query: Any, pool: Any, layer: Any, batch: Any, *softmax: Any) -> torch.Tensor:
+    def deaf(query: Any, pool: Any, layer: Any, batch: Any, softmax: Any) -> torch.Tensor:
         short = replace(batch, context_lens=batch.context_lens - 64, scratch=Scratch())
-        return reference.paged_attention(query, pool, layer, short, *softmax)
+        return reference.paged_attention(query, pool, layer, short, softmax)
 
     with pytest.raises(AssertionError):
         check(it, None, SimpleNamespace(paged_attention=deaf))

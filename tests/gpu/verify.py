@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels import reference
+from kernels import Rectangle, reference
 from kernels.cuda import launch, staging
 from kernels.cuda import prompt_attention as prompts
 from kernels.cuda.staging import Way
@@ -108,8 +108,8 @@ def _prompts(settings: Settings) -> Figures:
     """Whole prompts by torch, as `kernels.cuda.prompt_attention` gathers them."""
     draw = settings.random("prompts")
     flash = SimpleNamespace(
-        paged_attention=lambda query, pool, layer, batch, scale, *_: prompts.flash(
-            query, pool[:, layer], batch, scale
+        paged_attention=lambda query, pool, layer, batch, softmax: prompts.flash(
+            query, pool[:, layer], batch, softmax.scale
         )
     )
     for heads in HEADS:
@@ -225,13 +225,17 @@ def _ways(settings: Settings) -> Figures:
             table = draw.sample(range(9), 6)
             layers, tokens = range(draw.randint(0, 2), 3), range(draw.randint(0, 90), 96)
             heads = draw.choice([range(2), range(1), range(1, 2)])
-            want = reference.pack_kv(pool.cpu(), table, layers, tokens, BF16, heads)
+            want = reference.pack_kv(pool.cpu(), table, Rectangle(layers, heads, tokens), BF16)
             lane.mark()
-            _same(staging.pack(way, lane, pool, table, layers, heads, tokens), want, f"pack {way}")
+            _same(
+                staging.pack(way, lane, pool, table, Rectangle(layers, heads, tokens)),
+                want,
+                f"pack {way}",
+            )
             wanted, filled = torch.zeros_like(pool, device="cpu"), torch.zeros_like(pool)
             lane.mark()
-            reference.unpack_kv(wanted, table, layers, tokens, want, heads)
-            staging.unpack(way, lane, filled, table, layers, heads, tokens, want)
+            reference.unpack_kv(wanted, table, Rectangle(layers, heads, tokens), want)
+            staging.unpack(way, lane, filled, table, Rectangle(layers, heads, tokens), want)
             _same(filled.cpu(), wanted, f"unpack {way}")
             num_cases += 2
     return {"cases": num_cases}
@@ -244,12 +248,12 @@ def _order(settings: Settings) -> Figures:
         pool = torch.zeros(4, 2, 2, 2, 16, 64, dtype=BF16, device=settings.device)
         lane.mark()
         # The first time compiles and allocates, for which the driver may wait for all streams.
-        staging.pack(way, lane, pool, [1, 2], range(2), range(2), range(32))
+        staging.pack(way, lane, pool, [1, 2], Rectangle(range(2), range(2), range(32)))
         compute(lane, partial(spend, 200_000_000))
         compute(lane, partial(pool.fill_, 3))
         lane.mark()
         compute(lane, partial(spend, 2_000_000_000))  # the next step
-        sent = staging.pack(way, lane, pool, [1, 2], range(2), range(2), range(32))
+        sent = staging.pack(way, lane, pool, [1, 2], Rectangle(range(2), range(2), range(32)))
         if not bool((sent == 3).all()):
             raise Wrong(f"{way} packed before the step that was asked for earlier had run")
         if not is_computing(lane):

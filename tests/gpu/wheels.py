@@ -18,7 +18,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 # Packages that the machine must have, with their dependencies.
 PRESENT: Final = ("torch", "numpy")
-# `tests.cluster` and `scripts.bench_serve` need an HTTP client.
+# `tests.cluster` needs an HTTP client.
 BESIDE: Final = ("httpx",)
 # pip compares platform tags as strings, so every glibc version is listed, also under its old name.
 PLATFORMS: Final = (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels import PagedBatch, contract, reference
+from kernels import PagedBatch, Rectangle, Softmax, contract, reference
 from kernels.contract import Backend
 
 NUM_LAYERS = 3
@@ -194,9 +194,10 @@ def check(
     tolerance = TOLERANCE[it.pool.dtype] * max(1.0, it.query.shape[2] / 64)
     for layer in (0, NUM_LAYERS - 1):
         rest = (it.pool, layer, it.batch)
-        contract.check_attention(it.query, *rest, window, cap, sinks)
+        softmax = Softmax(scale, window, cap, sinks)
+        contract.check_attention(it.query, *rest, softmax)
         with without_unseen(it, window):
-            got = backend.paged_attention(it.query, *rest, scale, window, cap, sinks)
+            got = backend.paged_attention(it.query, *rest, softmax)
         assert got.dtype == it.query.dtype and got.shape == it.query.shape
         want = formula(it, layer, scale, window, cap, sinks)
         # The mean of n values is about 1 / sqrt(n): a tolerance that is no share of a row's size
@@ -219,12 +220,12 @@ def check_conversions(
         odd = [1.0625, 1.1875, 2.0**-10, 2.0**-9 * 1.5, 449.0, 465.0, 1e5, -1e5, math.inf, -0.0]
         pool.view(-1)[: len(odd)] = torch.tensor(odd).to(held)
         table, layers, tokens, heads = [2, 0, 1], range(2), range(3, 21), range(2)
-        want = reference.pack_kv(pool, table, layers, tokens, sent, heads)
-        got = backend.pack_kv(pool.to(device), table, layers, tokens, sent, heads).cpu()
+        want = reference.pack_kv(pool, table, Rectangle(layers, heads, tokens), sent)
+        got = backend.pack_kv(pool.to(device), table, Rectangle(layers, heads, tokens), sent).cpu()
         torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
         pools = [torch.zeros_like(pool), torch.zeros_like(pool, device=device)]
-        reference.unpack_kv(pools[0], table, layers, tokens, want, heads)
-        backend.unpack_kv(pools[1], table, layers, tokens, want.to(device), heads)
+        reference.unpack_kv(pools[0], table, Rectangle(layers, heads, tokens), want)
+        backend.unpack_kv(pools[1], table, Rectangle(layers, heads, tokens), want.to(device))
         torch.testing.assert_close(pools[1].cpu(), pools[0], rtol=0, atol=0, equal_nan=True)
 
 
@@ -247,12 +248,14 @@ def check_moves(
         compare()
     table, layers, tokens = it.batch.block_tables[0].tolist()[:3], range(1, 3), range(5, 36)
     for number, heads in enumerate((range(2), range(1), range(1, 2))):
-        sent = reference.pack_kv(wanted, table, layers, tokens, dtype, heads)
+        sent = reference.pack_kv(wanted, table, Rectangle(layers, heads, tokens), dtype)
         assert sent.any()
-        assert torch.equal(sent, backend.pack_kv(got, table, layers, tokens, dtype, heads).cpu())
+        assert torch.equal(
+            sent, backend.pack_kv(got, table, Rectangle(layers, heads, tokens), dtype).cpu()
+        )
         for pool, by in ((wanted, reference), (got, backend)):
             ones = torch.full_like(sent, number + 1.0).to(pool.device)
-            by.unpack_kv(pool, table, layers, tokens, ones, heads)
+            by.unpack_kv(pool, table, Rectangle(layers, heads, tokens), ones)
         compare()
 
 

@@ -111,7 +111,9 @@ def test_tiles_of_a_card_with_more_shared_memory(
     check(it, window, shim(*shape, gpu=LARGE_GPU))
 
 
-@pytest.mark.parametrize("window", [None, 24, 130])
+@pytest.mark.parametrize(
+    "window", [None, pytest.param(24, marks=pytest.mark.full("130 cuts more tiles")), 130]
+)
 @pytest.mark.parametrize("batch", ["chunks", "split prompts", "wide"])
 def test_many_rows_on_hopper(
     wide_shape: tuple[int, torch.dtype], batch: str, window: int | None

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kernels
-from kernels import SILU, KernelError, PagedBatch, ShapeError
+from kernels import SILU, KernelError, PagedBatch, Rectangle, ShapeError, Softmax
+from kernels.contract import segment_shape
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 4, 2, 2, 8, 6
 
@@ -111,9 +112,8 @@ def test_attention_refuses_what_does_not_fit(
     query: tuple[int, ...], changes: dict[str, Any], softmax: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ShapeError, match=words):
-        kernels.paged_attention(
-            torch.ones(query), pool(), 0, batch(**changes), scale=1.0, **softmax
-        )
+        weights = Softmax(1.0, **softmax)
+        kernels.paged_attention(torch.ones(query), pool(), 0, batch(**changes), weights)
 
 
 @pytest.mark.parametrize(
@@ -133,24 +133,27 @@ def test_attention_refuses_what_does_not_fit(
 )
 def test_a_rectangle_outside_is_refused(changes: dict[str, Any], words: str) -> None:
     target, part = pool(), {"layers": range(2), "tokens": range(9), "heads": range(2)} | changes
-    table = part.pop("table", [0, 1])
+    table, rectangle = part.pop("table", [0, 1]), Rectangle(**part)
     with pytest.raises(ShapeError, match=words):
-        kernels.pack_kv(target, table, **part)
-    segment = torch.ones(len(part["layers"]), 2, len(part["heads"]), len(part["tokens"]), HEAD_DIM)
+        kernels.pack_kv(target, table, rectangle)
+    segment = torch.ones(segment_shape(target, rectangle))
     with pytest.raises(ShapeError, match=words):
-        kernels.unpack_kv(target, table, segment=segment, **part)
+        kernels.unpack_kv(target, table, rectangle, segment)
     assert not target.any()
 
 
 def test_only_the_blocks_that_are_read_need_to_exist() -> None:
-    segment = kernels.pack_kv(pool(), [99, 1, 99], range(0, 1), range(8, 16))
+    segment = kernels.pack_kv(
+        pool(), [99, 1, 99], Rectangle(range(0, 1), range(NUM_KV_HEADS), range(8, 16))
+    )
     assert segment.shape == (1, 2, NUM_KV_HEADS, 8, HEAD_DIM)
 
 
 def test_a_segment_of_another_shape_is_refused() -> None:
     target = pool()
     with pytest.raises(ShapeError, match="segment"):
-        kernels.unpack_kv(target, [0], range(0, 1), range(0, 3), torch.ones(1, 2, 2, 4, 6))
+        rectangle = Rectangle(range(0, 1), range(2), range(0, 3))
+        kernels.unpack_kv(target, [0], rectangle, torch.ones(1, 2, 2, 4, 6))
     assert not target.any()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
-from kernels import SILU, reference
+from kernels import SILU, Rectangle, reference
 from kernels.contract import Backend
 from kernels.cpu import backend as cpu
 from tests.kernels.rowwise_scenes import check_all
@@ -112,7 +112,7 @@ def test_a_rectangle_crosses_between_block_sizes(
     part, depth = range(start, start + count), range(*layers)
     it = scene([(start + count, 1)], block_size=sizes[0], seed=seed)
     table = it.batch.block_tables[0].tolist()
-    segment = reference.pack_kv(it.pool, table, depth, part, it.pool.dtype, heads)
+    segment = reference.pack_kv(it.pool, table, Rectangle(depth, heads, part), it.pool.dtype)
     assert segment.is_contiguous()
     wanted = it.dense[0][depth.start : depth.stop, :, :, part.start : part.stop]
     wanted = wanted[:, :, heads.start : heads.stop]
@@ -120,8 +120,10 @@ def test_a_rectangle_crosses_between_block_sizes(
 
     pool = torch.full((20, NUM_LAYERS, 2, 2, sizes[1], 16), math.nan)
     blocks = torch.randperm(20, generator=torch.Generator().manual_seed(seed)).tolist()
-    reference.unpack_kv(pool, blocks, depth, part, segment, heads)
-    assert torch.equal(reference.pack_kv(pool, blocks, depth, part, pool.dtype, heads), segment)
+    reference.unpack_kv(pool, blocks, Rectangle(depth, heads, part), segment)
+    assert torch.equal(
+        reference.pack_kv(pool, blocks, Rectangle(depth, heads, part), pool.dtype), segment
+    )
     assert int((~pool.isnan()).sum()) == segment.numel(), "wrote beside the rectangle"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import SAMPLING, reference
+from kernels import SAMPLING, Rectangle, reference
 from kernels.cpu import backend as cpu
 from tests.kernels.draw_scenes import allowed_of
 
@@ -34,7 +34,7 @@ def test_fp8_saturates_whatever_torch_makes_of_it(held: torch.dtype) -> None:
     pool[1, 0, 0, 0, 0] = torch.tensor([1.0, 448, 449, 465, 6e4, -6e4, math.inf, math.nan])
     with CastsOfTorch211():  # type: ignore[no-untyped-call]
         sent = reference.pack_kv(
-            pool, [1], range(1), range(8), torch.float8_e4m3fn, range(pool.shape[3])
+            pool, [1], Rectangle(range(1), range(pool.shape[3]), range(8)), torch.float8_e4m3fn
         )
     want = torch.tensor([1.0, 448, 448, 448, 448, -448, 448, math.nan])
     torch.testing.assert_close(sent[0, 0, 0, 0].float(), want, rtol=0, atol=0, equal_nan=True)

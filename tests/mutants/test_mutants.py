@@ -75,6 +75,7 @@ def test_text_types_and_tuned_numbers_are_left_alone(source: str) -> None:
     assert made(source) == []
 
 
+@pytest.mark.full("it reads every file twice")
 def test_a_seed_draws_the_same_mutants_of_all_wings() -> None:
     one, again, other = (list(itertools.islice(drawn(ROOT, seed), 60)) for seed in (7, 7, 8))
     assert one == again != other

@@ -63,10 +63,10 @@ def worker(role: Role = Role.DECODE, rank: int = 0, **changes: object) -> Worker
     """A ready worker that belongs to no fleet."""
     made = fleet()
     name = f"{role.name.lower()}-{rank}-1".encode()
-    joined = made.hello(name, Hello(1, rank, role), detail(**changes), 0.0)
-    num_blocks = joined.worker.detail.num_blocks
+    joined, _ = made.hello(name, Hello(1, rank, role), detail(**changes), 0.0)
+    num_blocks = joined.detail.num_blocks
     made.heartbeat(name, Heartbeat(0, 0, 0), load(num_blocks), 0.0)
-    return joined.worker
+    return joined
 
 
 @dataclass

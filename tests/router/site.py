@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from router.api.model import ServedModel
 from router.bus import Bus
 from router.core.state import Limits, RequestIds
+from router.http.administration import Administration
 from router.http.application import Application
 from tests.router.http.serving import serving
 from tests.router.scripted import EPOCH, detail, fleet, load
@@ -80,7 +82,12 @@ LETTERS = letters()
 
 
 def ids(text: str) -> list[int]:
-    return LETTERS.encode(text, add_special_tokens=False).ids
+    return list(_encoded(text))
+
+
+@lru_cache(maxsize=64)  # each token of an answer asks for all
+def _encoded(text: str) -> tuple[int, ...]:
+    return tuple(LETTERS.encode(text, add_special_tokens=False).ids)
 
 
 @dataclass
@@ -132,23 +139,33 @@ class Site:
             request_ids=RequestIds(EPOCH),
             clock=time.monotonic,
         )
-        self._settings: dict[str, Any] = {"model": ServedModel("letters", model_path)}
+        self.restart_problem = ""
+        self._settings: dict[str, Any] = {
+            "model": ServedModel("letters", model_path),
+            "administration": self.administration(is_open=True),
+        }
         self.configure()
         if join:
             self.join(Role.PREFILL)
             self.join(Role.DECODE)
 
+    def administration(self, **access: Any) -> Administration:
+        """The handlers for operators; a restart fails with `restart_problem`, if that is set."""
+
+        async def restart() -> str:
+            return self.restart_problem
+
+        return Administration(self.fleet, self.bus.ask_to_drain, restart, **access)
+
     def configure(self, **settings: Any) -> None:
         """Serve by an application with these settings, besides those of before."""
         self._settings |= settings
-        self.application = Application(
-            dispatcher=self.bus.dispatcher, fleet=self.fleet, **self._settings
-        )
+        self.application = Application(dispatcher=self.bus.dispatcher, **self._settings)
 
-    def join(self, role: Role, **changes: object) -> bytes:
-        peer = f"{role.name.lower()}-0-1".encode()
+    def join(self, role: Role, rank: int = 0, **changes: object) -> bytes:
+        peer = f"{role.name.lower()}-{rank}-1".encode()
         about = detail(model="letters", num_blocks=4096, **changes)
-        self._say(peer, Hello(1, 0, role), encode_map(about))
+        self._say(peer, Hello(1, rank, role), encode_map(about))
         self._say(peer, Heartbeat(1, 0, 0), encode_map(load(4096)))
         return peer
 

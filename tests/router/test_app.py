@@ -16,7 +16,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from router.app import Router, announce, serve, with_room
+from router.app import Router, serve, with_room
 from router.config import Config, split_endpoint
 from router.core.request import Request
 from scripts.tcp_client import connect
@@ -38,7 +38,6 @@ from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
 from wire.process.model import fingerprint
-from wire.process.settings import ConfigError
 
 OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
 
@@ -204,25 +203,3 @@ def test_clients_leave_files_to_others(num_files: int, tls: Path | None, most: i
         assert with_room(config, num_files).max_connections == most
     warned = [(each["max_connections"], each["open_files"]) for each in logs]
     assert warned == ([] if most == 4096 else [(most, num_files)])
-
-
-def test_no_reader_of_a_ready_file_sees_half(tmp_path: Path) -> None:
-    """It is replaced by a whole one: who reads that of the last start goes on reading that."""
-    ready = tmp_path / "ready"
-    ready.write_text("of the last start")
-    with ready.open() as reader:
-        announce(Config(ready_file=ready), {"http": "http://127.0.0.1:1"})
-        assert reader.read() == "of the last start"
-    # A shell's `read` fails on a line without an end.
-    assert ready.read_text() == '{"http": "http://127.0.0.1:1"}\n'
-    assert list(tmp_path.iterdir()) == [ready]
-
-
-@pytest.mark.parametrize("name", ["", "there"])
-def test_a_ready_file_that_is_a_directory_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
-    (tmp_path / "there").mkdir()
-    ready = tmp_path / name if name else Path("/")
-    with pytest.raises(ConfigError, match=f"--ready-file {ready}: cannot write it: "):
-        announce(Config(ready_file=ready), {"http": "http://127.0.0.1:1"})
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    assert not Path("/.part").exists()

@@ -12,12 +12,13 @@ from router.bus import MAX_MESSAGE_BYTES
 from router.core.fleet import MISSED_BEATS, WorkerState
 from tests.router.scripted import Router, detail, load
 from wire.errors import ErrorCode
-from wire.frames import DecodeToken, Drain, Error, Heartbeat, Hello, Role, Tag, Welcome
-from wire.parts import Buffer, encode
+from wire.frames import DecodeToken, Drain, DrainAsk, Error, Heartbeat, Hello, Role, Tag, Welcome
+from wire.parts import Buffer, Message, encode
 from wire.payloads import (
     ErrorDetail,
     Logprobs,
     PeerDetail,
+    TierLoad,
     WelcomeDetail,
     decode_error,
     decode_map,
@@ -97,6 +98,33 @@ def test_a_worker_cannot_use_another_identity() -> None:
     router.say(mine, Drain(9, 0))
     assert errors(router)[0][1] == ErrorCode.PROTOCOL and router.fleet.get(mine) is None
     assert sink.ends == []
+
+
+def test_a_worker_is_asked_to_drain_and_goes_on_until_it_does() -> None:
+    router = Router()
+    router.pair()
+    worker = router.fleet.get(D)
+    assert worker is not None
+    router.bus.ask_to_drain(worker, DrainAsk.RESTART)
+    assert router.take(Tag.DRAIN) == [(D, Message(Drain(1, 0, DrainAsk.RESTART)))]
+    assert worker.is_ready
+    router.say(D, Drain(1, 5000))
+    assert worker.state is WorkerState.DRAINING
+    assert router.take(Tag.DRAIN) == [(D, Message(Drain(1, 0)))]
+
+
+def test_no_worker_asks_a_router_to_drain() -> None:
+    router = Router()
+    router.pair()
+    router.say(D, Drain(1, 0, DrainAsk.LEAVE))
+    assert errors(router)[0][1] == ErrorCode.PROTOCOL and router.fleet.get(D) is None
+
+
+def test_all_workers_hear_of_a_successor() -> None:
+    router = Router()
+    router.pair()
+    router.bus.announce_successor()
+    assert router.take(Tag.DRAIN) == [(peer, Message(Drain(0xABCD, 0))) for peer in (P, D)]
 
 
 def test_a_worker_that_drains_again_and_again_is_logged_once() -> None:
@@ -216,6 +244,9 @@ def test_heartbeats_feed_the_prefix_index(peer: bytes) -> None:
     assert router.bus.index.matches(hashes) == {peer: 2}
     router.beat(peer, load(64, evicted=tuple(hashes[1:])))
     assert router.bus.index.matches(hashes) == {peer: 1}
+    router.beat(peer, load(64, disk=TierLoad(evicted=tuple(hashes[:1]))))
+    assert router.bus.index.matches(hashes) == {}
+    router.beat(peer, load(64, stored=tuple(hashes)))
     router.bus.on_lost(peer)
     assert router.bus.index.matches(hashes) == {}
 

@@ -12,8 +12,18 @@ from pydantic import ValidationError
 
 from router.config import Config, split_endpoint
 from router.cores import num_engines
-from wire.process.settings import EX_CONFIG, SharedSettings, parse
+from router.local import command
+from tests.cluster import ROOT
+from wire.process.settings import (
+    EX_CONFIG,
+    SharedSettings,
+    choices_of_flags,
+    groups,
+    parse,
+    parse_with_origins,
+)
 from worker.config import Config as WorkerConfig
+from worker.processes import command as follower_command
 
 
 def test_pages_and_names_that_are_let_in() -> None:
@@ -44,7 +54,7 @@ def test_keys_open_a_port_and_only_their_own_kind(field: str, setting: str, tmp_
     endpoint = "tcp://10.1.2.3:1" if field == "bus" else "10.1.2.3:1"
     Config(**{field: endpoint, setting: tmp_path})  # type: ignore[arg-type]
     other = "keys" if setting == "api_keys" else "api_keys"
-    with pytest.raises(ValidationError, match="scripts/keys"):
+    with pytest.raises(ValidationError, match="baton keys"):
         Config(**{field: endpoint, other: tmp_path})  # type: ignore[arg-type]
 
 
@@ -297,3 +307,120 @@ def test_no_address_is_given_to_several_local_workers(local: str, flag: str, sha
 )
 def test_an_address_that_one_local_worker_takes_is_its_own(local: str, flag: str) -> None:
     assert Config(local=local, worker_args=flag).worker_args == flag  # type: ignore[arg-type]
+
+
+FILE = """
+model = "/m"                 # both programs have it
+num_blocks = 7               # only workers have it
+max_waiting = 5
+[router]
+http = "127.0.0.1:1"
+max_waiting = 6
+local = [1, 1]
+[worker]
+rank = 4
+prefix_cache = false
+"""
+
+
+def test_one_file_has_the_settings_of_both_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "baton.toml").write_text(FILE)
+    monkeypatch.setenv("BATON_CONFIG", str(path))
+    router, worker = (
+        parse(Config, [], beside="worker.config"),
+        parse(WorkerConfig, [], beside="router.config"),
+    )
+    assert (router.model, router.http, router.max_waiting) == ("/m", "127.0.0.1:1", 6)
+    assert router.local == (1, 1) and router.config == path
+    assert (worker.model, worker.num_blocks, worker.rank) == ("/m", 7, 4)
+    assert worker.prefix_cache is False
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_file_in_the_readme_is_one(tmp_path: Path) -> None:
+    shown = re.findall(r"```toml\n(.*?)```", (ROOT / "router/README.md").read_text(), re.DOTALL)
+    (path := tmp_path / "baton.toml").write_text(shown[0])
+    argv = [f"--config={path}"]
+    assert parse(Config, argv, beside="worker.config").local == (1, 1)
+    assert parse(WorkerConfig, argv, beside="router.config").host_kv_bytes == 8_000_000_000
+
+
+def test_a_flag_beats_a_variable_beats_a_credential_beats_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "baton.toml").write_text("max_waiting = 5\n")
+    argv = [f"--config={path}"]
+
+    def found(*more: str) -> tuple[int, str]:
+        config, origins = parse_with_origins(Config, [*argv, *more], beside="worker.config")
+        return config.max_waiting, origins["max_waiting"]
+
+    assert found() == (5, f"{path}:1")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    (tmp_path / "baton_max_waiting").write_text("6\n")
+    assert found() == (6, "credential baton_max_waiting")
+    monkeypatch.setenv("baton_max_waiting", "7")
+    assert found() == (7, "BATON_MAX_WAITING")
+    assert found("--max-waiting=8") == (8, "--max-waiting")
+    assert parse(Config, argv).max_waiting == 7
+    assert parse_with_origins(Config, [])[1]["max_waiting"] == "BATON_MAX_WAITING"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            "max_wating = 5\n",
+            "baton.toml:1: max_wating is not a setting; did you mean max_waiting?",
+        ),
+        ("\n[worker]\nhttp = ''\n", "baton.toml:3: http is not a setting of [worker]"),
+        ("[ruoter]\n", "[ruoter] is not a table of settings; did you mean router?"),
+        ("config = 'other'\n", "baton.toml:1: config is not a setting"),
+        ("\nmax_waiting = -1\n", "baton.toml:2) = '-1': must be an integer from 0"),
+        ("max_waiting = true\n", "baton.toml:1) = 'true': must be an integer from 0"),
+    ],
+)
+def test_a_bad_line_of_the_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, sentence: str
+) -> None:
+    (path := tmp_path / "baton.toml").write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        parse(Config, [f"--config={path}"], beside="worker.config")
+    assert caught.value.code == EX_CONFIG
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and sentence in err
+
+
+def test_local_workers_read_the_file_and_other_processes_of_one_do_not(tmp_path: Path) -> None:
+    (path := tmp_path / "baton.toml").write_text("[worker]\nnum_blocks = 7\nrank = 3\n")
+    config = parse(Config, [f"--config={path}", "--local=1,1"], beside="worker.config")
+    argv = command(config, "tcp://127.0.0.1:9", "decode", 0)[3:]
+    worker = parse(WorkerConfig, argv, beside="router.config")
+    assert (worker.num_blocks, worker.rank) == (7, 0)  # what --local says is said by flags
+    follower = follower_command(worker.model_copy(update={"tensor_parallel": 2}), 1, "file:///m")
+    assert not [flag for flag in follower if flag.startswith("--config")]
+
+
+def test_the_chat_key_is_no_misspelt_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    parse(Config, [], beside="worker.config", environ={"BATON_API_KEY": "x"})
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", [Config, WorkerConfig])
+def test_help_shows_every_setting_in_a_group(
+    kind: type[Config] | type[WorkerConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    grouped = groups(kind)
+    assert (
+        sorted(name for names in grouped.values() for name in names) == sorted(kind.model_fields)
+        and "" not in grouped
+    )
+    with pytest.raises(SystemExit):
+        parse(kind, ["--help"])
+    text = capsys.readouterr().out
+    places = [text.index(f"\n{title}:\n") for title in grouped]
+    assert places == sorted(places)
+    flags = choices_of_flags(kind)
+    assert flags["--device"] == ["auto", "cpu", "cuda"] and "--no-insecure" in flags

@@ -21,7 +21,7 @@ from router.core.cluster import ProcessState
 from router.local import LocalWorkers, command, cores_of_workers, environment
 from tests.router.children import is_gone, until
 from wire.process.cores import format_cores
-from wire.process.settings import ConfigError, parse
+from wire.process.settings import EX_LEFT, ConfigError, parse
 from worker.config import Config as WorkerConfig
 
 OBEDIENT = "import sys, time; print('up', flush=True); time.sleep(60)"
@@ -185,6 +185,19 @@ async def test_the_settings_cannot_work_if_all_are_given_up_and_nobody_else_is_h
     workers.check([NOBODY, SOMEBODY])
     with pytest.raises(ConfigError, match="--worker-args"):
         workers.check([NOBODY, NOBODY])
+    await workers.stop(1.0)
+
+
+async def test_a_worker_that_was_asked_to_leave_stays_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tries = tmp_path / "tries"
+    run_script(monkeypatch, f"open({str(tries)!r}, 'a').write('x'); raise SystemExit({EX_LEFT})")
+    workers, others = local_workers((0, 1)), asyncio.all_tasks()
+    workers.start()
+    await until(lambda: asyncio.all_tasks() == others)
+    assert tries.read_text() == "x"
+    workers.check([NOBODY])  # the settings were right: others may come
     await workers.stop(1.0)
 
 

@@ -24,7 +24,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def served(router: Router) -> Metrics:
-    metrics = Metrics(router.fleet, router.dispatcher)
+    metrics = Metrics(router.dispatcher)
     router.dispatcher.observers.append(metrics)
     return metrics
 

@@ -57,7 +57,7 @@ def test_several_processes_are_started_with_the_arguments_of_this_one(
 
     monkeypatch.setattr("router.start.configure", lambda level: None)
     monkeypatch.setattr("router.start.run", lambda begin: begin(None))
-    monkeypatch.setattr("router.start.serve", lambda *_: started.append((1, argv)))
+    monkeypatch.setattr("router.start.serve_alone", lambda *_: started.append((1, argv)))
     monkeypatch.setattr("router.start.serve_by_several", several)
     start(argv)
     assert started == [(num, argv)]

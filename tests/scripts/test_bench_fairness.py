@@ -14,6 +14,7 @@ from scripts.bench_fairness import COLOUR, FIRST, KINDS, Times, new_schema, rows
 from tests.cluster import ROOT
 
 
+@pytest.mark.full("it floods a cluster for a table")
 def test_a_victim_gets_its_answers_beside_a_flood(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     command = [

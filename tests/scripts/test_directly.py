@@ -53,9 +53,11 @@ def test_a_command_is_called_in_its_usage_as_it_was_typed(command: str) -> None:
     assert told.stdout.startswith(f"usage: scripts/{command} ")
 
 
-def test_setup_takes_no_argument_but_dev() -> None:
+def test_setup_takes_no_argument_but_dev_and_browser() -> None:
     told = subprocess.run([SCRIPTS / "setup", "--help"], capture_output=True, text=True)
-    assert told.returncode == 0 and "usage: scripts/setup [dev]" in told.stdout
+    assert told.returncode == 0 and "usage: scripts/setup [dev | browser]" in told.stdout
     for words in (["devel"], ["dev", "more"]):
         refused = subprocess.run([SCRIPTS / "setup", *words], capture_output=True, text=True)
-        assert refused.returncode == 2 and refused.stderr.startswith("usage: scripts/setup [dev]")
+        assert refused.returncode == 2 and refused.stderr.startswith(
+            "usage: scripts/setup [dev | browser]"
+        )

@@ -282,7 +282,7 @@ def _short_window(sound: Callable[..., Any]) -> Callable[..., Any]:
 def _double_token(sound: Callable[..., Any]) -> Callable[..., Any]:
     def on_tokens(self: Replies, peer: bytes, message: Message) -> None:
         sound(self, peer, message)
-        attempts = [self._requests.attempts.get(request_id) for request_id, _ in message.tokens]
+        attempts = [self.requests.attempts.get(request_id) for request_id, _ in message.tokens]
         if any(attempt is not None and attempt.state.num_attempts > 1 for attempt in attempts):
             sound(self, peer, message)  # again, after a failover
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from tests.cluster import Cluster
-from tests.scripts.key_script import keys as scripts_keys
+from tests.router.command.key_command import keys as scripts_keys
 from wire.process.keys import KeyPair, read_key_pair
 
 PARTIES = ("router", "prefill-0", "decode-0", "decode-1", "decode-2")

@@ -14,7 +14,7 @@ async def test_a_storm_of_cancels_leaves_nothing_and_disturbs_nobody(tmp_path: P
     with FaultyCluster(
         tmp_path, router_args=cancels.ROUTER_ARGS, worker_args=cancels.WORKER_ARGS
     ) as cluster:
-        storm = await cancels.storm(cluster, 600, seed=3, clients=24)
+        storm = await cancels.storm(cluster, 300, seed=3, clients=24)
         await asyncio.to_thread(cluster.until_idle)
     assert storm.bystanders
     assert problems(storm.bystanders) == []

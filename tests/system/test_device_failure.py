@@ -34,6 +34,6 @@ def test_requests_go_on_elsewhere_and_the_worker_comes_back(tmp_path: Path) -> N
             return [rank for rank in (0, 1) if len(cluster.local_pids("decode", rank)) == 2]
 
         [rank] = until(again, "the worker is started again", START_S)
-        until(lambda: cluster.find("decode", rank), f"decode-{rank} is back", START_S)
+        cluster.ready("decode", rank)
         cluster.until_idle()
     assert f'"status": {EXIT_DEVICE_FAILED}' in cluster.log()

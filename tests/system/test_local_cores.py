@@ -19,8 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cores are chose
 
 def computes(cluster: Cluster, role: str) -> dict[str, Any]:
     """The worker's row, which has to be true of its process."""
-    row = cluster.find(role, 0)
-    assert row is not None
+    row = cluster.ready(role, 0)
     [pid] = cluster.local_pids(role, 0)
     for thread in os.listdir(f"/proc/{pid}/task"):
         assert row["computes"]["cores"] == format_cores(os.sched_getaffinity(int(thread)))

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -132,15 +133,28 @@ def test_what_is_evicted_is_told_with_the_time(museum: Cluster) -> None:
         complete(museum, [1310 + number, *range(NUM_BLOCKS * 16 // 2)])
     cache = complete(museum, prompt)
     assert (cache["reason"], cache["worker"]) == ("evicted", "prefill-0")
+    assert cache["tier"] == "kv_cache"
     assert start - 1 < cache["at"] < time.time()
     assert (cache["reusable"], cache["longest_match"]) == (96, 100)
+
+
+def test_what_a_tier_evicts_is_told_with_its_name(tmp_path: Path) -> None:
+    worker_args = "--num-blocks 32 --block-size 16 --host-kv-bytes 65536"
+    args = ("--heartbeat-ms", "100", "--worker-args", worker_args)
+    with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
+        prompt = list(range(1000, 1100))
+        complete(cluster, prompt)
+        for number in range(4):
+            complete(cluster, [number, *range(24 * 16)])
+        cache = complete(cluster, prompt)
+    assert (cache["reason"], cache["worker"], cache["tier"]) == ("evicted", "prefill-0", "host")
+    assert cache["explanation"].endswith("from its host memory")
 
 
 def test_a_worker_that_was_restarted(museum: Cluster) -> None:
     prompt = list(range(1200, 1300))
     complete(museum, prompt)
-    old = museum.find("prefill", 0)
-    assert old is not None
+    old = museum.ready("prefill", 0)
     os.kill(museum.local_pids("prefill", 0)[-1], signal.SIGKILL)
     until(
         lambda: (now := museum.find("prefill", 0)) and now["epoch"] != old["epoch"],

@@ -164,8 +164,8 @@ async def two_requests(cluster: Locked) -> AsyncIterator[Callable[[], Awaitable[
     assert problems(records) == []
     await client.close()
     for role in ("prefill", "decode"):
-        row = cluster.find(role, 0)
-        assert row is not None and row["epoch"] == epochs(cluster)[role], "it was never replaced"
+        row = cluster.ready(role, 0)
+        assert row["epoch"] == epochs(cluster)[role], "it was never replaced"
     assert "NaN" not in metrics(cluster) and WORDS not in metrics(cluster)
 
 

@@ -65,7 +65,8 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
         assert response.json()["error"]["code"] == "model_failed"
         cluster.until_idle(START_S)
         for event in ("a sequence cannot be computed", "request failed", "worker refused"):
-            assert 1 <= len(cluster.events(event)) <= 5, event
+            # One now and then from each of four workers: more of them where the machine is slow.
+            assert 1 <= len(cluster.events(event)) <= 16, event
         assert len(cluster.events("local worker started")) == 4
         assert not cluster.events("child process ended")
     refusals = cluster.events("request failed")[:2]

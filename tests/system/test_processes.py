@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -36,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         tmp_path_factory.mktemp("processes"),
         local="2,2",
         executor="hash",
-        args=("--processes", "2", *SLOW),
+        args=("--processes", "2", "--keep-requests", "all", *SLOW),
     ) as cluster:
         yield cluster
 
@@ -107,6 +108,32 @@ async def test_both_serve_and_every_stream_is_exact(cluster: Cluster) -> None:
     assert after.one("baton_request_seconds_count") == ended
 
 
+async def test_the_page_of_one_process_shows_the_requests_of_both(cluster: Cluster) -> None:
+    async with (
+        asyncio.timeout(60),
+        one_each(cluster) as viewers,
+        one_each(cluster) as askers,
+        viewers[0].stream("GET", "/v1/cluster/events") as shown,
+    ):
+        lines = shown.aiter_lines()
+        assert await anext(lines) == "event: snapshot"
+        names = [f"page-{number}" for number in range(2)]
+        for name, client in zip(names, askers, strict=True):
+            body = {"prompt": [1, 2, 3], "max_tokens": 4}
+            headers = {"x-request-id": name}
+            (await client.post("/v1/completions", json=body, headers=headers)).raise_for_status()
+        ended: dict[str, set[str]] = {name: set() for name in names}
+        async for line in lines:
+            if not line.startswith("data: "):
+                continue
+            for row in json.loads(line.removeprefix("data: "))["requests"]:
+                if row.get("id") in ended and row.get("total_s") is not None:
+                    ended[row["id"]].add(row["key"].partition("-")[0])
+            if all(ended.values()):
+                break
+        assert [ended[name] for name in names] == [{str(pid)} for pid in pids(cluster).values()]
+
+
 def shares(cluster: Cluster) -> list[dict[str, Any]]:
     """How many connections each process has taken, as clients that hold theirs see it."""
     rows = {}
@@ -174,7 +201,7 @@ async def test_a_response_is_found_from_the_other_process(cluster: Cluster) -> N
 
 async def test_a_request_is_explained_by_the_other_process(cluster: Cluster) -> None:
     async with one_each(cluster) as (one, other):
-        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 2}
+        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
         made = (await patient(one.post, "/v1/completions", json=body)).json()
         path = f"/v1/requests/{made['id']}"
         here, there = [(await patient(each.get, path)).json() for each in (one, other)]
@@ -187,6 +214,8 @@ async def test_a_request_is_explained_by_the_other_process(cluster: Cluster) -> 
         assert here == there
         for client in (one, other):
             assert (await patient(client.get, f"{path}0")).status_code == 404
+            found = (await patient(client.post, f"{path}/verify")).json()
+            assert found["equal"] and found["choices"][0]["tokens"] == 2
 
 
 async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
@@ -258,15 +287,19 @@ def test_both_ask_for_keys_and_nothing_new_listens(tmp_path: Path) -> None:
         routers = [parent, *(psutil.Process(pid) for pid in pids(cluster).values())]
         argv = " ".join(word for each in routers for word in each.cmdline())
         assert not [secret for secret in cluster.secrets if secret in argv]
-        listening = Counter(
-            f"{each.laddr.ip}:{each.laddr.port}"
+        of_parent, *others = [
+            Counter(
+                f"{each.laddr.ip}:{each.laddr.port}"
+                for each in process.net_connections("inet")
+                if each.status == psutil.CONN_LISTEN
+            )
             for process in routers
-            for each in process.net_connections("inet")
-            if each.status == psutil.CONN_LISTEN
-        )
+        ]
+        listening = others[0] + others[1]
         faces = [cluster.http.removeprefix("http://"), cluster.endpoints["tcp"][len("tcp://") :]]
         buses = [bus.removeprefix("tcp://") for bus in cluster.bus.split(",")]
         assert listening == Counter([*faces, *faces, *buses])
+        assert of_parent == listening, "the parent keeps them for successors"
         assert not [each for process in routers for each in listens_locally(process)]
 
 

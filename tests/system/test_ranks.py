@@ -22,8 +22,7 @@ def serve(cluster: Cluster) -> None:
 
 
 def epoch(cluster: Cluster) -> int:
-    row = until(lambda: cluster.find("decode", 0), "decode-0 ready", START_S)
-    return int(row["epoch"])
+    return int(cluster.ready("decode", 0)["epoch"])
 
 
 def until_logged(cluster: Cluster, words: str) -> None:

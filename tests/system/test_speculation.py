@@ -18,7 +18,7 @@ def answers(cluster: Cluster) -> list[list[int]]:
     """Several greedy texts and one drawn one, all at once."""
     draw = random.Random(1)
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in (1, 17, 90)]
-    fields = {"max_tokens": 40, "ignore_eos": True}
+    fields = {"max_tokens": 24, "ignore_eos": True}
     choices = cluster.choices(prompts, temperature=0, **fields)
     choices += cluster.choices(prompts, temperature=0.8, seed=7, **fields)
     return [choice["token_ids"] for choice in choices]

@@ -31,6 +31,14 @@ headers = {"content-type": "application/json", "authorization": f"Bearer {sys.ar
 request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, headers)
 print(json.load(urllib.request.urlopen(request, timeout=20))["usage"]["completion_tokens"])
 """
+CLUSTER = """
+import json, sys, urllib.request
+headers = {"authorization": f"Bearer {sys.argv[1]}"}
+request = urllib.request.Request("http://127.0.0.1:8000/v1/cluster", None, headers)
+router = json.load(urllib.request.urlopen(request, timeout=20))["router"]
+print(router.get("processes", [{"pid": 0}])[0]["pid"])
+"""
+BATON = "import sys; from router.command.main import main; sys.exit(main())"
 
 
 class Machine:
@@ -129,10 +137,11 @@ def key(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     for name in ("router", "prefill", "decode"):
         with machine.path(f"etc/baton/{name}.env").open("a") as settings:
             settings.write("PYTHONPATH=/opt/source\nBATON_EXECUTOR=hash\n")
-    keys, scripts = tmp_path_factory.mktemp("keys"), str(ROOT / "scripts/keys.py")
-    run = [sys.executable, scripts]
+    keys = tmp_path_factory.mktemp("keys")
+    run = [sys.executable, "-m", "router.command", "keys"]
     subprocess.run([*run, keys, "router", "prefill-0", "decode-0"], check=True, capture_output=True)
-    subprocess.run([*run, "--api-key", keys / "api_keys"], check=True, capture_output=True)
+    for name in ("api_keys", "admin_keys"):
+        subprocess.run([*run, "--api-key", keys / name], check=True, capture_output=True)
     for file in keys.iterdir():
         shutil.copy(file, machine.path(f"etc/credstore/baton.{file.name}"))
     yield (keys / "api_keys").read_text().splitlines()[-1]
@@ -164,6 +173,38 @@ def test_the_target_serves_brings_back_who_is_killed_and_stops(machine: Machine,
     assert machine.run(PYTHON, "-c", ASK, key) == "4"
 
     machine.run("systemctl", "stop", "baton.target")
+    until(lambda: machine.states() == ["inactive"] * 3, "all three have stopped", 60)
+    assert [machine.show(service, "Result") for service in SERVICES] == ["success"] * 3
+
+
+def test_everything_is_restarted_by_one_command(machine: Machine, key: str) -> None:
+    """The unit's main process stays; `systemctl reload` replaces the router below it alone."""
+    machine.run("systemctl", "start", *SERVICES)
+    until(lambda: machine.states() == ["active"] * 3, "all three are ready", 60)
+    before = [machine.show(service, "MainPID") for service in SERVICES]
+    admin = machine.path("etc/credstore/baton.admin_keys").read_text().splitlines()[-1]
+    environ = ("env", "PYTHONPATH=/opt/source", f"BATON_API_KEY={admin}")
+
+    def router_pid() -> str:
+        return machine.run(PYTHON, "-c", CLUSTER, key)
+
+    done = machine.run(*environ, PYTHON, "-c", BATON, "restart")
+    assert done.splitlines()[-1].startswith("router: the new one serves after"), done
+    after = [machine.show(service, "MainPID") for service in SERVICES]
+    assert after[0] == before[0] and not set(after[1:]) & set(before[1:])
+    assert machine.states() == ["active"] * 3
+    assert machine.run(PYTHON, "-c", ASK, key) == "4"
+
+    successor = router_pid()
+    assert successor not in ("", before[0])
+    machine.run("systemctl", "reload", "baton-router")
+    until(lambda: router_pid() != successor, "the next successor serves", 60)
+    assert machine.show("baton-router", "MainPID") == before[0]
+    assert machine.run(PYTHON, "-c", ASK, key) == "4"
+
+    machine.run(*environ, PYTHON, "-c", BATON, "drain", "decode-0")
+    until(lambda: machine.states()[2] == "inactive", "the worker has left for good", 60)
+    machine.run("systemctl", "stop", *SERVICES)
     until(lambda: machine.states() == ["inactive"] * 3, "all three have stopped", 60)
     assert [machine.show(service, "Result") for service in SERVICES] == ["success"] * 3
 

@@ -123,7 +123,8 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
     for host in ("prefill", "decode"):
         copy(etc["router"], etc[host], f"{host}-0.key", "authorized_keys")
         (etc["router"] / "keys" / f"{host}-0.key").unlink()
-    start("router", the("-m router"), etc["router"])
+    # A decode worker that joins first would read the prompt itself, and no KV would be sent.
+    start("router", the("-m router") + " --local-prefill off", etc["router"])
     start("prefill", the("--role prefill"), etc["prefill"])
     # No KV comes with its offer, so that a short prompt takes the way of a long one.
     start("decode", the("--role decode") + " --kv-unasked-bytes 0", etc["decode"])

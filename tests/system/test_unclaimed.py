@@ -50,9 +50,7 @@ async def answer(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[i
 def blocks_at_rest(cluster: Cluster) -> dict[str, int]:
     """The decode worker's blocks when nothing is under way; every one is somewhere."""
     cluster.until_idle()
-    worker = cluster.find("decode", 0)
-    assert worker is not None
-    blocks: dict[str, int] = worker["blocks"]
+    blocks: dict[str, int] = cluster.ready("decode", 0)["blocks"]
     assert blocks["free"] + blocks["cached"] + blocks["used"] == blocks["total"] == NUM_BLOCKS
     return blocks
 

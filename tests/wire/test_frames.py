@@ -65,7 +65,8 @@ def test_no_bytes_raise_anything_but_a_remote_protocol_error(tag: int, header: b
         (43, pack("<QII", 1, 0, 9), "reserved field is 9"),
         (44, pack("<QII", 1, 0, 9), "reserved field is 9"),
         (45, pack("<QII", 1, 0, 9), "reserved field is 9"),
-        (46, pack("<QII", 1, 0, 9), "reserved field is 9"),
+        (44, pack("<QII", 1, 0, 9), "reserved field is 9"),
+        (46, pack("<QII", 1, 0, 9), "ask 9 is not one of 0 to 2"),
     ],
 )
 def test_a_malformed_header_is_the_peers_fault(tag: int, header: bytes, reason: str) -> None:

@@ -249,7 +249,7 @@ def test_invalid_kv_endpoints_are_refused(endpoint: str) -> None:
     [
         (KVLayout, {"groups": [GROUP | {"num_layers": 0}]}, "num_layers"),
         (Load, {"total": 0, "used": 0, "cached": 0, "free": 0, "stored": [-1]}, "stored"),
-        (PeerDetail, {"rank": 2**32}, "rank"),
+        (PeerDetail, {"rank": 2**32 - 2}, "rank"),
         (Usage, {"finish_reason": "stop\n"}, "finish_reason"),
         (Usage, {"finish_reason": "stop", "kv_seconds": nan}, "kv_seconds"),
         (Usage, {"finish_reason": "stop", "kv_seconds": inf}, "kv_seconds"),
@@ -265,6 +265,9 @@ def test_invalid_kv_endpoints_are_refused(endpoint: str) -> None:
         (Load, LOAD | {"stored": [7] * 1025}, "stored"),
         (Load, LOAD | {"evicted": [7] * 1025}, "evicted"),
         (Load, LOAD | {"preemptions": 2**53}, "preemptions"),
+        (Load, LOAD | {"host": {"blocks": -1}}, "host.blocks"),
+        (Load, LOAD | {"disk": {"bytes": 2**53}}, "disk.bytes"),
+        (Load, LOAD | {"disk": {"path": "/kv"}}, "disk"),
         (KVLayout, {"groups": [GROUP | {"dtype": "uint8\n"}]}, "dtype"),
         (HelloDetail, HELLO | {"num_blocks": 2**31}, "num_blocks"),
         (HelloDetail, HELLO | {"max_model_len": 0}, "max_model_len"),

@@ -29,6 +29,7 @@ from wire.parts import MAX_HEADERS, decode, message_of
 from wire.payloads import CREDIT
 from wire.session import ENDED, SESSION, Direction, SessionState
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES, StreamDecoder
+from wire.timeline import ENTRY, MAX_ENTRIES, Kind
 from wire.transfer.segment import (
     DESCRIPTOR,
     MAX_READ_BYTES,
@@ -97,6 +98,7 @@ STRUCT_OF: dict[str, type[msgspec.Struct]] = {
     "5.1": payloads.HelloDetail,
     "5.2": payloads.WelcomeDetail,
     "5.3": payloads.Load,
+    "5.3:1": payloads.TierLoad,
     "5.4": payloads.PeerDetail,
     "5.6": payloads.ErrorDetail,
     "6.1": layout.KVLayout,
@@ -129,6 +131,8 @@ def test_request_id_0_is_refused_wherever_it_names_a_request(tag: Tag) -> None:
 def test_the_other_fixed_layouts_are_right_too() -> None:
     credit = tables(sections()["4.4"], OFFSETS)[1]
     assert fields_of(credit) == layout_of(CREDIT, payloads.Credit._fields)
+    entry = tables(sections()["4.10"], OFFSETS)[0]
+    assert fields_of(entry) == layout_of(ENTRY, ("kind", "start", "duration", "amount"))
     descriptor = tables(sections()["6.3"], OFFSETS)[0]
     names = SegmentDescriptor._fields
     assert fields_of(descriptor) == layout_of(DESCRIPTOR, (*names[:3], "in_memory", *names[3:-1]))
@@ -217,6 +221,18 @@ def test_every_tcp_example_decodes_and_is_a_vector() -> None:
         assert octets.hex() in [vector.get("tcp") for vector in VECTORS]
 
 
+def test_the_kinds_of_a_timeline_are_in_its_table() -> None:
+    names = {
+        int(number): row[0]
+        for row in tables(sections()["4.10"], ["kind", "duration"])[0]
+        for number in re.findall(r"\d+", row[0])
+    }
+    assert names.keys() == {int(kind) for kind in Kind}
+    assert all(
+        kind.name.lower() in names[kind] for kind in Kind if not kind.name.startswith("STEP")
+    )
+
+
 def test_the_limits_are_the_constants() -> None:
     limits = {row[0]: row[1] for row in tables(sections()["9"], ["what", "limit"])[0]}
     large, small = DEFAULT_MAX_FRAME_BYTES >> 20, MAX_SMALL_FRAME_BYTES >> 20
@@ -235,6 +251,7 @@ def test_the_limits_are_the_constants() -> None:
         "segment": f"{MAX_SEGMENT_BYTES >> 20} MiB",
         "segment in memory": f"{MAX_READ_BYTES >> 20} MiB",
         "segments of a transfer": str(MAX_SEGMENTS),
+        "entries of a timeline": str(MAX_ENTRIES),
         "KV with an offer": (
             f"kv_unasked_bytes of the decode worker, {MAX_UNASKED_SEGMENTS} segments"
         ),

@@ -25,6 +25,7 @@ from wire.frames import (
     DecodeRequest,
     DecodeToken,
     Drain,
+    DrainAsk,
     Error,
     Frame,
     Hello,
@@ -38,6 +39,7 @@ from wire.payloads import Credit, Offer, decode_map
 from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
 from wire.stream import StreamDecoder
+from wire.timeline import unpack_timeline
 from wire.transfer.segment import (
     split_segment,
     unpack_places,
@@ -85,7 +87,10 @@ def decode_payload(kind: str, body: Buffer, seq_len: int) -> Any:
         if result.prompt_logprobs is not None:
             rows = unpack_prompt_logprobs(result.prompt_logprobs)
             content["prompt_logprobs"] = msgspec.to_builtins(rows)
-        return content
+        return content | entries_of(result.timeline)
+    if kind == "Usage":
+        usage = payloads.decode_usage(body)
+        return msgspec.to_builtins(usage) | entries_of(usage.timeline)
     if kind == "Offer":
         offer = decode_map(Offer, body)
         ids = unpack(f"<{offer.num_tokens}I", offer.token_ids)
@@ -107,6 +112,12 @@ def decode_payload(kind: str, body: Buffer, seq_len: int) -> Any:
     return msgspec.to_builtins(decode_map(map_type(kind), body))
 
 
+def entries_of(timeline: bytes | None) -> dict[str, Any]:
+    if timeline is None:
+        return {}
+    return {"timeline": [list(entry) for entry in unpack_timeline(timeline)]}
+
+
 def test_the_file_is_what_the_code_gives() -> None:
     script = PATH.parent.parent / "scripts" / "vectors.py"
     assert runpy.run_path(str(script))["render"]() == PATH.read_text(), (
@@ -120,6 +131,8 @@ def test_constants_and_defaults_are_those_of_the_vectors() -> None:
     assert headers["prefill_request_no_rank"]["decode_rank"] == NO_RANK
     assert headers["decode_request_as_many_as_fit"]["max_new_tokens"] == AS_MANY_AS_FIT
     request_id, epoch = headers["cancel"]["request_id"], headers["hello"]["epoch"]
+    router_epoch = request_id >> 32
+    assert headers["welcome"]["epoch"] == router_epoch
     for name, frame in (
         ("hello", Hello(epoch, 3, Role.DECODE)),
         ("hello_any", Hello(epoch, 3, Role.ANY)),
@@ -129,7 +142,9 @@ def test_constants_and_defaults_are_those_of_the_vectors() -> None:
         ("cancel", Cancel(request_id, ErrorCode.CANCELLED)),
         ("error_bare", Error(request_id, ErrorCode.INTERNAL)),
         ("drain", Drain(epoch, 30_000)),
-        ("peers", Peers(epoch, 1)),
+        ("drain_asked", Drain(epoch, 0, DrainAsk.RESTART)),
+        ("drain_router_leaves", Drain(router_epoch, 0)),
+        ("peers", Peers(router_epoch, 1)),
     ):
         assert asdict(frame) == headers[name]
     (credit,) = [vector for vector in VECTORS["frames"] if vector["name"] == "kv_cache_ack"]

@@ -87,7 +87,7 @@ class LateDrawn:
         self.number = 0
         self._device = device
 
-    def tokens(self) -> list[SampledToken]:
+    def __call__(self) -> list[SampledToken]:
         self._device.wait(self.number)
         token_ids, self.token_ids = self.token_ids, []
         return [SampledToken(token_id) for token_id in token_ids]

@@ -7,6 +7,7 @@ test sends the other side's frames and awaits the workers'.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -65,7 +66,12 @@ START_S = 120.0
 class ScriptedRouter:
     """One router: says WELCOME and PEERS by itself, everything else is up to the test."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str = "tcp://127.0.0.1:0",
+        keys: Keys | None = None,
+        listener: int | None = None,
+    ) -> None:
         self.peers: dict[Role, bytes] = {}
         self.hellos: list[Hello] = []
         self.details: dict[Role, HelloDetail] = {}
@@ -81,10 +87,16 @@ class ScriptedRouter:
         self._messages: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
         self._heard = asyncio.Condition()
         self._hub = Hub(self._on_message, on_lost=self._on_lost, keys=keys)
-        self.endpoint = self._hub.bind(endpoint)
+        self.endpoint = self._hub.bind(endpoint, listener)
 
     async def close(self) -> None:
         await self._hub.close(0)
+
+    def hand_over(self) -> int:
+        """Leave new connections to a successor; return the descriptor that it listens on."""
+        listener = os.dup(self._hub.listener)
+        self._hub.stop_accepting()
+        return listener
 
     def send(self, to: Role, frame: Frame, *payload: Buffer) -> None:
         self.send_raw(to, encode(frame, *payload))
@@ -225,8 +237,10 @@ class Process:
 
 
 @asynccontextmanager
-async def scripted_router(keys: Keys | None = None) -> AsyncIterator[ScriptedRouter]:
-    router = ScriptedRouter(keys=keys)
+async def scripted_router(
+    keys: Keys | None = None, listener: int | None = None
+) -> AsyncIterator[ScriptedRouter]:
+    router = ScriptedRouter(keys=keys, listener=listener)
     try:
         yield router
     finally:

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 
 from tests.wire.process.key_files import write
 from tests.worker.scripted import (
+    EPOCH,
     PATIENCE_S,
     GatedExecutor,
     GatedSteps,
@@ -31,12 +32,12 @@ from tests.worker.scripted import (
     scripted_router,
 )
 from wire.errors import ErrorCode
-from wire.frames import Cancel, Error, Role, Tag
+from wire.frames import Cancel, Drain, DrainAsk, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import decode_prefill_result
 from wire.process.cores import own_cores, parse_cores
 from wire.process.keys import Keys
-from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, MAX_COUNT
+from wire.process.settings import EX_CONFIG, EX_LEFT, EX_RESTART, EX_TEMPFAIL, MAX_COUNT
 from worker.app import EXIT_CRASHED
 from worker.compute.device_errors import EXIT_DEVICE_FAILED
 
@@ -164,6 +165,81 @@ async def test_a_drain_waits_for_the_echo() -> None:
         assert not process.task.done()
         router.send(Role.PREFILL, router.drains[0])
         assert await ended(process) == 0
+
+
+@pytest.mark.parametrize(
+    ("ask", "status"), [(DrainAsk.LEAVE, EX_LEFT), (DrainAsk.RESTART, EX_RESTART)]
+)
+async def test_a_worker_drains_when_a_router_asks_it_to(ask: DrainAsk, status: int) -> None:
+    async with scripted_router() as one, scripted_router() as two:
+        process = Process(one, "prefill", router=(one.endpoint, two.endpoint))
+        await one.until_joined(Role.PREFILL)
+        await two.until_joined(Role.PREFILL)
+        one.send(Role.PREFILL, Drain(one.hellos[0].epoch, 0, ask))
+        assert await ended(process) == status
+        assert one.drains == two.drains == [Drain(one.hellos[0].epoch, 30_000)]
+
+
+async def test_a_worker_serves_a_leaving_router_and_its_successor() -> None:
+    """The successor takes the endpoint over; requests of the old router end where they began."""
+    async with scripted_router() as old:
+        settings = {"step_delay_s": 0.01, "num_blocks": 2000}
+        async with running(old, "prefill"), running(old, "decode", **settings) as decode:
+            await old.until_joined(Role.PREFILL, Role.DECODE)
+            token = await first_token(old, 1)
+            old.decode(1, [*PROMPT, token], 40, OPTIONS)
+            await old.tokens(1)
+            async with scripted_router(listener=old.hand_over()) as successor:
+                assert successor.endpoint == old.endpoint
+                successor.epoch = EPOCH + 1
+                for role in (Role.PREFILL, Role.DECODE):
+                    old.send(role, Drain(EPOCH, 0))
+                    old.send(role, Drain(EPOCH, 0))  # said twice, it is one link
+                await successor.until_joined(Role.PREFILL, Role.DECODE)
+                assert len(successor.hellos) == 2
+                assert len(decode.worker.routers) == 2
+                await old.tokens(39)
+                token = await first_token(successor, 2)
+                await old.close()
+                await successor.until_free(Role.PREFILL)
+                successor.decode(2, [*PROMPT, token], 5, OPTIONS)
+                await successor.tokens(5)
+                await successor.until_free(Role.DECODE)
+                assert len(decode.worker.routers) == 1
+
+
+async def test_a_worker_meets_the_next_successor_at_once_after_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its second link has reached the old router, which does not read it."""
+    monkeypatch.setattr("worker.link.REOPEN_S", (600.0,))
+    monkeypatch.setattr("worker.link.HELLO_AGAIN_S", 0.1)
+    async with scripted_router() as old, running(old, "prefill") as process:
+        with capture_logs() as logs:
+            old.send(Role.PREFILL, Drain(EPOCH, 0))
+            await old.until(
+                lambda: "no WELCOME from the router yet" in [it["event"] for it in logs]
+            )
+        async with scripted_router(listener=old.hand_over()) as successor:
+            successor.epoch = EPOCH + 1
+            old.send(Role.PREFILL, Drain(EPOCH, 0))
+            await successor.until_joined(Role.PREFILL)
+            assert len(old.hellos) == 1 and len(process.worker.routers) == 2
+
+
+async def test_a_draining_worker_does_not_meet_a_successor() -> None:
+    async with scripted_router() as old:
+        old.answers_drains = False
+        process = Process(old, "prefill")
+        await old.until_joined(Role.PREFILL)
+        process.stop.set()
+        await old.until(lambda: len(old.drains) == 1)
+        async with scripted_router(listener=old.hand_over()) as successor:
+            old.send(Role.PREFILL, Drain(EPOCH, 0))
+            await old.load(Role.PREFILL)  # it beats on
+            await old.close()  # which ends the drain
+            assert await ended(process) == 0
+            assert successor.hellos == []
 
 
 async def test_requests_that_a_drain_cuts_off_are_logged() -> None:

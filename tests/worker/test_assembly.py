@@ -114,5 +114,5 @@ def test_blocks_of_a_plug_in_that_was_changed_are_not_used(
 
 
 def test_host_memory_for_tiers_has_to_be_free() -> None:
-    with pytest.raises(ValueError, match=f"--host-kv-bytes is {1 << 50}, .* are free; lower it"):
+    with pytest.raises(ValueError, match=f"--host-kv-bytes is {1 << 50}; .* are free; lower it"):
         make_engine(Config(num_blocks=4, host_kv_bytes=1 << 50), create())

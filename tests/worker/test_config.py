@@ -130,13 +130,13 @@ def test_keys_open_the_kv_port_and_so_do_credentials(
     (tmp_path / "decode-3.key").touch()
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     Config(kv_bind="tcp://10.0.0.5:5600", rank=3)
-    with pytest.raises(ValidationError, match="scripts/keys"):
+    with pytest.raises(ValidationError, match="baton keys"):
         Config(kv_bind="tcp://10.0.0.5:5600", rank=4)
 
 
 def test_open_metrics_need_api_keys_or_insecure(tmp_path: Path) -> None:
     assert Config(metrics="127.0.0.1:0").metrics and Config(metrics="[::1]:9100").metrics
-    with pytest.raises(ValidationError, match="scripts/keys --api-key"):
+    with pytest.raises(ValidationError, match="baton keys --api-key"):
         Config(metrics="0.0.0.0:9100")
     assert Config(metrics="0.0.0.0:9100", insecure=True).metrics
     assert Config(metrics="0.0.0.0:9100", api_keys=tmp_path / "keys").metrics

@@ -179,12 +179,15 @@ async def test_each_connection_gets_more_time_to_be_heard() -> None:
         assert await alone.state() is LinkState.READY
         router.is_welcoming = False
         await alone.link.tick(MIN_SILENCE_S + 0.1)
-        for count, limit_s in enumerate([*REOPEN_S, REOPEN_S[-1]], start=2):
-            await alone.until(lambda: alone.links[-1].is_up)
-            await alone.link.tick(limit_s)
-            assert len(alone.links) == count
-            await alone.link.tick(0.1)
-            assert len(alone.links) == count + 1
+        with capture_logs() as logs:
+            for count, limit_s in enumerate([*REOPEN_S, REOPEN_S[-1]], start=2):
+                await alone.until(lambda: alone.links[-1].is_up)
+                await alone.link.tick(limit_s)
+                assert len(alone.links) == count
+                await alone.link.tick(0.1)
+                assert len(alone.links) == count + 1
+        events = [it["event"] for it in logs if it["log_level"] == "warning"]
+        assert len(events) == len(set(events)) == 2, "each is said once"
         await alone.until(lambda: alone.links[-1].is_up)
         router.is_welcoming = True
         await alone.link.tick(HELLO_AGAIN_S)

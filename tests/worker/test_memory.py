@@ -1,9 +1,7 @@
 """Weights, activations and blocks fit together, or a sentence says what to change."""
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,9 @@ from worker.config import Config
 from worker.executor.contract import MemoryRequirements, blocks_of_window
 from worker.memory import (
     GPU_OVERHEAD_BYTES,
-    HOST_KV_CACHE_BYTES,
+    MAX_DEFAULT_BLOCKS,
+    MAX_HOST_BYTES,
+    MIN_HOST_BYTES,
     check_host_bytes,
     count_blocks,
     default_kv_cache_bytes,
@@ -70,25 +70,6 @@ def test_states_take_as_much_as_blocks() -> None:
         count_blocks(model, Config(num_blocks=100, max_ubatch_tokens=1), 6399)
 
 
-def test_this_machine_has_memory_left() -> None:
-    free = free_bytes("cpu")
-    assert free is None or 0 < free < 1 << 50
-    assert not sys.platform.startswith("linux") or free is not None
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("max", 2048), ("1500", 1500 - (900 - 300)), ("500", 0)]
-)
-def test_a_container_may_allow_less_than_the_machine_has(
-    tmp_path: Path, limit: str, expected: int
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:   2 kB\nHugePages_Free: 0\n")
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("900\n")
-    (tmp_path / "memory.stat").write_text("anon 600\nactive_file 100\ninactive_file 200\n")
-    assert free_bytes("cpu", tmp_path / "meminfo", tmp_path) == expected
-
-
 class Card:
     """A GPU, as torch tells of it, with the memory that workers on it have taken."""
 
@@ -105,7 +86,7 @@ class Card:
         self._patch("memory_reserved", lambda: weights)
         self._patch("mem_get_info", lambda: (self.total - self.taken, self.total))
         sizes = {"device": device, "memory_share": share, "tensor_parallel": num_devices}
-        kv_bytes = default_kv_cache_bytes(MODEL, CONFIG.model_copy(update=sizes))
+        kv_bytes = default_kv_cache_bytes(MODEL, CONFIG.model_copy(update=sizes), None)
         self.taken += 200 + kv_bytes
         return kv_bytes
 
@@ -145,14 +126,38 @@ def test_several_gpus_have_as_much_each_and_one_step(monkeypatch: pytest.MonkeyP
     assert free_bytes("auto", num_devices=3) == 3 * (card.total - card.taken)
 
 
-def test_a_host_s_memory_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+HOST = MemoryRequirements(0, 10, kv_bytes_per_token=1 << 12)
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        (None, MIN_HOST_BYTES),
+        (1 << 30, MIN_HOST_BYTES),
+        (24 << 30, 3 << 30),
+        (1 << 40, MAX_HOST_BYTES),
+    ],
+)
+def test_default_on_a_host_is_an_eighth_of_the_free_memory(free: int | None, expected: int) -> None:
+    assert default_kv_cache_bytes(HOST, CONFIG, free) == expected
+    assert count_blocks(HOST, CONFIG, free) == expected >> 16
+
+
+def test_default_on_a_host_has_no_more_blocks_than_routers_track() -> None:
+    toy = replace(HOST, kv_bytes_per_token=1 << 8)
+    assert count_blocks(toy, CONFIG, 1 << 40) == MAX_DEFAULT_BLOCKS
+    assert count_blocks(toy, CONFIG.model_copy(update={"kv_cache_bytes": 2 << 30}), None) == 1 << 19
+
+
+def test_default_that_does_not_fit_the_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="only 200000000 are free; lower --kv-cache-bytes"):
+        count_blocks(HOST, CONFIG, 200_000_000)
+
+
+def test_gpu_without_a_model_counts_as_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, 80 << 30)
-    assert card.kv_cache_bytes(0.9, 0) == HOST_KV_CACHE_BYTES, "no model lies on the GPU"
-    assert card.kv_cache_bytes(0.9, 16 << 30, "cpu") == HOST_KV_CACHE_BYTES
-
-
-def test_where_nobody_says_it_is_unknown(tmp_path: Path) -> None:
-    assert free_bytes("cpu", tmp_path / "meminfo", tmp_path) is None
+    assert card.kv_cache_bytes(0.9, 0) == MIN_HOST_BYTES
+    assert card.kv_cache_bytes(0.9, 16 << 30, "cpu") == MIN_HOST_BYTES
 
 
 Needs = tuple[MemoryRequirements, MemoryRequirements]
@@ -208,6 +213,6 @@ def test_host_memory_beside_the_cache_has_to_be_free(free: int | None, fits: boo
     if fits:
         check_host_bytes(MODEL, config, 10, free)
     else:
-        with pytest.raises(ValueError, match="take 1280 bytes of host memory, where 1279 are free"):
+        with pytest.raises(ValueError, match="1280 bytes are needed and 1279 are free"):
             check_host_bytes(MODEL, config, 10, free)
     check_host_bytes(MODEL, CONFIG.model_copy(update={"device": "cpu"}), 10, 10**6)

@@ -65,7 +65,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("demo", "bfloat16"), ("demo", "float32"), ("trained", "bfloat16")]
+    ("name", "dtype"),
+    [
+        ("demo", "bfloat16"),
+        ("demo", "float32"),
+        pytest.param("trained", "bfloat16", marks=pytest.mark.full("it trains a model")),
+    ],
 )
 def test_a_held_out_text_is_as_likely(
     name: str, dtype: str, request: pytest.FixtureRequest

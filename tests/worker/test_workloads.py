@@ -12,7 +12,7 @@ import pytest
 
 from tests.worker.workload import LAYOUTS, Fortune, Workload
 
-NUM_WORKLOADS = int(os.environ.get("BATON_WORKLOADS", "160"))
+NUM_WORKLOADS = int(os.environ.get("BATON_WORKLOADS", "80"))
 GROUPS = 4
 
 

@@ -41,6 +41,9 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 class Listener(Protocol):
     """A listening server: `Servers` or `Acceptor`."""
 
+    def stop_accepting(self) -> None:
+        """Close the listening sockets; handshakes in progress go on."""
+
     def close(self) -> None:
         """Stop accepting clients and cancel the handshakes in progress."""
 
@@ -131,9 +134,11 @@ class Servers:
     def __init__(self, servers: Sequence[asyncio.Server]) -> None:
         self._servers = servers
 
-    def close(self) -> None:
+    def stop_accepting(self) -> None:
         for server in self._servers:
             server.close()
+
+    close = stop_accepting
 
     async def wait_closed(self) -> None:
         for server in self._servers:
@@ -159,6 +164,9 @@ class Acceptor:
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
         self._accepting = asyncio.create_task(self._accept())
 
+    def stop_accepting(self) -> None:
+        self._accepting.cancel()
+
     def close(self) -> None:
         for task in (self._accepting, *self._handshakes):
             task.cancel()
@@ -167,11 +175,14 @@ class Acceptor:
         await asyncio.wait((self._accepting, *self._handshakes))
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
         with self._socket:
             while True:
+                # Not `sock_accept`, which may lose a client when `stop_accepting` cancels it.
+                await _until_readable(self._socket)
                 try:
-                    client, _ = await loop.sock_accept(self._socket)
+                    client, _ = self._socket.accept()
+                except BlockingIOError:  # another process that shares the socket took the client
+                    continue
                 except OSError as error:
                     _LOG.warning("cannot accept a connection", error=str(error))
                     await asyncio.sleep(self._pause_s)
@@ -180,6 +191,7 @@ class Acceptor:
                     # A well-behaved client completes its handshake within milliseconds.
                     oldest = next(task for task in self._handshakes if not task.cancelling())
                     oldest.cancel()
+                client.setblocking(False)
                 self._start(client)
                 await asyncio.sleep(0)  # let other tasks run between two clients
 
@@ -192,6 +204,15 @@ class Acceptor:
         client = self._handshakes.pop(task)
         if task.cancelled():  # maybe before it started, so that it did not close the client
             client.close()
+
+
+async def _until_readable(sock: socket.socket) -> None:
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock)
 
 
 async def _shake_tls_hands(

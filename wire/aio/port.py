@@ -32,7 +32,9 @@ REFUSED: Final = (
 )
 # A connection ended, or could not be established.
 ENDED: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED | REFUSED
+_EVENTS: Final = (
+    zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED | REFUSED
+)
 Options = Mapping[str, int | bytes]
 
 
@@ -45,6 +47,11 @@ def new_key_pair() -> KeyPair:
     """Generate a CURVE key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
+
+
+def public_key(secret: str) -> str:
+    """Return the public key of a secret CURVE key; both in Z85."""
+    return zmq.curve_public(secret.encode()).decode()
 
 
 def server_options(pair: KeyPair) -> Options:
@@ -139,6 +146,13 @@ class Port:
                     self.context.term()
             raise OSError(error.errno, f"cannot {verb} {endpoint}: {error.strerror}") from error
         return bytes(self.socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def adopt(self, listener: int, endpoint: str) -> str:
+        """Bind to a listening socket, whose descriptor this takes; return its endpoint."""
+        self.socket.setsockopt(zmq.USE_FD, listener)
+        bound = self.attach("bind", endpoint)
+        self.socket.setsockopt(zmq.USE_FD, -1)
+        return bound
 
     def connect_again(self, endpoint: str) -> None:
         """Reconnect to an endpoint after its connection has ended."""

@@ -8,6 +8,7 @@ disconnected.  EOF from a client ends its connection: half-closed connections ar
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -314,11 +315,13 @@ class Server:
     """A listening server; `port` is the port it is bound to."""
 
     def __init__(
-        self, listener: Listener, address: tuple[str, int], connections: set[Connection]
+        self, listener: Listener, sock: socket.socket, connections: set[Connection]
     ) -> None:
         self._listener = listener
         self._connections = connections
-        self.host, self.port = address
+        self.host, self.port = sock.getsockname()[:2]
+        # The descriptor of the listening socket, to inherit by another process.
+        self.listener = sock.fileno()
 
     @property
     def num_connections(self) -> int:
@@ -328,6 +331,10 @@ class Server:
     def is_answering(self) -> bool:
         """Whether any client has pending bytes."""
         return any(connection.buffered_bytes for connection in self._connections)
+
+    def stop_accepting(self) -> None:
+        """Leave new connections to a process that has inherited the listening socket."""
+        self._listener.stop_accepting()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop accepting, close all connections, and abort those still open after `grace_s`."""
@@ -352,18 +359,19 @@ async def serve(
     traffic: Traffic | None = None,
     *,
     is_shared: bool = False,
+    inherited: socket.socket | None = None,
     on_slow_client: Callable[[], object] = lambda: None,
 ) -> Server:
     """Listen on `host`:`port` (0: any free port), with a handler per client.  Raises OSError.
 
-    For `is_shared` see `bind`.  `on_slow_client` is called for each slow reader that is reset.
+    For `is_shared` see `bind`; `inherited` is a listening socket to use instead.  `on_slow_client`
+    is called for each slow reader that is reset.
     """
     connections: set[Connection] = set()
     fair_writes = FairWrites()
     allowed = limits or Limits()
     counts = traffic or Traffic()
-    sock = bind(host, port, is_shared=is_shared)
-    address = sock.getsockname()[:2]
+    sock = inherited or bind(host, port, is_shared=is_shared)
     listener = await listen(
         lambda: Connection(make_handler, allowed, connections, counts, fair_writes, on_slow_client),
         sock,
@@ -371,4 +379,4 @@ async def serve(
         handshake_s=allowed.message_s,
         max_handshakes=allowed.max_connections,
     )
-    return Server(listener, address, connections)
+    return Server(listener, sock, connections)

@@ -188,7 +188,11 @@ def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float =
 def _try_handshake(
     endpoint: str, options: Options, respond: Callable[[], None], probe_s: float
 ) -> int:
-    """Connect with these options; return the event that ended the handshake, 0 on timeout."""
+    """Connect a client and wait for its CURVE handshake.
+
+    `respond` answers authentication requests meanwhile, because the event loop is blocked.
+    Returns the monitor event that ended the handshake, or 0 if none did within `probe_s`.
+    """
     with Context() as context:
         client = context.socket(zmq.DEALER)
         for name, value in options.items():

@@ -12,6 +12,8 @@ and a link connects to one peer, named by `server`.  Use sockets only on the eve
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -70,6 +72,9 @@ class Hub:
         self._traffic = traffic or Traffic()
         self._on_message = guarded(on_message)
         self._keys = keys
+        # The listening socket, and a copy of it while it does not accept.
+        self._listener = -1
+        self._kept: int | None = None
         self._port = Port(
             context,
             zmq.ROUTER,
@@ -92,11 +97,43 @@ class Hub:
         """The connected peers."""
         return self._peers.reachable
 
-    def bind(self, endpoint: str) -> str:
-        """Listen, and return the endpoint with its actual port.  Raises OSError or ConfigError."""
+    def bind(self, endpoint: str, listener: int | None = None) -> str:
+        """Listen, and return the endpoint with its actual port.  Raises OSError or ConfigError.
+
+        With `listener`, the descriptor of a listening socket, use and own that one.
+        """
         if self._gate is not None and self._keys is not None:
             prove(self._port, self._keys, self._gate.authenticator)
+        if listener is not None:
+            return self._port.adopt(listener, endpoint)
         return self._port.attach("bind", endpoint)
+
+    @property
+    def listener(self) -> int:
+        """The descriptor of the listening socket, to inherit by another process."""
+        self._pump.read_events()
+        return self._listener
+
+    def stop_accepting(self) -> None:
+        """Leave new connections to a process that has inherited the listening socket.
+
+        `unbind` would end the connections that libzmq has accepted.  So its descriptor gets another
+        socket, to which nobody connects; libzmq closes the descriptor when the hub is closed.
+        """
+        if self._kept is None:
+            listener = self.listener
+            self._kept = os.dup(listener)
+            with socket.create_server(("127.0.0.1", 0)) as idle:
+                idle.setblocking(False)
+                os.dup2(idle.fileno(), listener, inheritable=False)
+
+    def accept_again(self) -> None:
+        """Undo `stop_accepting`."""
+        if self._kept is not None:
+            # With its own socket again, libzmq can remove the descriptor from its poller.
+            os.dup2(self._kept, self._listener, inheritable=False)
+            os.close(self._kept)
+            self._kept = None
 
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
         """Send a message now, or queue it if the socket is full; never wait.
@@ -124,6 +161,7 @@ class Hub:
 
     async def close(self, linger_s: float = 0.0) -> None:
         """Flush queued messages for up to `linger_s` seconds, then close.  Calls no handler."""
+        self.accept_again()
         if self._gate is not None:
             self._gate.close()
         await self._pump.close(linger_s)
@@ -159,7 +197,9 @@ class Hub:
 
     def _notice(self, event: tuple[int, int]) -> None:
         kind, fd = event
-        if kind == zmq.EVENT_ACCEPTED:
+        if kind == zmq.EVENT_LISTENING:
+            self._listener = fd
+        elif kind == zmq.EVENT_ACCEPTED:
             self._peers.open(fd)
             if self._gate is not None:
                 self._unauthenticated.add(fd)

@@ -25,11 +25,15 @@ BEARER: Final = b"bearer "
 class ApiKeys:
     """The API keys in the file `path`.  Raises ConfigError if it cannot be read.
 
-    With `shares_prefixes`, requests of different keys share cached prefixes.
+    With `shares_prefixes`, requests of different keys share cached prefixes.  The keys of `beside`
+    are valid too.
     """
 
-    def __init__(self, path: Path, *, shares_prefixes: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, shares_prefixes: bool = False, beside: ApiKeys | None = None
+    ) -> None:
         self._shares_prefixes = shares_prefixes
+        self._beside = beside
         self._file = WatchedFile(path, _read, "no API key is valid now")
 
     def allow(self, given: bytes) -> bool:
@@ -37,7 +41,7 @@ class ApiKeys:
         self._file.refresh()
         known = () if self._file.trouble else self._file.content
         matches = [hmac.compare_digest(given, each) for each in known]
-        return any(matches)
+        return any(matches) or (self._beside is not None and self._beside.allow(given))
 
     def cache_salt(self, key_digest: bytes, requested: str) -> str:
         """Return the cache salt of a request of this key, whose body sets the salt `requested`.
@@ -69,17 +73,25 @@ def bearer(header: bytes | None) -> bytes:
     return header[len(BEARER) :].strip()
 
 
-def open_api_keys(path: Path | None, *, shares_prefixes: bool = False) -> ApiKeys | None:
-    """Load the API keys from `path`, else from the systemd credential `api_keys`, if any."""
-    path = path or credential("api_keys")
-    return None if path is None else ApiKeys(path, shares_prefixes=shares_prefixes)
+def open_api_keys(
+    path: Path | None,
+    name: str = "api_keys",
+    *,
+    shares_prefixes: bool = False,
+    beside: ApiKeys | None = None,
+) -> ApiKeys | None:
+    """Load the keys from `path`, else from the systemd credential `name`, if there is one."""
+    path = path or credential(name)
+    if path is None:
+        return None
+    return ApiKeys(path, shares_prefixes=shares_prefixes, beside=beside)
 
 
 def _read(path: Path) -> tuple[bytes, ...]:
     lines = [line.strip() for line in read_text(path, is_secret=True).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"{path} holds no API key: scripts/keys --api-key {path} adds one")
+        raise ConfigError(f"{path} holds no API key: `baton keys --api-key {path}` adds one")
     if any(len(key) < MIN_CHARS for key in keys):
         raise ConfigError(f"{path} has a key of fewer than {MIN_CHARS} characters: make another")
     return tuple(digest(key.encode()) for key in keys)

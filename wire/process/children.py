@@ -14,6 +14,8 @@ from typing import Final
 
 from structlog.typing import FilteringBoundLogger
 
+from wire.process.settings import EX_RESTART
+
 MIN_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 30.0
 # After a child has run for this long, its next restart has the shortest pause again.
@@ -85,8 +87,11 @@ async def lives(
             log.error("cannot start child process", reason=str(error))
             status = 1
         yield status
-        if loop.time() - started_at > HEALTHY_S:
+        if status in (0, EX_RESTART) or loop.time() - started_at > HEALTHY_S:
             pause_s = min_pause_s
+        if status == EX_RESTART:
+            log.info("child process starts again, as it was asked to")
+            continue
         log.warning("child process ended", status=status, restart_in_s=pause_s)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, MAX_PAUSE_S)

@@ -54,7 +54,6 @@ class Distribution(Collector):
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Record one observation."""
         self.share(value, 1)
 
     def share(self, total: float, times: int) -> None:
@@ -79,12 +78,10 @@ def histogram(
 
 
 def gauge(name: str, help_text: str, value: float) -> Metric:
-    """Return a gauge without labels."""
     return GaugeMetricFamily(f"baton_{name}", help_text, value=value)
 
 
 def counter(name: str, help_text: str, value: float) -> Metric:
-    """Return a counter without labels."""
     return CounterMetricFamily(f"baton_{name}", help_text, value=value)
 
 

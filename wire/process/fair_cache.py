@@ -49,7 +49,6 @@ class FairCache(Generic[K, V]):
         return future
 
     def clear(self) -> None:
-        """Remove all results."""
         self._kept.clear()
         self._num_of_client.clear()
 

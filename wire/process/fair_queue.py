@@ -24,11 +24,9 @@ class FairQueue(Generic[C, T]):
         return bool(self._lines)
 
     def num_of(self, client: C) -> int:
-        """Return the number of queued items of a client."""
         return len(self._lines.get(client, ()))
 
     def add(self, client: C, item: T) -> None:
-        """Append an item to its client's items."""
         self._lines.setdefault(client, OrderedDict())[item] = None
 
     def add_first(self, client: C, item: T) -> None:

@@ -1,6 +1,6 @@
 """CURVE key pairs, and the list of keys that may connect to our ZeroMQ sockets.
 
-A directory has the files that a process needs (`scripts/keys` writes it):
+A directory has the files that a process needs (`baton keys` writes it):
 
     decode-3.key      the key pair of `decode-3`; only on the machine that runs it
     authorized_keys   one line per key, `PUBLIC NAME`; the same on every machine
@@ -33,8 +33,6 @@ _LOG: Final = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A CURVE key pair in Z85."""
-
     public: str
     secret: str = field(repr=False)
 
@@ -63,7 +61,7 @@ class Keys:
             if party == name:
                 return public
         raise ConfigError(
-            f"{self._path} has no key of {name}: copy here the list that scripts/keys added it to"
+            f"{self._path} has no key of {name}: copy here the list that baton keys added it to"
         )
 
     def refresh(self) -> bool:
@@ -71,7 +69,7 @@ class Keys:
 
 
 def is_party(name: str) -> bool:
-    """Whether `name` is a valid name of a party."""
+    """Return whether `name` may own a key: `router`, or role and rank such as `decode-3`."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -81,7 +79,7 @@ def read_key_pair(path: Path) -> KeyPair:
     lines = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
     public, secret = lines.get("public", ""), lines.get("secret", "")
     if not (_KEY.fullmatch(public) and _KEY.fullmatch(secret)):
-        raise ConfigError(f"{path} is no key file: make one with scripts/keys")
+        raise ConfigError(f"{path} is no key file: make one with `baton keys`")
     return KeyPair(public, secret)
 
 

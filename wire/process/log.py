@@ -2,7 +2,8 @@
 
 structlog and the standard library's loggers (uvicorn, huggingface_hub) share one bounded queue,
 which a thread writes to stderr.  If the reader of stderr stalls, lines are dropped, and their
-number is logged later.  Values bound with `structlog.contextvars` are added to every line.
+number is logged later.  Values bound with `structlog.contextvars` are added to every line, and the
+trace id of `bind_trace` to every line about its `request`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import queue
 import sys
 import threading
+from collections import OrderedDict
 from typing import Any, Final, TextIO
 
 import structlog
@@ -22,6 +24,9 @@ from wire.process.exceptions import described, printed
 MAX_LINES: Final = 10_000
 # At exit, the process waits up to this long for its last lines to be written.
 FLUSH_S: Final = 1.0
+# Trace ids by request id, of the latest requests; more cannot be open, or only their lines lack it.
+MAX_TRACES: Final = 4096
+_traces: OrderedDict[int, str] = OrderedDict()
 
 
 class LogWriter:
@@ -110,14 +115,27 @@ class _Handler(logging.Handler):
         super().close()
 
 
+def bind_trace(request_id: int, trace_id: str | None) -> None:
+    """Add a trace id, if there is one, to all later lines with `request=request_id`."""
+    if trace_id is not None:
+        _traces[request_id] = trace_id
+        if len(_traces) > MAX_TRACES:
+            _traces.popitem(last=False)
+
+
 def configure(
-    level: str = "info", stream: TextIO | None = None, *, is_terminal: bool | None = None
+    level: str = "info",
+    stream: TextIO | None = None,
+    *,
+    is_terminal: bool | None = None,
+    worker: str = "",
 ) -> LogWriter:
     """Configure logging for this process.  A later call replaces the configuration.
 
     Args:
         level: debug, info, warning or error.
         is_terminal: Whether to write coloured text; by default, if `stream` (stderr) is a terminal.
+        worker: The role and rank of this process, added to all lines; "" if it is no worker.
     """
     stream = stream or sys.stderr
     writer = LogWriter(stream)
@@ -134,8 +152,10 @@ def configure(
         ]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _add_trace_id,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        *([lambda _, __, event: {"worker": worker, **event}] if worker else []),
     ]
     structlog.configure(
         processors=[*shared, _add_name, *renderers],
@@ -149,6 +169,12 @@ def configure(
     )
     logging.basicConfig(level=number, handlers=[_Handler(writer, formatter)], force=True)
     return writer
+
+
+def _add_trace_id(logger: Any, method: str, event: EventDict) -> EventDict:
+    request_id = event.get("request")
+    trace_id = _traces.get(request_id) if isinstance(request_id, int) else None
+    return event if trace_id is None else {**event, "trace_id": trace_id}
 
 
 def _add_name(logger: Any, method: str, event: EventDict) -> EventDict:

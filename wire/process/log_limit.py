@@ -1,8 +1,9 @@
-"""Rate-limit log lines: the first with the same labels is logged, repeats are counted."""
+"""Rate-limit log lines: repeats with the same labels are counted, progress is logged seldom."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,6 +11,33 @@ from typing import Any, Final
 AGAIN_S: Final = 10.0
 # Limit for the number of label sets; lines with further labels are all logged.
 MAX_CAUSES: Final = 256
+
+
+# The interval between two lines of progress.
+PROGRESS_S: Final = 2.0
+
+
+class ProgressLine:
+    """Logs how far work is that takes long, at most every `PROGRESS_S` seconds.
+
+    The end is not logged, so that quick work logs nothing.  `labels` are in all lines.
+    """
+
+    def __init__(
+        self,
+        note: Callable[..., Any],
+        event: str,
+        clock: Callable[[], float] = time.monotonic,
+        **labels: object,
+    ) -> None:
+        self._note, self._event, self._clock, self._labels = note, event, clock, labels
+        self._due = clock() + PROGRESS_S
+
+    def at(self, done: int, of: int) -> None:
+        """Log that `done` of `of` parts are done, if a line is due."""
+        if done < of and (now := self._clock()) >= self._due:
+            self._due = now + PROGRESS_S
+            self._note(self._event, **self._labels, done=done, of=of)
 
 
 @dataclass(slots=True)
@@ -38,7 +66,7 @@ class RepeatedLine:
         self._clock = clock
         self._causes: dict[tuple[tuple[str, object], ...], _Repeats] = {}
 
-    def add(self, cause: dict[str, object], **details: object) -> None:
+    def add(self, cause: Mapping[str, object], **details: object) -> None:
         """Log the event with its details, or count it if the same `cause` was logged recently."""
         key = tuple(cause.items())
         repeats = self._causes.get(key)

@@ -57,8 +57,11 @@ def locate(model: str) -> Path:
     # Imported here because it takes half a second, and local models do not need it.
     from huggingface_hub import snapshot_download
 
+    from wire.process.download import progress_bar
+
     try:
-        return _checked(Path(snapshot_download(model, allow_patterns=_WANTED)), model)
+        path = snapshot_download(model, allow_patterns=_WANTED, tqdm_class=progress_bar(model))
+        return _checked(Path(path), model)
     except (OSError, ValueError) as error:
         raise _not_found(
             model, f"no such directory, and the hub said: {type(error).__name__}"

@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 server for `/metrics`, with one response per connection.
+"""A small HTTP/1.1 server for `/metrics` and `/livez`, with one response per connection.
 
-If API keys are configured, every request needs one.  Slow clients and clients over the connection
+If API keys are configured, `/metrics` needs one.  Slow clients and clients over the connection
 limit are disconnected.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import h11
@@ -24,21 +25,17 @@ MAX_HEAD_BYTES: Final = 8 << 10
 PATIENCE_S: Final = 5.0
 
 
+@dataclass(eq=False, repr=False)
 class ScrapePort:
-    """Serves the result of `render` at GET /metrics."""
+    """Serves `render()` at GET /metrics, and at GET /livez 200 while `is_alive()`, else 503."""
 
-    def __init__(
-        self,
-        render: Callable[[], bytes],
-        api_keys: ApiKeys | None = None,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        self.port = 0
-        self._render = render
-        self._api_keys = api_keys
-        self._patience_s = patience_s
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.Task[None]] = set()
+    render: Callable[[], bytes]
+    is_alive: Callable[[], bool]
+    api_keys: ApiKeys | None = None
+    patience_s: float = PATIENCE_S
+    port: int = 0
+    _server: asyncio.Server | None = None
+    _open: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def listen(self, endpoint: str) -> None:
         """Start serving on HOST:PORT, and set `port` to the actual port.  Raises OSError."""
@@ -71,7 +68,7 @@ class ScrapePort:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 writer.write(await self._answer(reader))
                 await writer.drain()
                 writer.close()
@@ -95,16 +92,19 @@ class ScrapePort:
         return _response(connection, *self._find(event))
 
     def _find(self, request: h11.Request) -> tuple[int, bytes]:
+        path = request.target.partition(b"?")[0]
+        if path == b"/livez" and request.method == b"GET":  # a container's probe has no key
+            return (200, b"alive\n") if self.is_alive() else (503, b"the engine is stuck\n")
         headers = dict(request.headers)
-        if self._api_keys is not None:
+        if self.api_keys is not None:
             key = bearer(headers.get(b"authorization"))
-            if not self._api_keys.allow(digest(key)):
+            if not self.api_keys.allow(digest(key)):
                 return 401, b"send Authorization: Bearer KEY\n"
-        if request.target.partition(b"?")[0] != b"/metrics":
-            return 404, b"there is /metrics here\n"
+        if path not in (b"/metrics", b"/livez"):
+            return 404, b"there are /metrics and /livez here\n"
         if request.method != b"GET":
             return 405, b"use GET\n"
-        return 200, self._render()
+        return 200, self.render()
 
 
 def _response(connection: h11.Connection, status: int, body: bytes) -> bytes:

@@ -40,6 +40,9 @@ from wire.transfer.segment import (
 
 Ack = tuple[KvCacheAck, Credit]
 
+# How many segments of a transfer have their times kept, for `wire.timeline`.
+MAX_TIMED: Final = 64
+
 # After this many leases without a DECODE_REQUEST from the router, which it sends when the prompt
 # has been prefilled, the transfer expires.  The default is 20 x 30 s, the default deadline of a
 # request.  Prompts that take longer need a longer lease.
@@ -130,7 +133,8 @@ class KVReceiver(Transfer):
         self._admitted_bytes = 0
         self._num_segments = 0
         self._segments: dict[int, SegmentDescriptor] = {}
-        self._unpacking: set[int] = set()
+        self._unpacking: dict[int, float] = {}  # when they were admitted, by number
+        self.segment_times: list[tuple[float, float, int]] = []  # admitted, stored, bytes
         self._coverage = Coverage(layout, 0, 0)
         self._came_unasked = False  # all the KV came with the offer
         self._last_segment_at = now
@@ -150,6 +154,11 @@ class KVReceiver(Transfer):
     def skipped_bytes(self) -> int:
         """Size in bytes of the KV of an accepted transfer that the receiver already had."""
         return self.total_bytes - self._expected_bytes
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments of the transfer; 0 if it has none, or none has come yet."""
+        return self._num_segments
 
     @property
     def num_unpacking(self) -> int:
@@ -277,7 +286,7 @@ class KVReceiver(Transfer):
         try:
             segment = self._read(frame, payload, is_beside)
             if segment is not None:
-                self._admit(segment, frame.num_segments)
+                self._admit(segment, frame.num_segments, now)
         except RemoteProtocolError as error:
             self.fail(error)
             raise
@@ -314,10 +323,12 @@ class KVReceiver(Transfer):
         Returns None if the transfer has ended, or if the KV came with the offer and further
         segments of it are still being unpacked.
         """
-        self._end_unpacking(segment)
+        admitted_at, num_bytes = self._end_unpacking(segment), segment.descriptor.num_bytes
         if self.is_over:
             return None
-        self.kv_bytes += segment.descriptor.num_bytes
+        self.kv_bytes += num_bytes
+        if len(self.segment_times) < MAX_TIMED:
+            self.segment_times.append((admitted_at, now, num_bytes))
         self._finish_if_complete(now)
         return self._ack() if self.is_complete or not self._came_unasked else None
 
@@ -350,7 +361,7 @@ class KVReceiver(Transfer):
             raise RemoteProtocolError(f"KV_CACHE: segment {frame.segment} came twice and differs")
         return None
 
-    def _admit(self, segment: Segment, num_segments: int) -> None:
+    def _admit(self, segment: Segment, num_segments: int, now: float) -> None:
         self._coverage.admit(segment.rectangle)
         wanted = segment.rectangle.num_bytes(self.layout)
         in_memory = segment.descriptor.in_memory
@@ -373,7 +384,7 @@ class KVReceiver(Transfer):
         self._admitted_bytes = admitted
         self._num_segments = num_segments
         self._segments[segment.number] = segment.descriptor
-        self._unpacking.add(segment.number)
+        self._unpacking[segment.number] = now
 
     def _check_beside(self, descriptor: SegmentDescriptor) -> None:
         """Reject segments that may not be sent by the segment connection."""
@@ -401,10 +412,11 @@ class KVReceiver(Transfer):
     def _renew(self, now: float) -> None:
         self._deadline = min(now + self.lease_s, self._claim_by)
 
-    def _end_unpacking(self, segment: Segment) -> None:
+    def _end_unpacking(self, segment: Segment) -> float:
+        """Return when the segment was admitted."""
         if segment.number not in self._unpacking:
             raise LocalProtocolError(f"segment {segment.number} is not being unpacked")
-        self._unpacking.remove(segment.number)
+        return self._unpacking.pop(segment.number)
 
     def _count_time(self, now: float, idle_us: int) -> None:
         self.transfer_s += max(0.0, now - self._last_segment_at - idle_us / 1e6)

@@ -9,8 +9,8 @@ one list of merged token ranges per (layer range, head range) is enough.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, pairwise
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -88,12 +88,7 @@ class SegmentDescriptor(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        rectangle: Rectangle,
-        num_bytes: int,
-        digest: int,
-        idle_us: int = 0,
-        in_memory: int = 0,
+        cls, rectangle: Rectangle, num_bytes: int, digest: int, idle_us: int = 0, in_memory: int = 0
     ) -> SegmentDescriptor:
         group, layers, heads, tokens = rectangle
         return cls(
@@ -220,7 +215,7 @@ def plan(
     """
     if cached_tokens == num_tokens:
         return []
-    cuts = []
+    rectangles: list[Rectangle] = []
     for index, group in enumerate(layout.groups):
         tokens = group.sent(cached_tokens, num_tokens)
         if isinstance(group, KVGroup) and not tokens:
@@ -231,73 +226,45 @@ def plan(
                 f"state ({layer_bytes(group)} bytes)"
             )
         layers = [range(group.num_layers)] if stages is None else stages[index]
-        cuts.append(
-            _Cut.of(index, group, layers, tokens, segment_bytes, num_shards, block_size, read_bytes)
-        )
-    num_segments = sum(cut.num_segments for cut in cuts)
-    if num_segments > MAX_SEGMENTS:
-        raise LocalProtocolError(f"{num_segments} segments of {segment_bytes} bytes are too many")
-    rectangles = [rectangle for cut in cuts for rectangle in cut.rectangles()]
+        cut = _cut(index, group, layers, tokens, segment_bytes, num_shards, block_size, read_bytes)
+        rectangles += islice(cut, MAX_SEGMENTS + 1 - len(rectangles))
+        if len(rectangles) > MAX_SEGMENTS:
+            raise LocalProtocolError(
+                f"more than {MAX_SEGMENTS} segments of {segment_bytes} bytes are too many"
+            )
     return sorted(rectangles, key=lambda rectangle: rectangle.tokens.stop)
 
 
-class _Cut(NamedTuple):
-    """How one group is split: the ranges of layers and heads, and how many tokens at a time."""
+def _cut(
+    index: int,
+    group: Group,
+    stages: Sequence[range],
+    tokens: range,
+    segment_bytes: int,
+    num_shards: int,
+    block_size: int,
+    read_bytes: int,
+) -> Iterator[Rectangle]:
+    """Split the KV of one group into rectangles of at most `segment_bytes`.
 
-    group: int
-    layers: list[range]
-    shares: list[range]  # the heads of each tensor-parallel rank
-    runs: list[range]  # contiguous token ranges, each split on its own
-    num_tokens: int  # of a rectangle, at most
-    block_size: int  # ranges of tokens are split at multiples of it
-
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        group: Group,
-        stages: Sequence[range],
-        tokens: range,
-        segment_bytes: int,
-        num_shards: int,
-        block_size: int,
-        read_bytes: int,
-    ) -> _Cut:
-        """Decide how the KV of one group is split into segments of at most `segment_bytes`.
-
-        With `read_bytes`, the receiver reads whole blocks in the sender's memory, so many at once.
-        """
-        shares, longest = _shares(group.num_heads, num_shards), max(map(len, stages))
-        piece_bytes = max(map(len, shares)) * group.head_bytes
-        if not isinstance(group, KVGroup) or block_size * piece_bytes > segment_bytes:
-            block_size, read_bytes = 1, 0  # no rectangle has whole blocks
-        most_layers = segment_bytes // (block_size * piece_bytes)
-        num_layers = -(-longest // -(-longest // most_layers))
-        layers = [piece for stage in stages for piece in _pieces(stage, num_layers)]
-        block_bytes = block_size * longest * piece_bytes
-        joined_bytes = read_bytes or (segment_bytes if block_bytes < ALONE_BYTES else 0)
-        num_blocks = max(1, joined_bytes // block_bytes)
-        runs = _whole_apart(tokens, block_size) if read_bytes else [tokens]
-        return cls(index, layers, shares, runs, num_blocks * block_size, block_size)
-
-    @property
-    def num_segments(self) -> int:
-        numbers = (-(-(run.stop - self._first(run)) // self.num_tokens) for run in self.runs)
-        num_pieces = sum(max(1, number) for number in numbers)  # 1 for a state: it has no tokens
-        return len(self.shares) * len(self.layers) * num_pieces
-
-    def rectangles(self) -> list[Rectangle]:
-        return [
-            Rectangle(self.group, layers, heads, tokens)
-            for run in self.runs
-            for tokens in _pieces(run, self.num_tokens, self._first(run))
-            for heads in self.shares
-            for layers in self.layers
-        ]
-
-    def _first(self, run: range) -> int:
-        """Return the start of the block in which a token range begins."""
-        return run.start // self.block_size * self.block_size
+    With `read_bytes`, the receiver reads whole blocks in the sender's memory, so many at once.
+    """
+    shares, longest = _shares(group.num_heads, num_shards), max(map(len, stages))
+    piece_bytes = max(map(len, shares)) * group.head_bytes
+    if not isinstance(group, KVGroup) or block_size * piece_bytes > segment_bytes:
+        block_size, read_bytes = 1, 0  # no rectangle has whole blocks
+    most_layers = segment_bytes // (block_size * piece_bytes)
+    num_layers = -(-longest // -(-longest // most_layers))
+    layers = [piece for stage in stages for piece in _pieces(stage, num_layers)]
+    block_bytes = block_size * longest * piece_bytes
+    joined_bytes = read_bytes or (segment_bytes if block_bytes < ALONE_BYTES else 0)
+    step = max(1, joined_bytes // block_bytes) * block_size
+    # Contiguous ranges of tokens, each split on its own, at multiples of the block size.
+    for run in _whole_apart(tokens, block_size) if read_bytes else [tokens]:
+        for piece in _pieces(run, step, run.start // block_size * block_size):
+            for heads in shares:
+                for own in layers:
+                    yield Rectangle(index, own, heads, piece)
 
 
 def _whole_apart(tokens: range, block_size: int) -> list[range]:
@@ -322,14 +289,14 @@ def _shares(num_heads: int, num_shards: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _pieces(whole: range, step: int, first: int | None = None) -> list[range]:
+def _pieces(whole: range, step: int, first: int | None = None) -> Iterator[range]:
     """Split a range every `step` from `first`, by default its start.
 
-    An empty range, the position of a state, is returned as one chunk.
+    An empty range, the position of a state, is one chunk.
     """
     first = whole.start if first is None else first
     cuts = range(first + step, whole.stop, step)
-    return [range(a, b) for a, b in pairwise((whole.start, *cuts, whole.stop))]
+    return (range(a, b) for a, b in pairwise(chain((whole.start,), cuts, (whole.stop,))))
 
 
 class Coverage:

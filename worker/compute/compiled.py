@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import PagedBatch
+from kernels import PagedBatch, Softmax
 from kernels.cpu.attention import attend
 from kernels.cpu.bfloat16_methods import Way, best_way
 from kernels.cpu.inputs import StepInputs
@@ -148,7 +148,8 @@ class CompiledTransformer:
         # Keyed by whether layers have a window, like `_items`.
         pools, batches = {False: pool}, {False: batch}
         if batch.windowed is not None:
-            pools[True], batches[True] = batch.windowed
+            window_pool, window_batch = batch.windowed
+            pools[True], batches[True] = window_pool, window_batch
         program = self._program(pools, num_tokens, num_rows)
         if self._ranks is not None:
             token_ids = self._ranks.shard.rows(token_ids, self.config.vocab_size)
@@ -229,16 +230,14 @@ class CompiledTransformer:
             scale = config.attention_scale * own.rope.score_factor
             has_window, query = window is not None, heads[:, : config.num_heads]
             items, pool = self._items[has_window], self._pools[has_window]
-            attention = attend(
-                query, pool, index, items, by_head, scale=scale, window=window, sinks=layer.sinks
-            )
+            softmax = Softmax(scale, window, sinks=layer.sinks)
             program += [
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
                 rotate_and_append(
                     heads, rotation, pool, index, slots[has_window], layer.qk_norm, eps
                 ),
-                attention,
+                attend(query, pool, index, items, by_head, softmax),
                 *layer.o.added(attended, hidden, planes, added, eps, self._ranks),
                 norm(hidden, layer.mlp_norm, eps, normed),
                 *self._feed_forward(layer, num_tokens),

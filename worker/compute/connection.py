@@ -130,7 +130,9 @@ def _wait(unsent: Set[Connection], unfilled: Set[Connection], timeout_s: float |
     poll = select.poll()
     for it in unsent | unfilled:
         wanted = select.POLLOUT * (it in unsent) | select.POLLIN * (it in unfilled)
-        poll.register(it.socket, wanted)
+        if (fd := it.socket.fileno()) < 0:
+            return True  # another thread closed it: the next send or receive raises ProcessLost
+        poll.register(fd, wanted)
     return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
 

@@ -17,6 +17,7 @@ import structlog
 import torch
 
 import kernels
+from kernels.contract import segment_shape
 from kernels.cuda.copy_streams import IN_FLIGHT, Lane, lane_of
 from kernels.cuda.device_memory import DeviceMemory
 from kernels.cuda.staging import Staging, Table
@@ -145,7 +146,7 @@ class TorchKVCache(KVCache):
         """Return (has a window, block, layers) if the rectangle is one block of some layers."""
         if self.is_state(rectangle):
             return None
-        windowed, layers, heads, tokens = self._in_pool(rectangle)
+        windowed, (layers, heads, tokens) = self._in_pool(rectangle)
         index, before = divmod(tokens.start, self.block_size)
         num_heads = self._shapes[windowed].num_kv_heads
         is_whole = (before, len(tokens), len(heads)) == (0, self.block_size, num_heads)
@@ -157,12 +158,11 @@ class TorchKVCache(KVCache):
         if self.is_state(rectangle):
             slot = self.state_slots.find(block_table, rectangle.tokens.start)
             return self.pack_state(slot, rectangle)
-        windowed, layers, heads, tokens = self._in_pool(rectangle)
+        windowed, part = self._in_pool(rectangle)
         if (staging := self._stagings.get(windowed)) is None:
-            pool = self._pools[windowed]
-            segment = kernels.pack_kv(pool, block_table, layers, tokens, heads=heads)
+            segment = kernels.pack_kv(self._pools[windowed], block_table, part)
         else:
-            segment = staging.pack(block_table, layers, heads, tokens)
+            segment = staging.pack(block_table, part)
         # NumPy has no bfloat16, so convert to uint8 first.
         return segment.view(-1).view(torch.uint8).numpy().data
 
@@ -177,18 +177,18 @@ class TorchKVCache(KVCache):
         if (whole := self._host_bytes(block_table, rectangle)) is not None:
             whole[:] = np.frombuffer(segment, np.uint8).reshape(whole.shape)
             return
-        windowed, layers, heads, tokens = self._in_pool(rectangle)
+        windowed, part = self._in_pool(rectangle)
         pool = self._pools[windowed]
-        shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
+        shape = segment_shape(pool, part)
         received = tensor_over(segment)
-        size = torch.Size(shape).numel() * pool.itemsize
+        size = prod(shape) * pool.itemsize
         if received.numel() != size:
             raise ValueError(f"the segment has {received.numel()} bytes, its rectangle {size}")
         values = received.view(pool.dtype).view(shape)
         if (staging := self._stagings.get(windowed)) is None:
-            kernels.unpack_kv(pool, block_table, layers, tokens, values, heads)
+            kernels.unpack_kv(pool, block_table, part, values)
         else:
-            staging.unpack(block_table, layers, heads, tokens, values)
+            staging.unpack(block_table, part, values)
 
     def is_state(self, rectangle: Rectangle) -> bool:
         return isinstance(self.layout.groups[rectangle.group], StateGroup)
@@ -214,11 +214,12 @@ class TorchKVCache(KVCache):
         """Return a context whose GPU copies wait for the steps before the last `mark` only."""
         return nullcontext() if self._lane is None else self._lane.working()
 
-    def _in_pool(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
-        """Return the rectangle as (has a window, layers of that pool, heads, tokens)."""
+    def _in_pool(self, rectangle: Rectangle) -> tuple[bool, kernels.Rectangle]:
+        """Return whether the rectangle's layers have a window, and where it is in their pool."""
         group, layers, heads, tokens = rectangle
         windowed = group in self._shapes[True].first_layers
-        return windowed, self._shapes[windowed].layers(group, layers), heads, tokens
+        of_pool = self._shapes[windowed].layers(group, layers)
+        return windowed, kernels.Rectangle(of_pool, heads, tokens)
 
 
 def _zeros(
@@ -227,7 +228,11 @@ def _zeros(
     device: torch.device,
     lane: Lane | None,
 ) -> tuple[list[torch.Tensor], SharedMemory | DeviceMemory | None]:
-    """Allocate zeroed pools [N, L, 2, Hkv, B, D]; return their memory too if it can be shared."""
+    """Allocate a zeroed pool [N, L, 2, Hkv, B, D] for each of `wanted`: N and the shape of a block.
+
+    Returns:
+        The pools, and the memory that has them all if other processes can map it, else None.
+    """
     sizes = [
         (
             (number, it.num_layers, 2, it.num_kv_heads, block_size, it.head_dim),

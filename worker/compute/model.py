@@ -12,12 +12,10 @@ from kernels.cpu.simd import PANEL
 from wire.process.model import ModelError
 from worker.compute.compiled import CompiledTransformer
 from worker.compute.ranks import Ranks
-from worker.compute.sharded import ShardedTransformer
 from worker.compute.transformer import Transformer
 from worker.model.config import read_config
 from worker.model.loader import load_weights
 from worker.model.shard import WHOLE
-from worker.model.weights import Weights
 
 Model = Transformer | CompiledTransformer
 
@@ -48,7 +46,8 @@ def load_model(
     """
     shard = WHOLE if ranks is None else ranks.shard
     if not compiled:
-        return _by_torch(load_weights(path, dtype, device, kv_dtype=kv_dtype, shard=shard), ranks)
+        weights = load_weights(path, dtype, device, kv_dtype=kv_dtype, shard=shard)
+        return Transformer(weights, ranks)
     # Use the layers of all pipeline stages, so that all processes choose the same forward pass.
     config = replace(shard, stage=0, stages=1).of(read_config(path))
     dtype = dtype or CompiledTransformer.best_dtype(config)
@@ -71,8 +70,4 @@ def load_model(
     if fits:
         return CompiledTransformer(weights, dtype, in_int8=in_int8, ranks=ranks)
     weights.widen()
-    return _by_torch(weights, ranks)
-
-
-def _by_torch(weights: Weights, ranks: Ranks | None) -> Transformer:
-    return Transformer(weights) if ranks is None else ShardedTransformer(weights, ranks)
+    return Transformer(weights, ranks)

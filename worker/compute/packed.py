@@ -89,9 +89,10 @@ class Projection(NamedTuple):
     def added_by_token(
         self, x: torch.Tensor, y: torch.Tensor, planes: torch.Tensor, groups: Groups
     ) -> list[Operation | Call]:
-        """Return the operations that add experts' outputs for x, weighted, to their tokens' y.
+        """Return the operations y[token] += share * (x W^T + b), for each row of x.
 
-        Each row of x belongs to one expert of one token; see `added` for `planes`.
+        `groups` has the expert (matrix W, bias b), token and share of each row; a token has a row
+        for each of its experts.  See `added` for `planes`.
         """
         program, x = self._as_input(x, planes)
         times = self.weight.times(x, y, bias=self.bias, groups=groups, is_by_token=True)

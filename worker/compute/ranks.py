@@ -60,7 +60,7 @@ class Ranks:
         self.is_ending = False  # the leader sets it before it tells the others to exit
         self._nccl = None
         if device.type == "cuda":
-            first = next(iter(self._connections.values()))
+            first = next(iter(self._connections.values()))  # on followers the one to the leader
             self._nccl = NCCL(shard, first.socket, timeout_s, self.broadcast)
         self.total(0)  # a barrier: all processes have connected
 
@@ -123,11 +123,15 @@ class Ranks:
         exchange([], [(self._connections[process, Purpose.COPIES], _bytes_of(tensor))])
 
     def all_reduce(self, summand: torch.Tensor) -> None:
-        """All-reduce `summand` in place within the stage, always adding in order of rank."""
+        """All-reduce `summand` in place among the stage's shards.
+
+        All of them add in order of rank, so their sums are bit-identical.
+        """
         if self.shard.size == 1:
             return
         summands = self._gather_all(summand)
-        # Accumulate in a buffer that is not read after the first addition.
+        # Add where nothing is read after the first addition: ranks 0 and 1 in `summand`, which is
+        # summands[0] or [1]; others in the buffer that received summands[0].
         total = summand if self.shard.rank < 2 else summands[0]
         torch.add(summands[0], summands[1], out=total)
         for other in summands[2:]:

@@ -158,6 +158,7 @@ class _Rendezvous:
         callers: Iterable[Caller],
         greet: Callable[[Connection], None] | None = None,
     ) -> None:
+        """Wait for the connections that `callers` open to this process; pass each to `greet`."""
         listener.missing = {it for it in callers if it.called == self._number}
         try:
             async with asyncio.timeout(self._remaining_s()), aclosing(listener.admit()) as admitted:

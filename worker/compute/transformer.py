@@ -1,4 +1,4 @@
-"""The forward pass over paged KV by torch and our kernels, on any device.
+"""The forward pass over paged KV by torch and our kernels, on any device, of a model or a shard.
 
 One step computes T tokens of any number of sequences; only the attention and delta rule kernels
 depend on which token belongs to which sequence.  It uses no autograd and no torch modules.
@@ -13,10 +13,11 @@ from torch.nn.functional import embedding, linear, silu, softplus
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 import kernels
-from kernels import PagedBatch
+from kernels import PagedBatch, Softmax
 from kernels.delta_rule import convolve, delta_rule
 from worker.compute.device import arithmetic_of
 from worker.compute.pool_shape import indices_in_pool
+from worker.compute.ranks import Ranks
 from worker.model.config import LayerConfig
 from worker.model.rope import inverse_frequencies, rotation_of
 from worker.model.weights import Attention, DeltaNet, Weights
@@ -25,16 +26,21 @@ from worker.model.weights import Attention, DeltaNet, Weights
 class Transformer:
     """A decoder-only transformer that computes in the dtype of its weights.
 
+    With `ranks`, it computes one shard of the model: all processes run the same steps in the same
+    order, and only the leader returns logits.
+
     Attributes:
         arithmetic: The name of the rounding behaviour; see `arithmetic_of`.
         parameter_bytes: The total size of the tensors as they were loaded from the checkpoint.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights, ranks: Ranks | None = None) -> None:
+        self._weights, self._ranks = weights, ranks
         self.config, self.device = weights.config, weights.device
         self.kv_dtype, self.dtype = weights.kv_dtype, weights.weight_dtype
         self.arithmetic = arithmetic_of(self.device, self.dtype)
+        if ranks is not None:
+            self.arithmetic += ranks.shard.arithmetic
         self.parameter_bytes = weights.parameter_bytes
         # Models were trained with the scale rounded to their dtype.
         self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
@@ -94,19 +100,41 @@ class Transformer:
         logits = self._logits(hidden, normed if rows is None else normed[rows])
         return logits.float() if out is None else out.copy_(logits)
 
-    # ShardedTransformer overrides `_embed`, `_all_reduce` and `_logits`.
-
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        hidden = embedding(token_ids, self._weights.embed)
+        ranks = self._ranks
+        if ranks is None:
+            return self._embeddings(token_ids)
+        if not ranks.shard.is_first:
+            hidden = self._empty(len(token_ids), self.config.hidden_size)
+            ranks.receive(hidden)
+            return hidden
+        # Each shard has the embeddings of some tokens, and contributes zero for other tokens.
+        rows = ranks.shard.rows(token_ids, self.config.vocab_size)
+        hidden = self._embeddings(rows.clamp(min=0)).masked_fill_((rows < 0)[:, None], 0)
+        return self._all_reduce(hidden)
+
+    def _embeddings(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = embedding(rows, self._weights.embed)
         if self._embedding_scale != 1:
             hidden *= self._embedding_scale
         return hidden
 
     def _all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
+        if self._ranks is not None:
+            self._ranks.all_reduce(summand)
         return summand
 
-    def _logits(self, _hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        return linear(normed, self._weights.head)
+    def _logits(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        ranks, weights = self._ranks, self._weights
+        if ranks is None:
+            return linear(normed, weights.head)
+        if ranks.shard.is_last:
+            return ranks.gather(linear(normed, weights.head))[:, : self.config.vocab_size]
+        ranks.send(hidden)
+        return self._empty(0, self.config.vocab_size)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
     def _attention(
         self,
@@ -129,9 +157,8 @@ class Transformer:
             heads, rotation, pool, pool_index, batch, layer.qk_norm, config.norm_eps
         )
         scale = config.attention_scale * own.rope.score_factor
-        attended = kernels.paged_attention(
-            query, pool, pool_index, batch, scale=scale, window=window, sinks=layer.sinks
-        )
+        softmax = Softmax(scale, window, sinks=layer.sinks)
+        attended = kernels.paged_attention(query, pool, pool_index, batch, softmax)
         if config.has_output_gate:
             attended = attended * gate.sigmoid()
         return layer.o(attended.reshape(hidden.shape[0], -1))
@@ -139,6 +166,7 @@ class Transformer:
     def _delta_net(
         self, layer: DeltaNet, hidden: torch.Tensor, pool_index: int, batch: PagedBatch
     ) -> torch.Tensor:
+        """Compute a gated delta net: projections, convolution, delta rule, norm, output gate."""
         states, heads, eps = batch.states, layer.config, self.config.norm_eps
         assert states is not None, "layers with a state need the states of a step"
         number, per_key, depth = heads.num_heads, heads.values_per_key, heads.key_dim
@@ -148,6 +176,7 @@ class Transformer:
         mixed, gate = of_heads.tensor_split((heads.channels,), dim=-1)
         beta, decay = torch.unflatten(betas, 1, (number, -1)).tensor_split(2, dim=-1)
         num_seen = heads.channels * (heads.width - 1)
+        # A state has the inputs that the convolution still sees, then the matrices of the rule.
         seen, matrices = states.pool[:, pool_index].tensor_split((num_seen,), dim=-1)
         seen = torch.unflatten(seen, -1, (heads.channels, -1))
         mixed = convolve(mixed, layer.convolution, seen, states)

@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count, islice
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from wire.payloads import MAX_HASHES
+from wire.payloads import MAX_HASHES, Tier
 from wire.prefix import root_hash
 from worker.engine.states import States
 from worker.engine.windows import Windows
@@ -48,6 +48,7 @@ def root_of(cache_salt: str) -> Prefix:
 
 
 ROOT: Final = root_of("")
+V = TypeVar("V")
 
 # A key of the trie: the serial number of the parent, or the salt, and the tokens of the block.
 TrieKey = tuple[int | str, bytes]
@@ -71,25 +72,28 @@ class Journal:
     def __init__(self) -> None:
         self._lock = Lock()
         self._stored: dict[int, None] = {}
-        self._evicted: dict[int, None] = {}
+        self._evicted: dict[int, Tier] = {}
 
     def store(self, prefix_hash: int) -> None:
         with self._lock:
             if self._evicted.pop(prefix_hash, self) is self:
                 self._stored[prefix_hash] = None
 
-    def evict(self, prefix_hash: int) -> None:
+    def evict(self, prefix_hash: int, tier: Tier = "kv_cache") -> None:
         with self._lock:
             if self._stored.pop(prefix_hash, self) is self:
-                self._evicted[prefix_hash] = None
+                self._evicted[prefix_hash] = tier
 
     def __len__(self) -> int:
         return len(self._stored) + len(self._evicted)
 
-    def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Remove and return (stored, evicted), at most `MAX_HASHES` of each, oldest first."""
+    def read(self) -> tuple[tuple[int, ...], dict[int, Tier]]:
+        """Remove and return (stored, evicted), at most `MAX_HASHES` of each, oldest first.
+
+        An evicted hash comes with the tier that had its last block.
+        """
         with self._lock:
-            return _drain(self._stored), _drain(self._evicted)
+            return tuple(_drain(self._stored)), _drain(self._evicted)
 
     def restart(self, hashes: Iterable[int]) -> None:
         """Report these hashes as newly stored, for a reader that has no earlier reports."""
@@ -98,8 +102,8 @@ class Journal:
             self._evicted = {}
 
 
-def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
-    drained = tuple(islice(hashes, MAX_HASHES))
+def _drain(hashes: dict[int, V]) -> dict[int, V]:
+    drained = dict(islice(hashes.items(), MAX_HASHES))
     for prefix_hash in drained:
         del hashes[prefix_hash]
     return drained
@@ -261,18 +265,19 @@ class BlockPool:
             self._drop_state(block)
             return ROOT
         trie_key = (parent.serial, key)
-        known = self._trie.get(trie_key)
-        if known is not None:
-            prefix = known.prefix
-            had_state = self.states is not None and self.states.is_kept(known.block)
-            lacks = self._num_lacking(block, num_lacking)
-            lacked = self._num_lacking(known.block, known.num_lacking)
-            if lacks > lacked or has_state < had_state or (lacked, had_state) == (lacks, has_state):
+        old = self._trie.get(trie_key)
+        if old is not None:
+            had_state = self.states is not None and self.states.is_kept(old.block)
+            old_lacking = self._num_lacking(old.block, old.num_lacking)
+            new_lacking = self._num_lacking(block, num_lacking)
+            is_worse = new_lacking > old_lacking or (had_state and not has_state)
+            is_same = (new_lacking, has_state) == (old_lacking, had_state)
+            if is_worse or is_same:
                 self._drop_state(block)
             else:
-                self._remove(known.block)
-                self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
-            return prefix
+                self._remove(old.block)
+                self._insert(trie_key, Node(block, old.prefix, num_lacking), has_state)
+            return old.prefix
         name = follow(parent, key)
         prefix = Prefix(next(self._serials), name.hash, name.digest, name.length)
         self._insert(trie_key, Node(block, prefix, num_lacking), has_state)
@@ -287,12 +292,12 @@ class BlockPool:
         if self._num_held[prefix_hash] == 1:
             self.journal.store(prefix_hash)
 
-    def drop_prefix(self, prefix_hash: int) -> None:
-        """Record that the trie or a tier has one block less with this hash."""
+    def drop_prefix(self, prefix_hash: int, tier: Tier = "kv_cache") -> None:
+        """Record that the trie, or this tier, has one block less with this hash."""
         self._num_held[prefix_hash] -= 1
         if not self._num_held[prefix_hash]:
             del self._num_held[prefix_hash]
-            self.journal.evict(prefix_hash)
+            self.journal.evict(prefix_hash, tier)
 
     def _insert(self, trie_key: TrieKey, node: Node, has_state: bool) -> None:
         self._trie[trie_key] = node

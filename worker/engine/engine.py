@@ -25,6 +25,7 @@ from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
 from worker.engine.in_flight import Flight
 from worker.engine.outputs import Failed, Output
+from worker.engine.recorder import Recorder
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Problem, Sequence, Status
 from worker.engine.settings import EngineSettings
@@ -45,11 +46,11 @@ from worker.executor.contract import (
     SequenceFailed,
     Structurer,
 )
-from worker.tiers.disk_tier import Journal
+from worker.tiers.disk_tier import HeldPrefixes
 from worker.tiers.store import TierStore
 
-# Opens tiers for the blocks of a cache; the journal is told which prefixes they hold.
-OpenTiers = Callable[[KVCache, Journal], TierStore | None]
+# Opens tiers for the blocks of a cache; they report the prefixes that they hold.
+OpenTiers = Callable[[KVCache, HeldPrefixes], TierStore | None]
 # How long an idle engine waits for a grammar before it checks for new calls again.
 _COMPILER_LOOK_S: Final = 0.002
 
@@ -106,6 +107,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, self.config, self.swap, enough)
         self.counters = Counters()
         self._costs = StepCosts()
+        self._recorder = Recorder()
         self.announce: Callable[[list[Output]], object] | None = None
         self._executor = executor
         self._speculation = Speculation(self.config.speculate, self.info)
@@ -288,8 +290,7 @@ class Engine:
 
     def _report(self, plan: Plan) -> None:
         self.counters.count(plan)
-        for sequence in plan.started:
-            sequence.started_s = self._clock()
+        self._recorder.on_plan(plan, self._clock())
         for sequence in plan.failed + plan.overdue:
             if sequence.status is Status.FINISHED:
                 self._forget(sequence)
@@ -352,7 +353,7 @@ class Engine:
 
     def _commit(self, chunks: list[Chunk], sampled: list[SampledToken]) -> None:
         outputs, ended = commit(chunks, sampled, self.pool, self.counters)
-        self._outputs += outputs
+        self._outputs += self._recorder.on_commit(ended, self._clock()) + outputs
         self.counters.finished += len(ended)
         for sequence in ended:
             self._end(sequence)
@@ -483,7 +484,7 @@ class Engine:
 
     def load(self) -> Load:
         """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
-        return load_of(self.pool, self.counters, self._costs.speed())
+        return load_of(self.pool, self.counters, self._costs.speed(), self.tiering)
 
     def check(self) -> None:
         """Assert that every block is accounted for; call it only between steps."""

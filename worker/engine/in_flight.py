@@ -38,7 +38,7 @@ class Flight:
 
         Sequences that have ended in the meantime are left out.
         """
-        drawn = self._drawn.tokens()
+        drawn = self._drawn()
         chunks: list[Chunk] = []
         tokens: list[SampledToken] = []
         for chunk, row in self._parts:

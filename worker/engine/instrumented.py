@@ -11,7 +11,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import structlog
 
@@ -113,17 +113,12 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """A snapshot of an executor; `last_step_s` is the time when its last step ended, if any.
-
-    The weights and KV cache are divided among `num_shards` x `num_stages` processes.
-    """
+    """A snapshot of an executor; `last_step_s` is the time when its last step ended, if any."""
 
     state: State
     batch_sequences: int
     memory: MemoryUsage
     last_step_s: float | None
-    num_shards: int = 1
-    num_stages: int = 1
 
 
 class MeasuredExecutor:
@@ -199,7 +194,7 @@ class MeasuredExecutor:
         drawer = self._executor
         assert isinstance(drawer, Drawer)
         drawn: Drawn = self._watched("draw", batch, drawer.draw, logits, batch)
-        return _MeasuredDrawn(partial(self._sampled, batch, self._started_s, "draw", drawn.tokens))
+        return partial(self._sampled, batch, self._started_s, "draw", drawn)
 
     def _sampled(
         self, batch: Batch, started_s: float, method: str, call: Callable[..., Any], *args: Any
@@ -235,8 +230,6 @@ class MeasuredExecutor:
             self._batch_sequences,
             MemoryUsage(memory.parameter_bytes, kv_cache_bytes, _peak_bytes()),
             self._last_step_s,
-            self.capabilities.num_shards,
-            self.capabilities.num_stages,
         )
 
     def metrics(self) -> Metrics:
@@ -275,10 +268,6 @@ class MeasuredExecutor:
         self._num_sequences += len(batch.context_lens)
         if batch is self._batch:
             self._state, self._batch_sequences = State.READY, 0
-
-
-class _MeasuredDrawn(NamedTuple):
-    tokens: Callable[[], list[SampledToken]]
 
 
 class Direct:

@@ -34,7 +34,6 @@ class Outgoing:
         """Return whether a waiting sequence may get its blocks without exceeding the limit."""
         if not (self._is_limited and sequence.transfer and self._sequences):
             return True
-        num_held = sum(len(each.block_table) for each in self._sequences)
-        return (
-            PART * (num_held + self._pool.blocks_for(sequence.num_tokens)) <= self._pool.num_blocks
-        )
+        num_blocks = self._pool.blocks_for(sequence.num_tokens)
+        num_blocks += sum(len(each.block_table) for each in self._sequences)
+        return PART * num_blocks <= self._pool.num_blocks

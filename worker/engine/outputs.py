@@ -9,6 +9,7 @@ import msgspec
 
 from wire.errors import ErrorCode, WireError
 from wire.payloads import Logprobs
+from wire.timeline import Entry
 
 FinishReason = Literal["stop", "length"]
 
@@ -47,6 +48,14 @@ class Token(msgspec.Struct, frozen=True, gc=False):  # a step makes hundreds
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """The timeline of a sequence up to its first or its last token, which follows."""
+
+    request_id: int
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, slots=True)
 class Reserved:
     """A reservation got its blocks; the KV of its first `cached_tokens` tokens was cached."""
 
@@ -78,4 +87,4 @@ class Failed:
         return WireError(self.code, message)
 
 
-Output = Started | Computed | Token | Reserved | Displaced | Failed
+Output = Started | Computed | Timed | Token | Reserved | Displaced | Failed

@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Final
 
 from worker.engine.batch import Chunk
@@ -36,7 +36,6 @@ from worker.engine.outgoing import Outgoing
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
 from worker.engine.settings import EngineSettings
-from worker.engine.slot_numbers import SlotNumbers
 from worker.engine.states import StatePosition
 from worker.engine.swap import Swap, SwapSpace
 from worker.engine.tiering import Tiering
@@ -57,7 +56,7 @@ class Plan:
         prefill: Chunks of prompts, or of sequences recomputed after a preemption.
         swapped_out: KV of preempted sequences to save in host memory.
         swapped_in: Saved KV to copy into the new blocks of its sequence.
-        started: Sequences that run for the first time.
+        started: Sequences that run for the first time; `resumed`: again, after a preemption.
         failed: Sequences that do not fit the pool, even alone; their blocks are free.
         displaced: Ids of unclaimed reservations whose blocks another sequence needs.
         filled: The first block that each chunk of `prefill` fills; sequences that need it wait.
@@ -70,6 +69,7 @@ class Plan:
     swapped_out: list[Swap] = field(default_factory=list)
     swapped_in: list[Swap] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
     reserved: list[Sequence] = field(default_factory=list)
     failed: list[Sequence] = field(default_factory=list)
     overdue: list[Sequence] = field(default_factory=list)
@@ -143,7 +143,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted by `_order`
         self.tiering: Tiering | None = None
         self._enough_tokens = enough_tokens or config.max_ubatch_tokens
-        self._slots = SlotNumbers()
         self._last_kind = BatchType.PREFILL
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -161,7 +160,9 @@ class Scheduler:
             self.deadlines.add(sequence)
         self._outgoing.add(sequence)
         sequence.move_to(Status.RUNNING)
-        sequence.slot = self._slots.take()
+        # The lowest number not in use, so that a display keeps one line per sequence.
+        used = {it.slot for it in self.running}
+        sequence.slot = next(number for number in count() if number not in used)
         insort(self.running, sequence, key=self._order)
 
     def hold(self, sequence: Sequence) -> None:
@@ -253,6 +254,7 @@ class Scheduler:
             return False
         while not (self.pool.can_allocate(num_blocks) and sequence.may_take(num_blocks, self.pool)):
             victim = next(s for s in reversed(self.running) if not s.transfer)
+            victim.preempted_by = sequence.request_id
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
@@ -265,9 +267,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         num_tokens = sequence.num_computed_tokens
         if self.swap.accepts(num_tokens):
-            self.swap.hold(sequence.request_id, num_tokens)
-            blocks = tuple(sequence.block_table)
-            plan.swapped_out.append(self.swap.out(sequence, blocks, num_tokens))
+            plan.swapped_out.append(self.swap.out(sequence, num_tokens))
         self._give_back(sequence)
         sequence.load = NOTHING if self.swap.num_tokens(sequence.request_id) else None
         insort(self.waiting, sequence, key=self._order)
@@ -275,8 +275,6 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        assert sequence.slot is not None
-        self._slots.give_back(sequence.slot)
         sequence.slot = None
 
     def _shares(self, prefilling: list[Sequence], budget: int) -> Shares:
@@ -371,17 +369,15 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.run(sequence)
             self._swap_in(sequence, plan)
-            if not sequence.num_preemptions:
-                plan.started.append(sequence)
+            (plan.resumed if sequence.num_preemptions else plan.started).append(sequence)
             budget -= self._plan_chunk(sequence, budget, plan, shares)
         return total - budget
 
     def _reserve(self, sequence: Sequence, plan: Plan, later: list[int]) -> bool:
-        """Allocate the blocks of a reservation; return whether there were enough."""
+        """Allocate blocks for KV that will be received; return whether there were enough."""
         num_tokens = sequence.num_tokens
         # One token more than it has, so that the first decode step needs no preemption.
-        limits = (num_tokens + 1, num_tokens, later)
-        if not self._allocate(sequence, *limits, next_token=num_tokens):
+        if not self._allocate(sequence, num_tokens + 1, num_tokens, later, next_token=num_tokens):
             if sequence.is_claimed:
                 plan.displaced = self.reserving.displace()
             return False

@@ -16,6 +16,7 @@ from wire.options import Options
 from worker.engine.blocks import BlockPool, Prefix, TrieKey, root_of
 from worker.engine.loads import Load
 from worker.engine.outputs import FinishReason
+from worker.engine.timeline import Timeline
 from worker.executor.batch import PromptScores
 from worker.executor.contract import ModelInfo
 from worker.executor.structured_output import Structured
@@ -85,6 +86,7 @@ class Sequence:
         "occurrences",
         "offered_by",
         "options",
+        "preempted_by",
         "prefix",
         "prompt_len",
         "request_id",
@@ -96,6 +98,7 @@ class Sequence:
         "status",
         "stop_ids",
         "structured",
+        "timeline",
         "token_ids",
         "transfer",
         "whole_from",
@@ -137,6 +140,7 @@ class Sequence:
         self.is_claimed = False  # a router has requested this reservation
         self.is_released = False
         self.num_preemptions = 0
+        self.preempted_by = 0  # the request that last got its blocks
         self.block_keys: list[bytes] = []
         self.draft_window = MAX_DRAFTS
         self.drafts: tuple[int, ...] = ()  # drafts of the next tokens, until a token is appended
@@ -169,6 +173,7 @@ class Sequence:
         if options.has_penalties:
             self.occurrences = Occurrences(self.token_ids, self.prompt_len)
         self.structured: Structured | None = None  # set by the engine
+        self.timeline = Timeline() if options.timeline else None
         self.is_ready = True  # False while its grammar or next mask is computed
         if max_new_tokens is None and options.max_tokens is not None:
             max_new_tokens = options.max_tokens - self.num_output_tokens
@@ -199,6 +204,8 @@ class Sequence:
         self.num_given_tokens = len(token_ids)
         self.num_computed_tokens = reserved
         self.set_options(options, max_new_tokens)
+        if self.timeline is not None:
+            self.timeline.is_read = True
         return None
 
     def move_to(self, status: Status) -> None:

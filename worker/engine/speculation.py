@@ -15,6 +15,7 @@ overwrites it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Many
 from typing import Protocol
 
@@ -44,23 +45,19 @@ class NgramDrafter:
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = checked(num_drafts)
-        self._indexes: dict[int, _NgramIndex] = {}
+        self._indexes = defaultdict[int, _NgramIndex](_NgramIndex)
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
         most = self.num_drafts
         return [
-            self._index(sequence).find(sequence.token_ids, limit if limit < most else most)
+            self._indexes[sequence.request_id].find(
+                sequence.token_ids, limit if limit < most else most
+            )
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
 
     def forget(self, request_id: int) -> None:
         self._indexes.pop(request_id, None)
-
-    def _index(self, sequence: Sequence) -> _NgramIndex:
-        index = self._indexes.get(sequence.request_id)
-        if index is None:
-            index = self._indexes[sequence.request_id] = _NgramIndex()
-        return index
 
 
 class _NgramIndex:

@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from msgspec.structs import replace
+
 from wire.payloads import Load
 from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.step_costs import Speed
+from worker.engine.tiering import Tiering
 
 # Bounds of the step histogram, from steps of the hash executor to those of a slow machine.
 STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
@@ -166,10 +169,18 @@ class Slots:
         return sum(slot.tokens_per_second for slot in self.active)
 
 
-def load_of(pool: BlockPool, counters: Counters, speed: Speed) -> Load:
+def load_of(
+    pool: BlockPool, counters: Counters, speed: Speed, tiering: Tiering | None = None
+) -> Load:
     """Return the figures of a heartbeat, with prefix hashes since the last call; thread-safe."""
     stored, evicted = pool.journal.read()
+
+    def lost_by(tier: str) -> tuple[int, ...]:
+        return tuple(prefix_hash for prefix_hash, last in evicted.items() if last == tier)
+
     free, cached = pool.num_free, pool.num_cached
+    known = {} if tiering is None else tiering.figures().tiers
+    tiers = {name: replace(tier, evicted=lost_by(name)) for name, tier in known.items()}
     return Load(
         total=pool.num_blocks,
         used=max(0, pool.num_blocks - free - cached),
@@ -178,5 +189,7 @@ def load_of(pool: BlockPool, counters: Counters, speed: Speed) -> Load:
         preemptions=counters.preemptions,
         **speed._asdict(),
         stored=stored,
-        evicted=evicted,
+        evicted=lost_by("kv_cache"),
+        host=tiers.get("host"),
+        disk=tiers.get("disk"),
     )

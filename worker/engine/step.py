@@ -13,14 +13,7 @@ from worker.engine.sequence import Sequence, overdue
 from worker.engine.speculation import accepted
 from worker.engine.stats import Counters
 from worker.executor.batch import Batch
-from worker.executor.contract import (
-    Drawer,
-    Drawn,
-    Executor,
-    SampledToken,
-    Scorer,
-    SequenceFailed,
-)
+from worker.executor.contract import Drawer, Drawn, Executor, SampledToken, Scorer, SequenceFailed
 
 
 def report(plan: Plan, pool: BlockPool) -> list[Output]:

@@ -114,8 +114,10 @@ class SwapSpace:
         self._saved[request_id] = _Saved(num_tokens, [])
         self.num_bytes += self._layout.transfer_bytes(num_tokens)
 
-    def out(self, sequence: Sequence, blocks: tuple[int, ...], num_tokens: int) -> Swap:
-        """Plan the copy of a sequence's KV out of its blocks."""
+    def out(self, sequence: Sequence, num_tokens: int) -> Swap:
+        """Plan the copy of a sequence's KV out of its blocks, and reserve memory for it."""
+        self.hold(sequence.request_id, num_tokens)
+        blocks = tuple(sequence.block_table)
         windowed = self._cache.window_blocks.table(blocks) if self._layout.windows else ()
         return Swap(sequence, blocks, 0, num_tokens, tuple(windowed))
 

@@ -141,6 +141,7 @@ class Warmup:
 
     def run(self, _: object = None) -> None:
         started_s = self._clock()
+        log.info("warming up")
         try:
             for warm_up in self._warm_ups:
                 warm_up()

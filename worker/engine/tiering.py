@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from typing import Final
 
-from worker.engine.blocks import BlockPool, Prefix
+from worker.engine.blocks import BlockPool
 from worker.engine.loads import NOTHING, Load
 from worker.engine.sequence import Sequence
 from worker.tiers.keys import BlockKey, follow
@@ -38,8 +38,9 @@ class Tiering:
     ) -> None:
         self.pool, self.store = pool, store
         self._compute_s, self._clock = compute_s, clock
-        self._saving: Many[int] = ()
-        self._loads: dict[bytes, Load] = {}  # by the digest of the first block
+        self._saving: Many[int] = ()  # blocks that are being copied to the tiers
+        self._loads: dict[bytes, Load] = {}  # under way, by the digest of the first loaded block
+        # Cached blocks that were not offered to the tiers yet; the pool adds and removes them.
         self.unsaved: dict[int, BlockKey] = {}
         pool.unsaved = self.unsaved
 
@@ -54,15 +55,20 @@ class Tiering:
 
     @property
     def tables(self) -> Iterator[Many[int]]:
-        """The blocks that copies reference."""
+        """The blocks referenced by the running save and by each load, for `BlockPool.check`."""
         yield self._saving
         yield from (load.blocks for load in self._loads.values())
 
     def collect(self) -> None:
-        """Take the results of copies, and give up loads that are late."""
+        """Take the results of copies, and give up loads that are late.
+
+        Their blocks are needed: a disk that hangs may keep a load for ever.
+        """
         self.store.results.deliver()
         for load in self._loads.values():
             load.look(self._clock())
+            if load.has_stopped:
+                self._release(load)
         self.store.is_disk_late = any(load.is_given_up for load in self._loads.values())
 
     def save(self) -> None:
@@ -98,24 +104,26 @@ class Tiering:
         size = self.pool.block_size
         keys = sequence.keys(sequence.max_cached_tokens // size, size)
         cached, prefix = self.pool.match_prefix(keys, root=sequence.root)
-        self.store.use(prefix)
         rest = keys[len(cached) :]
         if rest and (known := self._loads.get(follow(prefix, rest[0]).digest)) is not None:
+            self.store.use(prefix)
             return known
         found, compute_s = self._worthwhile(self.store.find(prefix, rest))
+        if found and not self.pool.can_allocate(len(found), cached):
+            return None
+        self.store.use(prefix)
         if not found:
             return NOTHING
-        if not self.pool.can_allocate(len(found), cached):
-            return None
         blocks = self.pool.allocate(len(found), cached)
-        load = Load.start(blocks, self._clock(), compute_s)
+        load = Load.start(blocks, self._clock(), compute_s, prefix, found)
         self._loads[found[0].key.digest] = load
-        fresh = blocks[len(cached) :]
 
-        def end(num_loaded: int) -> None:
-            self._end(load, prefix, found, fresh[:num_loaded])
+        def end() -> None:
+            self._release(load)
+            load.is_over = True
+            del self._loads[found[0].key.digest]
 
-        self.store.load(found, fresh, load.progress, end)
+        self.store.load(found, blocks[len(cached) :], load.progress, end)
         return load
 
     def _worthwhile(self, found: list[Found]) -> tuple[list[Found], float | None]:
@@ -128,13 +136,14 @@ class Tiering:
         self.store.doubt()
         return [], None
 
-    def _end(self, load: Load, prefix: Prefix, found: list[Found], blocks: Many[int]) -> None:
-        """Put the loaded blocks into the prefix cache."""
-        for it, block in zip(found, blocks, strict=False):
-            prefix = self.pool.register(prefix, it.key.tokens, block)
-        self.pool.free(load.blocks)
-        load.is_over = True
-        del self._loads[found[0].key.digest]
+    def _release(self, load: Load) -> None:
+        """Put the loaded blocks into the prefix cache and free the others.  Idempotent."""
+        if load.blocks:
+            prefix = load.prefix
+            for it, block in load.loaded:
+                prefix = self.pool.register(prefix, it.key.tokens, block)
+            self.pool.free(load.blocks)
+            load.blocks = ()
 
     def figures(self) -> TierFigures:
         """Return what the tiers hold; thread-safe."""

@@ -7,6 +7,7 @@ metrics and warmup are the same for all executors: `worker.engine.instrumented` 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol, runtime_checkable
@@ -320,15 +321,14 @@ class Preparer(Protocol):
     def prepare(self) -> int:
         """Compile kernels and capture CUDA graphs, once, after `allocate`.
 
-        Return the length of a prompt for the warmup whose prefill compiles the other kernels.
+        Returns:
+            How many tokens the warmup has to prefill, so that the other kernels are compiled too.
         """
 
 
-class Drawn(Protocol):
-    """The tokens of a step that a device is computing and sampling."""
-
-    def tokens(self) -> list[SampledToken]:
-        """Wait for the step; return one token for each sampled row.  May be called once."""
+# Waits for a step that a device is computing, and returns one token for each sampled row.  May be
+# called once.
+Drawn = Callable[[], list[SampledToken]]
 
 
 @runtime_checkable

@@ -26,7 +26,12 @@ class Prefiller(Protocol):
     """The prefill part of a custom model."""
 
     def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[int, GetKV]:
-        """Return the number of layers, and a function that returns a layer's KV of the prompt."""
+        """Process the tokens of a prompt, [T].
+
+        Returns:
+            The number of layers, and a function that returns the KV of all T tokens in a layer,
+            numbered from 0.
+        """
 
 
 class ForwardModel(Protocol):

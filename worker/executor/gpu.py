@@ -6,8 +6,9 @@ the next step, and are copied to the host at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -20,7 +21,7 @@ from worker.compute.graphs import DecodeGraphs, fill_in, graphs_of
 from worker.compute.model import Model
 from worker.executor import sampler
 from worker.executor.batch import Batch, Sampling
-from worker.executor.contract import ModelInfo, SampledToken
+from worker.executor.contract import Drawn, ModelInfo, SampledToken
 from worker.executor.masks import is_limited
 from worker.executor.torch import Step, TorchExecutor, with_pools
 
@@ -28,29 +29,12 @@ log = structlog.get_logger("worker")
 
 
 def create(
-    *,
-    model_path: str | Path,
-    model_name: str,
-    fingerprint: str,
-    dtype: str = "auto",
-    kv_dtype: str = "auto",
-    weights: str = "auto",
-    device: str = "auto",
-    max_model_len: int | None = None,
+    *, model_path: str | Path, model_name: str, device: str = "auto", **settings: Any
 ) -> TorchExecutor:
     """Load a model directory on the given kind of device; see `TorchExecutor.load`."""
     torch_device = find_device(device)
     kind = GpuExecutor if torch_device.type == "cuda" else TorchExecutor
-    return kind.load(
-        Path(model_path),
-        name=model_name,
-        fingerprint=fingerprint,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        weights=weights,
-        device=str(torch_device),
-        max_model_len=max_model_len,
-    )
+    return kind.load(Path(model_path), name=model_name, device=str(torch_device), **settings)
 
 
 class GpuExecutor(TorchExecutor):
@@ -83,6 +67,7 @@ class GpuExecutor(TorchExecutor):
         """Start to compute the logits of a step's rows."""
         assert self._model is not None and self._cache is not None
         batch, drawn = with_pools(self._cache, step), None
+        # Negative ids stand for tokens of the last `draw` that are only on the device (`Drawer`).
         if bool((step.token_ids < 0).any()):
             drawn = self._drawn
             assert drawn is not None, "the step reads a token before any draw"
@@ -100,11 +85,19 @@ class GpuExecutor(TorchExecutor):
         return bool(samplings) and not batch.scorings and all(map(_is_plain, samplings))
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, batch: Batch) -> GpuDrawn:
+    def draw(self, logits: torch.Tensor, batch: Batch) -> Drawn:
         """See `worker.executor.contract.Drawer`."""
         try:
             self._drawn = sampler.draw(logits[: len(batch.sample_rows)], batch.samplings).int()
-            return GpuDrawn(Download(self._drawn), self._note_started)
+            return partial(self._read, Download(self._drawn))
+        except RuntimeError as error:
+            self._note_started(error)
+            raise
+
+    def _read(self, token_ids: Download) -> list[SampledToken]:
+        """Wait for the end of a step and return its tokens."""
+        try:
+            return [SampledToken(token_id) for token_id in token_ids.read()]
         except RuntimeError as error:
             self._note_started(error)
             raise
@@ -113,21 +106,6 @@ class GpuExecutor(TorchExecutor):
         """Free the weights, the KV cache, and the CUDA graphs that use them."""
         super().shutdown()
         self._graphs = self._drawn = None
-
-
-class GpuDrawn:
-    """Tokens that a GPU is sampling; implements `worker.executor.contract.Drawn`."""
-
-    def __init__(self, token_ids: Download, note: Callable[[RuntimeError], None]) -> None:
-        self._token_ids, self._note = token_ids, note
-
-    def tokens(self) -> list[SampledToken]:
-        """Wait for the end of the step and return its tokens."""
-        try:
-            return [SampledToken(token_id) for token_id in self._token_ids.read()]
-        except RuntimeError as error:
-            self._note(error)
-            raise
 
 
 def _is_plain(sampling: Sampling) -> bool:

@@ -129,6 +129,8 @@ class HostKVCache(KVCache):
         logical, offsets = np.divmod(np.arange(tokens.start, tokens.stop), self.block_size)
         items = np.frombuffer(segment, self.items.dtype).reshape(_shape_of(rectangle))
         target = self._items_of(rectangle)[:, layers, :, heads]
+        # [layer, k|v, head, token] to [token, layer, k|v, head]: NumPy puts the dimension of two
+        # index arrays that are not adjacent (blocks, offsets) first.
         target[blocks[logical - logical[0]], ..., offsets] = items.transpose(3, 0, 1, 2)
 
     def _items_of(self, rectangle: Rectangle) -> Items:

@@ -11,10 +11,7 @@ from typing import Any, Final
 from worker.executor.contract import Executor
 
 # torch: real models.  hash: a deterministic fake model, to test everything but the model.
-FACTORIES: Final = {
-    "torch": "worker.executor.gpu:create",
-    "hash": "worker.executor.hash:create",
-}
+FACTORIES: Final = {"torch": "worker.executor.gpu:create", "hash": "worker.executor.hash:create"}
 
 
 def create(name: str, **kwargs: Any) -> Executor:

@@ -12,14 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
+from wire.process.log_limit import ProgressLine
 from wire.process.model import ModelError, checkpoint_files
 from worker.model.config import read_config
 from worker.model.mxfp4 import BLOCK, BLOCKS, SCALES, widen_into
 from worker.model.shard import WHOLE, Cut, Shard
 from worker.model.weights import Tensors, Weights
+
+log = structlog.get_logger("worker")
 
 # The name that `_text_name` returns for tensors that do not belong to the text part.
 _NO_TEXT = ""
@@ -54,7 +58,8 @@ def load_weights(
         whole = Weights(config, dtype, torch.device("meta")).named_tensors()
         ignored |= whole.keys() - missing.keys()
     cuts = {name: shard.cut(config, name) for name in missing}
-    loading = _Loading(missing, cuts, ignored, config.is_multimodal)
+    line = ProgressLine(log.info, "loading weights")
+    loading = _Loading(missing, cuts, ignored, config.is_multimodal, len(missing), line)
     for file in checkpoint_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -79,6 +84,8 @@ class _Loading:
     cuts: dict[str, Cut | None]
     ignored: set[str]
     is_multimodal: bool
+    num_tensors: int
+    line: ProgressLine
     halves: Tensors = field(default_factory=Tensors)
 
     def load(self, tensors: Any) -> None:
@@ -92,6 +99,7 @@ class _Loading:
         names = {it for it in wanted if not it.startswith(_AHEAD)}
         for name in sorted(names - self.missing.keys()):
             if (matrix := _matrix_of(name)) in self.missing:
+                self._log_progress()
                 source = tensors.get_slice(stored[name])
                 self.halves[name] = _read_half(source, self.cuts[matrix], stored[name])
                 self._widen(matrix)
@@ -100,11 +108,15 @@ class _Loading:
         if extra:
             raise ValueError(f"unknown (or repeated) tensors {_some(extra)}")
         for name in names & self.missing.keys():
+            self._log_progress()
             target, cut = self.missing.pop(name), self.cuts[name]
             if cut is None:
                 _fill(target, tensors.get_tensor(stored[name]), stored[name])
             else:
                 _fill_part(target, cut, tensors.get_slice(stored[name]), stored[name])
+
+    def _log_progress(self) -> None:
+        self.line.at(self.num_tensors - len(self.missing), self.num_tensors)
 
     def _widen(self, name: str) -> None:
         """Dequantize an MXFP4 matrix into its target if both halves have been found."""

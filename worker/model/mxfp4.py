@@ -39,10 +39,7 @@ def widen_into(
     num_matrices, rows, columns = target.shape
     end = skipped + columns
     shape = (num_matrices, rows, -(-end // BLOCK))
-    for name, tensor, wanted in (
-        (BLOCKS, blocks, (*shape, BLOCK_BYTES)),
-        (SCALES, scales, shape),
-    ):
+    for name, tensor, wanted in ((BLOCKS, blocks, (*shape, BLOCK_BYTES)), (SCALES, scales, shape)):
         if tuple(tensor.shape) != wanted or tensor.dtype is not torch.uint8:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{name} are {found}, not torch.uint8 {list(wanted)}")

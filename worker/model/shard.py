@@ -44,10 +44,13 @@ _PART = re.compile(r"(\w+?)(\.weight|\.bias|_bias)?$")
 
 
 class Cut(NamedTuple):
-    """The part of a checkpoint tensor that a shard loads: indices of one dimension of `length`.
+    """The part of a checkpoint tensor that a shard loads: some indices of one dimension.
 
-    `dim` counts from the last dimension, -1, because stacked experts have an extra first one.
-    The shard's tensor has the indices `kept`, followed by those of the `further` ranges.
+    Attributes:
+        dim: That dimension, negative, because stacked experts have an extra first dimension.
+        kept: The indices that the shard loads.
+        length: The size of the dimension in the checkpoint.
+        further: More ranges of indices; in the shard's tensor they follow `kept`.
     """
 
     dim: int

@@ -51,11 +51,11 @@ class ShardedExecutor(TorchExecutor):
     _ranks: Ranks
 
     def join(self, ranks: Ranks, path: Path) -> None:
-        """Wait until all processes have loaded their parts.
+        """Wait until all processes have loaded their parts; then describe the whole model.
 
         Raises:
-            ModelError: They compute with different arithmetic, so they could choose different
-                experts.
+            ModelError: The processes differ in arithmetic, so they would not agree on the experts
+                of a token whose scores they round differently.
         """
         if not ranks.agree(self.capabilities.arithmetic):
             raise ModelError(

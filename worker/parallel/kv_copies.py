@@ -1,6 +1,8 @@
-"""Copies KV between the leader and the other processes of a model, each of which has a copy thread.
+"""Copies KV in and out of a cache whose parts are stored by the processes of one model.
 
-Copies and steps run concurrently; a copy only waits for the steps that the leader has finished.
+The leader copies its own part itself (`OwnPart`).  It asks for copies of another process's part
+(`RemotePart`), and a thread of that process makes them (`serve_copies`) beside the steps.  A copy
+waits only until that process has computed the steps that the leader had when it asked.
 """
 
 from __future__ import annotations

@@ -23,16 +23,18 @@ from wire.frames import AS_MANY_AS_FIT, DecodeRequest, PrefillRequest
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import STOP, PeerDetail, Usage, decode_continuation
+from wire.process.log import bind_trace
 from wire.process.log_limit import RepeatedLine
 from wire.transfer import KVReceiver
 from worker.engine.engine import Engine
-from worker.engine.outputs import Displaced, Failed, Output, Reserved, Started, Token
+from worker.engine.outputs import Displaced, Failed, Output, Reserved, Started, Timed, Token
 from worker.engine.sequence import overdue
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.roles.local import LocalRequest, LocalRequests
 from worker.roles.prefill import PrefillRole
-from worker.roles.results import Steps, usage_of
+from worker.roles.results import Steps, Timing, usage_of
+from worker.transfer.incoming import transfer_entries
 from worker.transfer.receiver import NO_TRANSFER, IncomingTransfers
 
 log = structlog.get_logger("worker")
@@ -46,14 +48,14 @@ class Generation:
     frame: DecodeRequest
     token_ids: tuple[int, ...]
     options: Options
-    requested_s: float
     lease_s: float
+    timing: Timing
     receiver: KVReceiver | None = None  # once its KV is complete
     num_tokens: int = 1  # the first came in PREFILL_DONE
 
     def begin(self, engine: Engine) -> None:
         frame = self.frame
-        limits = self.options, frame.max_new_tokens, self.requested_s
+        limits = self.options, frame.max_new_tokens, self.timing.requested_s
         engine.begin_decode(frame.request_id, self.token_ids, *limits)
 
     def check(self, receiver: KVReceiver) -> None:
@@ -68,14 +70,16 @@ class Generation:
     def is_overdue(self, now: float) -> bool:
         """Return whether the deadline passed before the KV came; later the engine checks it."""
         deadline_ms = self.options.deadline_ms
-        is_over = deadline_ms is not None and now >= self.requested_s + deadline_ms / 1000
+        is_over = deadline_ms is not None and now >= self.timing.requested_s + deadline_ms / 1000
         return is_over and self.receiver is None
 
     def usage(self, token: Token) -> Usage:
         receiver = self.receiver
         assert receiver is not None
+        if self.options.timeline:
+            self.timing.add(transfer_entries(receiver))
         return structs.replace(
-            usage_of(token, self.num_tokens),
+            usage_of(token, self.num_tokens, self.timing),
             kv_bytes=receiver.kv_bytes,
             kv_skipped_tokens=receiver.cached_tokens,
             kv_seconds=receiver.kv_seconds,
@@ -98,7 +102,7 @@ class DecodeRole:
         self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         self._generations: dict[int, Generation] = {}
         self._rank = context.identity.rank
-        self.local = LocalRequests(self._engine.post, self._on_local_failed)
+        self.local = LocalRequests(self._engine.post, self._on_local_failed, self._clock)
         self.incoming = IncomingTransfers(
             context, self._is_requested, self._begin_if_ready, self._on_transfer_failed
         )
@@ -156,8 +160,10 @@ class DecodeRole:
         if frame.max_new_tokens == AS_MANY_AS_FIT:
             raise RemoteProtocolError(f"max_new_tokens is {AS_MANY_AS_FIT}, which is for clients")
         token_ids, options = decode_continuation(message.body())
+        bind_trace(frame.request_id, options.trace_id)
+        timing, lease_s = Timing(self._clock), self.incoming.lease_s
         self._generations[frame.request_id] = generation = Generation(
-            router, frame, token_ids, options, self._clock(), self.incoming.lease_s
+            router, frame, token_ids, options, lease_s, timing
         )
         if (receiver := self.incoming.get(frame.request_id)) is not None:
             try:
@@ -211,6 +217,12 @@ class DecodeRole:
                         self._on_token(generation, output, steps)
                     else:  # of a local request, or cancelled during the step
                         self.local.on_token(output, steps)
+                case Timed():
+                    generation = self._generations.get(output.request_id)
+                    if generation is not None:
+                        generation.timing.add(output.entries)
+                    else:
+                        self.local.on_timed(output)
                 case Started():
                     self.local.on_started(output)
                 case Reserved():
@@ -232,7 +244,7 @@ class DecodeRole:
             if generation.is_overdue(now):
                 self.incoming.cancel(request_id)
                 self._refuse(request_id, WireError(*overdue(generation.options)), "transfer")
-            elif is_alone and now >= generation.requested_s + generation.lease_s:
+            elif is_alone and now >= generation.timing.requested_s + generation.lease_s:
                 error = TransferFailed("the prefill worker", "its KV never came")
                 self._on_transfer_failed(request_id, error)
 

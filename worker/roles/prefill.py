@@ -23,16 +23,17 @@ from wire.frames import ANY_RANK, NO_RANK, PrefillRequest, Role
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import PeerDetail, decode_prompt
+from wire.process.log import bind_trace
 from wire.process.log_limit import RepeatedLine
 from wire.transfer import KVSender, new_key
 from worker.compute.device_errors import report_copy
 from worker.engine.engine import Engine
-from worker.engine.outputs import Computed, Failed, Output, Started, Token
+from worker.engine.outputs import Computed, Failed, Output, Started, Timed, Token
 from worker.engine.sequence import Sequence
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
-from worker.roles.results import send_first
+from worker.roles.results import Timing, send_first
 from worker.transfer.peers import DecodePeers
 from worker.transfer.same_host_peers import lend
 from worker.transfer.sender import OutgoingTransfer
@@ -54,6 +55,7 @@ class Prefill:
     router: RouterLink
     request_id: int
     transfer: OutgoingTransfer | None
+    timing: Timing
     started: Started | None = None
     started_s: float = 0.0
     is_computed: bool = False  # its first chunk is computed
@@ -139,10 +141,12 @@ class PrefillRole:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
+        bind_trace(frame.request_id, options.trace_id)
         transfer = None
         if frame.decode_rank != NO_RANK:
             transfer = self._offer_to(router, frame, token_ids, options)
-        self._prefills[frame.request_id] = Prefill(router, frame.request_id, transfer)
+        timing = Timing(self._clock)
+        self._prefills[frame.request_id] = Prefill(router, frame.request_id, transfer, timing)
         # With a transfer, the engine stops after one token regardless of the request's limit.
         is_sent = transfer is not None
         limit = None if is_sent else 1
@@ -178,6 +182,8 @@ class PrefillRole:
                 self._on_started(prefill, output, self._clock())
             case Computed():
                 self._on_computed(prefill, output, self._clock())
+            case Timed():
+                prefill.timing.add(output.entries)
             case Token():
                 self._on_first_token(prefill, output)
             case Failed():
@@ -220,7 +226,7 @@ class PrefillRole:
         assert prefill.started is not None
         transfer, is_over = prefill.transfer, token.finish_reason is not None
         kv_bytes = 0 if transfer is None or is_over else transfer.sender.total_bytes
-        send_first(prefill.router, token, prefill.started.cached_tokens, kv_bytes)
+        send_first(prefill.router, token, prefill.started.cached_tokens, kv_bytes, prefill.timing)
         prefill.is_response_sent = True
         if not kv_bytes:
             self._end(prefill)
@@ -254,8 +260,8 @@ class PrefillRole:
     ) -> OutgoingTransfer:
         peer = self.peers.find(router.endpoint, frame.decode_rank)
         if peer is None:
-            rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
-            raise WireError(ErrorCode.NO_WORKER, f"no worker of rank {rank} is known that takes KV")
+            rank = "unassigned" if frame.decode_rank == ANY_RANK else frame.decode_rank
+            raise WireError(ErrorCode.NO_WORKER, f"no worker of rank {rank} takes KV from here")
         # The decode worker would reject the offer too, but only after blocks were allocated here.
         size, limit = (
             self._layout.transfer_bytes(len(token_ids)),

@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeVar
 import structlog
 
 from wire.parts import Buffer
+from wire.payloads import Tier
 from worker.tiers.disk import Disk, Slot
 from worker.tiers.index import Entry, Index
 from worker.tiers.keys import BlockKey
@@ -42,11 +43,11 @@ class Thread(Protocol):
     def close(self, wait_s: float) -> bool: ...
 
 
-class Journal(Protocol):
-    """Told of the prefix hashes of blocks that a tier has or drops."""
+class HeldPrefixes(Protocol):
+    """Counts the blocks with each prefix hash, in the pool and its tiers: a `BlockPool`."""
 
     def hold_prefix(self, prefix_hash: int) -> None: ...
-    def drop_prefix(self, prefix_hash: int) -> None: ...
+    def drop_prefix(self, prefix_hash: int, tier: Tier) -> None: ...
 
 
 class DiskTier:
@@ -56,7 +57,7 @@ class DiskTier:
         self,
         disk: Disk,
         thread: Thread,
-        journal: Journal,
+        prefixes: HeldPrefixes,
         *,
         block_bytes: int,
         context_blocks: int,
@@ -65,7 +66,7 @@ class DiskTier:
         self.disk, self.thread = disk, thread
         self.index = Index[Slot](disk.num_slots, context_blocks)
         self.write_errors = self.skipped_blocks = 0
-        self._journal, self._clock = journal, clock
+        self._prefixes, self._clock = prefixes, clock
         self.max_batch = min(max(1, BATCH_BYTES // block_bytes), disk.num_slots)
         self.max_unwritten = max(1, MAX_UNWRITTEN_BYTES // block_bytes)
         self._unwritten: Blocks = {}
@@ -160,8 +161,8 @@ class DiskTier:
         self._free += slots
         new = min((slot for slot in slots if slot >= self._num_written), default=0)
         if error.errno in (ENOSPC, EDQUOT) and new:  # so new blocks take the places of old ones
-            self._limit = self._num_used = new
-            self._free = [slot for slot in self._free if slot < new]
+            self._limit = self._num_used = min(new, self._limit)  # another batch may have failed
+            self._free = [slot for slot in self._free if slot < self._limit]
         else:
             self.skipped_blocks += len(self._unwritten)
             self._unwritten.clear()
@@ -180,8 +181,8 @@ class DiskTier:
     def _add(self, key: BlockKey, slot: Slot) -> None:
         self.index.add(key, slot)
         self._num_written = max(self._num_written, slot.number + 1)
-        self._journal.hold_prefix(key.hash)
+        self._prefixes.hold_prefix(key.hash)
 
     def _dropped(self, entry: Entry[Slot]) -> int:
-        self._journal.drop_prefix(entry.key.hash)
+        self._prefixes.drop_prefix(entry.key.hash, "disk")
         return entry.place.number

@@ -16,7 +16,7 @@ import structlog
 from worker.compute.contract import KVCache
 from worker.tiers.copies import BlockCopies
 from worker.tiers.disk import Disk
-from worker.tiers.disk_tier import DiskTier, Journal
+from worker.tiers.disk_tier import DiskTier, HeldPrefixes
 from worker.tiers.records import Checksum, Encryption, RecordFormat
 from worker.tiers.store import TierStore
 from worker.tiers.threads import JobThread, Results
@@ -51,7 +51,7 @@ class TierSettings:
     secret: bytes | None
     clock: Callable[[], float]
 
-    def open(self, cache: KVCache, journal: Journal) -> TierStore | None:
+    def open(self, cache: KVCache, prefixes: HeldPrefixes) -> TierStore | None:
         """Open the tiers for a cache; None if its model has windows or states.
 
         Raises:
@@ -66,14 +66,14 @@ class TierSettings:
                 f"--host-kv-bytes is {self.host_bytes}, and one block takes {copies.num_bytes}"
             )
         context_blocks = -(-self.context_tokens // cache.block_size)
-        disk = self._open_disk(cache, copies.num_bytes, context_blocks, results, journal)
+        disk = self._open_disk(cache, copies.num_bytes, context_blocks, results, prefixes)
         return TierStore(
             copies,
             self.host_bytes,
             disk,
             JobThread("kv-tier-copy", results),
             results,
-            journal,
+            prefixes,
             context_blocks=context_blocks,
             clock=self.clock,
         )
@@ -84,7 +84,7 @@ class TierSettings:
         block_bytes: int,
         context_blocks: int,
         results: Results,
-        journal: Journal,
+        prefixes: HeldPrefixes,
     ) -> DiskTier | None:
         """Open the disk tier; without it the worker is slower, so an error is only logged."""
         if self.disk is None:
@@ -100,7 +100,7 @@ class TierSettings:
             tier = DiskTier(
                 disk,
                 JobThread("kv-tier-disk", results),
-                journal,
+                prefixes,
                 block_bytes=block_bytes,
                 context_blocks=context_blocks,
                 clock=self.clock,

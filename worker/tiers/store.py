@@ -8,15 +8,17 @@ pool when a sequence can continue from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Final, NamedTuple
 
 import structlog
 
 from wire.parts import Buffer
+from wire.payloads import TierLoad
 from worker.tiers.copies import BlockCopies, Rate
 from worker.tiers.disk import Slot
-from worker.tiers.disk_tier import DiskTier, Journal, Thread
+from worker.tiers.disk_tier import DiskTier, HeldPrefixes, Thread
 from worker.tiers.index import Index
 from worker.tiers.keys import BlockKey, Chain, follow
 from worker.tiers.threads import Results
@@ -37,18 +39,14 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a load is; it ends before the next block if `is_stopped` is set."""
+    """How far a load is; it writes no further block if `is_stopped` is set.
+
+    The thread that reads holds the lock while it writes to a block of the pool.
+    """
 
     num_loaded: int = 0
     is_stopped: bool = False
-
-
-class Held(NamedTuple):
-    """The content of a tier, and how many tokens were loaded from it instead of being computed."""
-
-    blocks: int = 0
-    bytes: int = 0
-    tokens: int = 0
+    lock: Lock = field(default_factory=Lock)
 
 
 class TierFigures(NamedTuple):
@@ -58,9 +56,15 @@ class TierFigures(NamedTuple):
     "skipped" blocks that were not written because the disk was too slow or failed.
     """
 
-    host: Held
-    disk: Held
+    host: TierLoad
+    disk: TierLoad
     failures: dict[str, int]
+
+    @property
+    def tiers(self) -> dict[str, TierLoad]:
+        """The tiers that there are, by name."""
+        both = {"host": self.host, "disk": self.disk}
+        return {name: tier for name, tier in both.items() if tier.max_blocks}
 
 
 @dataclass(slots=True)
@@ -83,7 +87,7 @@ class TierStore:
         disk: DiskTier | None,
         copying: Thread,
         results: Results,
-        journal: Journal,
+        prefixes: HeldPrefixes,
         *,
         context_blocks: int,
         clock: Callable[[], float],
@@ -92,7 +96,7 @@ class TierStore:
         self.disk = disk
         self.is_disk_late = False  # a load from it takes longer than computing would
         self.copies, self._copying = copies, copying
-        self._journal, self._clock = journal, clock
+        self._prefixes, self._clock = prefixes, clock
         self._host = Index[Buffer](host_bytes // copies.num_bytes, context_blocks)
         self._host_rate, self._disk_rate = Rate(), Rate()
         self._num_loaded = {"host": 0, "disk": 0}
@@ -135,9 +139,9 @@ class TierStore:
             if self._host.is_full:
                 evicted = self._host.evict()
                 self._offer(evicted.key, evicted.place)
-                self._journal.drop_prefix(evicted.key.hash)
+                self._prefixes.drop_prefix(evicted.key.hash, "host")
             self._host.add(key, kv)
-            self._journal.hold_prefix(key.hash)
+            self._prefixes.hold_prefix(key.hash)
         self._offer(key, kv)
 
     def _offer(self, key: BlockKey, kv: Buffer) -> None:
@@ -186,13 +190,13 @@ class TierStore:
         found: Sequence[Found],
         blocks: Sequence[int],
         progress: Progress,
-        done: Callable[[int], object],
+        done: Callable[[], object],
     ) -> None:
-        """Read blocks into those of the pool; call `done` with the number that were read."""
+        """Read blocks into those of the pool; call `done` when no more will be read."""
 
         def end(read: _Read) -> None:
             self._count(found, read)
-            done(read.num_blocks)
+            done()
 
         is_on_disk = any(it.kv is None for it in found)
         thread = self.disk.thread if self.disk is not None and is_on_disk else self._copying
@@ -209,12 +213,15 @@ class TierStore:
             if kv is None:
                 read.is_damaged = True
                 break
-            self.copies.copy_in(block, kv)
+            with progress.lock:
+                if progress.is_stopped:
+                    break
+                self.copies.copy_in(block, kv)
+                progress.num_loaded += 1
             seconds = self._clock() - start_s
             read.host_s += seconds if it.slot is None else 0.0
             read.disk_s += seconds if it.slot is not None else 0.0
             read.num_blocks += 1
-            progress.num_loaded += 1
         return read
 
     def _read_from_disk(self, slot: Slot, key: BlockKey) -> Buffer | None:
@@ -258,15 +265,24 @@ class TierStore:
 
     def figures(self, block_size: int) -> TierFigures:
         """Return the figures; thread-safe."""
-        disk, num_host = self.disk, len(self._host)
-        host_tokens, disk_tokens = (self._num_loaded[it] * block_size for it in ("host", "disk"))
-        host = Held(num_host, num_host * self.copies.num_bytes, host_tokens)
-        if disk is None:
-            return TierFigures(host, Held(), {})
-        num_bytes = len(disk.index) * disk.disk.record_bytes
+        host = self._tier_load("host", self._host, self.copies.num_bytes, block_size)
+        if self.disk is None:
+            return TierFigures(host, TierLoad(), {})
+        index, record_bytes = self.disk.index, self.disk.disk.record_bytes
         failures = {
-            "write": disk.write_errors,
+            "write": self.disk.write_errors,
             "read": self._read_errors,
-            "skipped": disk.skipped_blocks,
+            "skipped": self.disk.skipped_blocks,
         }
-        return TierFigures(host, Held(len(disk.index), num_bytes, disk_tokens), failures)
+        return TierFigures(host, self._tier_load("disk", index, record_bytes, block_size), failures)
+
+    def _tier_load(
+        self, tier: str, index: Index[Any], block_bytes: int, block_size: int
+    ) -> TierLoad:
+        num_blocks = len(index)
+        return TierLoad(
+            max_blocks=index.max_blocks,
+            blocks=num_blocks,
+            bytes=num_blocks * block_bytes,
+            loaded_tokens=self._num_loaded[tier] * block_size,
+        )

@@ -85,7 +85,10 @@ class JobThread:
 
 
 def _outcome(work: Callable[[], R], done: Callable[[R], object]) -> Callable[[], object]:
-    """Run a job; return the call that delivers its result, or raises what it raised."""
+    """Run a job; return a function that calls `done` with its result, or raises what it raised.
+
+    `Results.deliver` calls that function, on the engine's thread instead of this one.
+    """
     try:
         result = work()
     except Exception as error:

@@ -6,6 +6,7 @@ import threading
 
 from wire.errors import WireError
 from wire.parts import Buffer
+from wire.timeline import Entry, Kind
 from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment
 from worker.compute.contract import KVCache, Memory
 from worker.engine.windows import unpack
@@ -36,19 +37,6 @@ class IncomingTransfer:
     While `is_waited_for` is true, requests with an equal prompt may wait to share this KV.
     """
 
-    __slots__ = (
-        "acked_bytes",
-        "arrivals",
-        "block_table",
-        "is_dropped",
-        "is_waited_for",
-        "memory",
-        "peer",
-        "receiver",
-        "share_bytes",
-        "unasked",
-    )
-
     def __init__(self, peer: bytes, receiver: KVReceiver) -> None:
         self.peer = peer
         self.receiver = receiver
@@ -71,6 +59,20 @@ class IncomingTransfer:
         """Whether an ACK must be sent now, before the sender lacks credit for its next segment."""
         unacked_bytes = self.receiver.kv_bytes - self.acked_bytes
         return unacked_bytes >= min(self.wanted_bytes / 4, self.wanted_bytes - MAX_SEGMENT_BYTES)
+
+
+def transfer_entries(receiver: KVReceiver) -> list[Entry]:
+    """Return the timeline entries of a transfer that is complete, and of its first segments."""
+    if receiver.accepted_at is None or not receiver.num_segments:
+        return []
+    start_s, seconds = receiver.accepted_at, receiver.kv_seconds
+    return [
+        Entry(Kind.TRANSFER, start_s, seconds, receiver.num_segments),
+        *(
+            Entry(Kind.SEGMENT, arrived, stored - arrived, num_bytes)
+            for arrived, stored, num_bytes in receiver.segment_times
+        ),
+    ]
 
 
 def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Exception | None:

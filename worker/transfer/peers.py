@@ -239,7 +239,7 @@ class DecodePeers:
                 segment_traffic=self._segment_traffic,
             )
         except (OSError, ConfigError) as error:
-            log.error("no way to the decode worker", rank=detail.rank, reason=str(error))
+            log.error("cannot connect to a worker", worker=party_of(detail), reason=str(error))
             return None
         self._peers[detail.kv_endpoint] = peer
         return peer

@@ -290,6 +290,7 @@ class IncomingTransfers:
     def _on_offer(
         self, peer: bytes, request_id: int, message: Message, unasked: list[tuple[Buffer, Buffer]]
     ) -> None:
+        """Begin a transfer; `unasked` are the segments that came with the offer, without credit."""
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise WireError(ErrorCode.UNKNOWN_REQUEST, NO_TRANSFER)
         offer = decode_map(Offer, message.payload[0] if unasked else message.body())

@@ -90,6 +90,7 @@ class SegmentHub(Generic[A]):
         self._calls.close()
 
     async def _greet(self, client: socket.socket) -> None:
+        """Read segments from a client that greets with a valid token; disconnect any other."""
         loop = asyncio.get_running_loop()
         greeting = b""
         try:

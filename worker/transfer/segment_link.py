@@ -34,7 +34,8 @@ SILENCE_S: Final = 30.0
 class SegmentLink:
     """The segment connection to the decode worker whose KV socket is at `kv_endpoint`.
 
-    An offer carries `token`, and the connection sends it first; each connection needs a new one.
+    Offers carry the secret `token`, and the connection sends it first, so that the decode worker
+    knows whose the connection is.  It is accepted once, so each connection needs a new one.
     `connecting` is the running attempt.  `on_down` is called when an open connection has ended.
     """
 
@@ -76,7 +77,7 @@ class SegmentLink:
             raise PeerLost(self._host) from None  # the connection ended before `send` was called
 
     def reset(self) -> None:
-        """Close the connection in the background, and change the token."""
+        """Close the connection in the background, and renew the token for the next one."""
         if self.connecting is not None:
             self.connecting.cancel()
             self.connecting = None

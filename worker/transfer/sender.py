@@ -246,9 +246,7 @@ class OutgoingTransfer:
 
     def _send_segment(self, read: Read) -> None:
         segment = self.sender.segment(
-            *(read.rectangle, read.kv, self._clock()),
-            digest=read.digest,
-            places=read.offsets,
+            *(read.rectangle, read.kv, self._clock()), digest=read.digest, places=read.offsets
         )
         if segment is None:
             return  # the transfer ended meanwhile

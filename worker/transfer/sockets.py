@@ -55,9 +55,7 @@ class KVPlane:
             Sealing(new_key())  # loads the cipher now, so that no request has to wait for it
 
     def hub(
-        self,
-        on_message: Callable[[bytes, list[Buffer]], None],
-        on_lost: Callable[[bytes], None],
+        self, on_message: Callable[[bytes, list[Buffer]], None], on_lost: Callable[[bytes], None]
     ) -> Hub:
         """Create the decode worker's unbound socket; its queues are short: it sends no KV."""
         options = self._options.copy()

@@ -46,12 +46,14 @@ class CompletionAnswer(ABC):
             "model": head.model,
         }
         self._fingerprint = {"system_fingerprint": request.fingerprint}
+        # Whether chunks differ in more than their text, so that each is rendered as a whole.
         self._is_rich = request.has_logprobs or request.has_ids or request.has_running_usage
-        # How many tokens of a choice have been sent, if every event has the usage so far.
+        # How many tokens of a choice have been sent, if every chunk has the usage so far.
         self._shown: Counter[Choice] = Counter()
+        # Choices whose first chunk was rendered, which has the role and fields about the prompt.
         self._started: set[Choice] = set()
-        # The JSON before and after the text of a chunk, for each choice past its first chunk; ()
-        # if its chunks differ in more than the text.  `usual` has that of a single plain choice.
+        # For each choice past its first chunk, the JSON of a chunk before and after its text; () if
+        # chunks are rich.  `usual` is that of a single plain choice, see `Answer.usual`.
         self._around: dict[Choice, Around] = {}
         self.usual: tuple[bytes, bytes] | None = None
 
@@ -80,20 +82,20 @@ class CompletionAnswer(ABC):
         return _encode(body)
 
     def take(self) -> bytes:
-        parts: list[bytes] = []
+        chunks: list[bytes] = []
         for choice, deltas in self._completion.take():
             if choice not in self._started and deltas:
                 self._started.add(choice)
-                parts.append(self._chunk(choice, deltas.pop(0), is_first=True))
+                chunks.append(self._chunk(choice, deltas.pop(0), is_first=True))
             around = self._around_text(choice) if deltas else ()
             for delta in deltas:
-                text, _, _, finish_reason, read, _ = delta
-                content = text if read is None else delta.content
+                text, _, _, finish_reason, parts, _ = delta
+                content = text if parts is None else delta.content
                 if finish_reason is not None or content is None or not around:
-                    parts.append(self._chunk(choice, delta))
+                    chunks.append(self._chunk(choice, delta))
                 else:
-                    parts += (around[0], _encode(content), around[1])
-        return b"".join(parts)
+                    chunks += (around[0], _encode(content), around[1])
+        return b"".join(chunks)
 
     def end(self) -> bytes:
         if not self._request.has_usage:

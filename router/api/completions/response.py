@@ -21,8 +21,6 @@ HEADERS: Final[tuple[Header, ...]] = (
 
 
 class Head(NamedTuple):
-    """The fields that all responses have."""
-
     request_id: str
     created: int
     model: str

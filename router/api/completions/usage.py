@@ -29,9 +29,9 @@ class KvTransfer(Struct):
 class CacheUsage(Struct):
     """How many tokens of the prompts were cached, and the reason why not more were.
 
-    Where there are several prompts, `longest_match` and `reason` are those of the one with the most
-    tokens that were not cached.  `local_prefill` is why a decode worker read the prompt, if it did.
-    GET /v1/requests/ID explains each.
+    `local_prefill` is why one worker did the prefill and the decode; null if two did.  Where there
+    are several prompts, `longest_match`, `reason` and `local_prefill` are those of the one with the
+    most tokens that were not cached.  GET /v1/requests/ID explains each.
     """
 
     prefill_worker_tokens: int

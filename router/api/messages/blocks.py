@@ -135,7 +135,6 @@ class Chat:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages so far."""
         return [
             turn | {name: "\n".join(turn[name]) for name in _TEXTS if name in turn}
             for turn in self._turns

@@ -166,7 +166,7 @@ class PromptBody(Body, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessageSampled(Sampled, kw_only=True):
-    """The sampling fields, in the form that all endpoints share."""
+    """The sampling fields of /v1/messages by OpenAI's names, for the code that endpoints share."""
 
     output_format: OutputFormat | None = None
 
@@ -202,7 +202,7 @@ class MessagesBody(PromptBody, kw_only=True):
 
     @property
     def sampled(self) -> MessageSampled:
-        """The sampling fields, in the form that all endpoints share."""
+        """The sampling fields by OpenAI's names, for the code that endpoints share."""
         config = self.output_config or OutputConfig()
         names = ("stream", "temperature", "top_p", "top_k", "seed", "max_tokens", "cache_salt")
         return MessageSampled(

@@ -218,7 +218,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def empty_block(part: Part) -> dict[str, Any]:
-    """Return the block that begins with `part`, without its text."""
+    """Return the content block (text, thinking, tool_use) that `part` opens, before its text."""
     kind = KINDS[type(part)]
     if isinstance(part, CallStart):
         return {

@@ -29,7 +29,6 @@ _COMPONENTS: Final = "#/components/schemas/"
 
 
 def document() -> dict[str, Any]:
-    """Return the OpenAPI document."""
     kinds = [kind for operation in OPERATIONS for kind in _kinds(operation)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_COMPONENTS + "{name}")
     known = dict(zip(kinds, schemas, strict=True))

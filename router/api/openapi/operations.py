@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from msgspec import Meta, Struct
@@ -15,13 +16,16 @@ from router.api.responses.store import DEFAULT_ITEMS, MAX_ITEMS
 from router.api.text import CompletionBody
 from router.api.tokenize import DetokenizeBody, TokenizeBody
 from router.core.history.report import RequestReport
+from router.core.replay import Verification
 
 STATUSES: Final = {
     400: "The request is wrong: the message names the field and what is allowed there.",
     401: "There is no API key in the request, or one that is not valid.",
-    403: "The web page that asks is not allowed to, or the host name is none of this router.",
+    403: "The web page that asks, or the API key, is not allowed to, or the host name is none of "
+    "this router.",
     404: "There is nothing of this name here.",
     408: "The request came too slowly, or its deadline has passed.",
+    409: "No worker is ready that could serve it.",
     413: "The body is too large, or has too many values.",
     415: "The body is not JSON, or compressed in a way that is not taken.",
     429: "Too many requests wait: ask again after Retry-After seconds.",
@@ -55,11 +59,11 @@ class Operation(NamedTuple):
 
     @property
     def refusals(self) -> list[int]:
-        """The statuses of its errors."""
         of_key = set() if self.is_open else {401, 403}
         of_path = {404} if "{" in self.path else set()
         of_body = {404, 413, 415, 429} if self.body else set()
-        return sorted(_ALWAYS | of_key | of_path | of_body)
+        of_replay = {409, 429} if self.answer is Verification else set()
+        return sorted(_ALWAYS | of_key | of_path | of_body | of_replay)
 
 
 class ItemsQuery(Struct):
@@ -70,127 +74,118 @@ class ItemsQuery(Struct):
     order: Literal["asc", "desc"] = "desc"
 
 
+class VerifyQuery(Struct):
+    """`same_worker`: replay on the workers that served the request, instead of others."""
+
+    same_worker: bool = False
+
+
 _HELLO: Final = [{"role": "user", "content": "Hello"}]
 # Anthropic requires a model name; "demo" is the model of a router with default settings.
 _TO_DEMO: Final = {"model": "demo", "messages": _HELLO}
 
+_get: Final = partial(Operation, "get")
+_post: Final = partial(Operation, "post")
+
 OPERATIONS: Final = (
-    Operation(
-        "post",
-        "/v1/completions",
-        "Go on with a text.",
-        answers.TextCompletion,
-        CompletionBody,
-        {"prompt": "Once upon a time", "max_tokens": 16},
+    _post(
+        *("/v1/completions", "Go on with a text.", answers.TextCompletion, CompletionBody),
+        example={"prompt": "Once upon a time", "max_tokens": 16},
         is_streamed=True,
     ),
-    Operation(
-        "post",
-        "/v1/chat/completions",
-        "Say what comes next in a conversation.",
-        answers.ChatCompletion,
-        ChatBody,
-        {"messages": _HELLO, "max_completion_tokens": 16},
+    _post(
+        *("/v1/chat/completions", "Say what comes next in a conversation."),
+        *(answers.ChatCompletion, ChatBody),
+        example={"messages": _HELLO, "max_completion_tokens": 16},
         is_streamed=True,
     ),
-    Operation(
-        "post",
-        "/v1/responses",
-        "The same in items, which are kept to go on from.",
-        answers.Response,
-        ResponseBody,
-        {"input": "Hello", "max_output_tokens": 16},
+    _post(
+        *("/v1/responses", "The same in items, which are kept to go on from."),
+        *(answers.Response, ResponseBody),
+        example={"input": "Hello", "max_output_tokens": 16},
         is_streamed=True,
     ),
-    Operation(
-        "get",
-        "/v1/responses/{response}",
-        "A response that is kept.",
-        answers.Response,
-    ),
-    Operation(
-        "delete",
-        "/v1/responses/{response}",
-        "Forget a response.",
-        answers.DeletedResponse,
-    ),
-    Operation(
-        "get",
+    _get("/v1/responses/{response}", "A response that is kept.", answers.Response),
+    Operation("delete", "/v1/responses/{response}", "Forget a response.", answers.DeletedResponse),
+    _get(
         "/v1/responses/{response}/input_items",
         "The items that a response went on from, page by page.",
         answers.ResponseItems,
         query=ItemsQuery,
     ),
-    Operation(
-        "post",
-        "/v1/responses/{response}/cancel",
-        "Refused: to end an answer, close its connection.",
-        None,
+    _post(
+        "/v1/responses/{response}/cancel", "Refused: to end an answer, close its connection.", None
     ),
-    Operation(
-        "post",
-        "/v1/messages",
-        "The same as Anthropic's clients ask for it.",
-        answers.Message,
-        MessagesBody,
-        _TO_DEMO | {"max_tokens": 16},
+    _post(
+        *("/v1/messages", "The same as Anthropic's clients ask for it."),
+        *(answers.Message, MessagesBody),
+        example=_TO_DEMO | {"max_tokens": 16},
         is_streamed=True,
         refusal=answers.MessageError,
     ),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        "How many tokens the prompt of a message would have.",
-        answers.InputTokens,
-        PromptBody,
-        _TO_DEMO,
+    _post(
+        *("/v1/messages/count_tokens", "How many tokens the prompt of a message would have."),
+        *(answers.InputTokens, PromptBody),
+        example=_TO_DEMO,
         refusal=answers.MessageError,
     ),
-    Operation(
-        "post",
-        "/tokenize",
-        "The tokens of a text or a conversation.",
-        answers.Tokens,
-        TokenizeBody,
-        {"prompt": "Hello"},
+    _post(
+        *("/tokenize", "The tokens of a text or a conversation.", answers.Tokens, TokenizeBody),
+        example={"prompt": "Hello"},
     ),
-    Operation(
-        "post",
-        "/detokenize",
-        "The text of tokens.",
-        answers.Text,
-        DetokenizeBody,
-        {"tokens": [1, 2, 3]},
+    _post(
+        *("/detokenize", "The text of tokens.", answers.Text, DetokenizeBody),
+        example={"tokens": [1, 2, 3]},
     ),
-    Operation("get", "/v1/models", "The one model that is served.", answers.Models),
-    Operation("get", "/v1/models/{model}", "The model of this name.", answers.Model),
-    Operation(
-        "get",
+    _get("/v1/models", "The one model that is served.", answers.Models),
+    _get("/v1/models/{model}", "The model of this name.", answers.Model),
+    _get(
         "/v1/requests/{request}",
         "How a recent request of this client was served, and why its prompt was not cached.",
         RequestReport,
     ),
-    Operation("get", "/v1/cluster", "Every worker, and what it does.", answers.Cluster),
-    Operation("get", "/load", "How many requests are under way.", answers.Load),
-    Operation("get", "/metrics", "Figures for Prometheus.", "text/plain"),
-    Operation("get", "/version", "The release.", answers.Release),
-    Operation("get", "/livez", "Whether the process is alive.", answers.Alive, is_open=True),
+    _post(
+        "/v1/requests/{request}/verify",
+        "Replay a kept request on other workers and compare the tokens. For operators.",
+        Verification,
+        query=VerifyQuery,
+    ),
+    _get("/v1/cluster", "Every worker, and what it does.", answers.Cluster),
+    _get(
+        "/v1/cluster/events",
+        "The same and the latest requests as they happen: the stream behind the page.",
+        "text/event-stream",
+    ),
+    _post(
+        "/v1/workers/{worker}/drain",
+        "Let a worker finish its requests and end. For operators.",
+        answers.Draining,
+    ),
+    _post(
+        "/v1/workers/{worker}/restart",
+        "The same, and whoever started it starts it again. For operators.",
+        answers.Draining,
+    ),
+    _post(
+        "/v1/router/restart",
+        "Start a successor of each router process; done when they serve. For operators.",
+        answers.Restarted,
+    ),
+    _get("/load", "How many requests are under way.", answers.Load),
+    _get("/metrics", "Figures for Prometheus.", "text/plain"),
+    _get("/version", "The release.", answers.Release),
+    _get("/livez", "Whether the process is alive.", answers.Alive, is_open=True),
     *(
         Operation(
-            method,
-            path,
-            "Whether a completion could be served now; if not, 503.",
+            *(method, path, "Whether a completion could be served now; if not, 503."),
             answers.Readiness,
             is_open=True,
             unready=answers.Readiness,
         )
-        for method, path in (
-            ("get", "/readyz"),
-            ("get", "/health"),
-            ("get", "/ping"),
-            ("post", "/ping"),
-        )
+        for path in ("/readyz", "/health", "/ping")
+        for method in (("get", "post") if path == "/ping" else ("get",))
     ),
-    Operation("get", "/openapi.json", "This description.", dict, is_open=True),
-    Operation("get", "/docs", "This description as a page.", "text/html", is_open=True),
+    _get("/", "The page: the cluster and a playground.", "text/html", is_open=True),
+    _get("/openapi.json", "This description.", dict, is_open=True),
+    _get("/docs", "This description as a page.", "text/html", is_open=True),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, defstruct
 
 from router.api.completions.usage import UsageBody
 
@@ -224,10 +224,6 @@ class Message(Struct):
     usage: MessageUsage
 
 
-class InputTokens(Struct):
-    input_tokens: int
-
-
 # Other responses.
 
 
@@ -237,18 +233,15 @@ class Tokens(Struct):
     max_model_len: int | None
 
 
-class Text(Struct):
-    prompt: str
-
-
 class Model(Struct):
-    """`max_model_len` is null while no workers are connected."""
+    """`max_model_len` is null while no workers are connected.  Token ids are below `vocab_size`."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int | None
+    vocab_size: int | None
 
 
 class Models(Struct):
@@ -257,30 +250,29 @@ class Models(Struct):
 
 
 class Counted(Struct):
-    """Requests of the router; `processes` has those of each process with `--processes`."""
+    """Requests of the router and the fingerprint of its model; `processes` has the requests
+    of each process with `--processes`."""
 
     running: int
     waiting: int
+    fingerprint: str
     processes: list[dict[str, int]] | None = None
 
 
 class Cluster(Struct):
-    """The state of every worker, and the number of requests in this router."""
+    """The state of every worker, the number of requests in this router, and refused workers."""
 
     workers: list[dict[str, Any]]
     router: Counted
+    refused: list[dict[str, Any]]
 
 
-class Release(Struct):
-    version: str
+class Draining(Struct):
+    """A worker that was asked to drain; `placed` are the requests that it had then."""
 
-
-class Load(Struct):
-    server_load: int
-
-
-class Alive(Struct):
-    status: Literal["alive"]
+    worker: str
+    epoch: int
+    placed: int
 
 
 class Readiness(Struct):
@@ -288,3 +280,11 @@ class Readiness(Struct):
 
     status: Literal["ready", "unready"]
     reasons: list[str]
+
+
+InputTokens = defstruct("InputTokens", [("input_tokens", int)])
+Text = defstruct("Text", [("prompt", str)])
+Release = defstruct("Release", [("version", str)])
+Load = defstruct("Load", [("server_load", int)])
+Restarted = defstruct("Restarted", [("status", Literal["restarted"])])
+Alive = defstruct("Alive", [("status", Literal["alive"])])

@@ -102,12 +102,7 @@ def wanted_of_structured(sent: StructuredOutputs | None) -> Iterator[Wanted]:
     """Yield the structures that `structured_outputs` requests."""
     if sent is None:
         return
-    for name in (
-        "structural_tag",
-        "disable_any_whitespace",
-        "disable_additional_properties",
-        "whitespace_pattern",
-    ):
+    for name in sent.__struct_fields__[5:]:
         if getattr(sent, name):
             raise invalid(f"structured_outputs.{name}", "is not supported by this server")
     found = list(
@@ -127,7 +122,11 @@ def wanted_of_guided(
     choice: list[str] | None,
     grammar: str | None,
 ) -> Iterator[Wanted]:
-    """Yield the structures of these four fields, whose names in the request begin with `prefix`."""
+    """Yield the structures that vLLM's four fields request, in either of two spellings.
+
+    `prefix` and a parameter's name make the field's name, such as `guided_json` or
+    `structured_outputs.json`; errors have it.
+    """
     if is_given(json):
         yield wanted_schema(f"{prefix}json", json)
     if regex is not None:

@@ -1,8 +1,8 @@
-"""Request fields of OpenAI and vLLM that our endpoints do not support: refused or ignored.
+"""Request fields of OpenAI and vLLM that our endpoints refuse.
 
-Every field of the two APIs is either a field of our body or listed here.  A refused field is
-accepted with its neutral values, and a field without effect on the answer is ignored.  So is an
-unknown field, as clients expect.  FIELDS.md lists all fields.
+A refused field is accepted with its neutral values.  Fields without effect on the answer are
+ignored, and so is an unknown field, as clients expect.  FIELDS.md lists all fields, and
+`scripts/fields.py` those without effect.
 """
 
 from __future__ import annotations
@@ -23,19 +23,14 @@ class Refused(NamedTuple):
 
 
 class Fields:
-    """The request fields that an endpoint does not support, with the message for each."""
+    """The request fields that an endpoint refuses, with the message for each."""
 
-    def __init__(self, refused: Mapping[str, Refused], without_effect: Mapping[str, str]) -> None:
+    def __init__(self, refused: Mapping[str, Refused]) -> None:
         self.refused = refused
-        self.without_effect = without_effect
         # The decoder skips all other fields.
         values: list[tuple[str, Any, Any]] = [(name, msgspec.Raw, None) for name in refused]
         kind = msgspec.defstruct("Values", values)
         self._none, self._decoder = kind(), msgspec.json.Decoder(kind)
-
-    def that_work(self, body: type[msgspec.Struct]) -> set[str]:
-        """Return the supported fields of a body; it may inherit fields that are refused here."""
-        return set(body.__struct_fields__) - self.refused.keys()
 
     def check(self, raw: bytes) -> None:
         """Refuse a body with an unsupported field.
@@ -70,26 +65,13 @@ _MEDIA: Final = {
     name: Refused("models here read and write text", ({},))
     for name in ("media_io_kwargs", "mm_processor_kwargs")
 }
-_WITHOUT_EFFECT: Final = {
-    "user": "nothing is kept of who asked",
-    "session_id": "requests go where their prefix is cached, whatever session they are of",
-    "length_penalty": "only beam search has one",
-    "early_stopping": "only beam search has it",
-    "spaces_between_special_tokens": "no spaces are put between tokens",
-    "guided_decoding_backend": "there is one",
-    "stream_interval": "streams have a chunk for every token",
-    "return_token_offsets": "only of vLLM's endpoints that render prompts",
-    "mm_payload": "only of vLLM's endpoints that render prompts",
-    "return_mm_kwargs": "only of vLLM's endpoints that render prompts",
-}
 
 COMPLETIONS: Final = Fields(
     {
         **_REFUSED,
         "suffix": Refused("it completes the end of a text only", ("",)),
         "prompt_embeds": Refused("send text or token ids", ([],)),
-    },
-    _WITHOUT_EFFECT,
+    }
 )
 
 CHAT: Final = Fields(
@@ -105,20 +87,9 @@ CHAT: Final = Fields(
         "verbosity": Refused("say in the messages how long the answer is to be", ("medium",)),
         "return_prompt_text": Refused("POST /tokenize shows the prompt's tokens", (False,)),
     },
-    {
-        **_WITHOUT_EFFECT,
-        "metadata": "nothing is kept of a request",
-        "store": "nothing is kept of a request",
-        "safety_identifier": "nothing is kept of who asked",
-        "service_tier": "there is one; priority says who is served first",
-        "prompt_cache_key": "prefixes are cached by themselves",
-        "prompt_cache_options": "prefixes are cached by themselves",
-        "prompt_cache_retention": "prefixes are cached as long as there is room",
-        "prediction": "it makes answers quicker, not other ones",
-    },
 )
 
-TOKENIZE: Final = Fields(_MEDIA | {"tools": Refused("leave it out", ([],))}, {})
+TOKENIZE: Final = Fields(_MEDIA | {"tools": Refused("leave it out", ([],))})
 
 RESPONSES: Final = Fields(
     {
@@ -145,13 +116,5 @@ RESPONSES: Final = Fields(
         "return_tokens_as_token_ids": Refused("only /v1/completions and chats do", (False,)),
         "request_id": Refused("ids of responses cannot be chosen; send the header x-request-id"),
         "baton_usage": Refused("only /v1/completions and chats have it", (False,)),
-    },
-    {
-        # The response repeats "user".
-        **{name: why for name, why in _WITHOUT_EFFECT.items() if name != "user"},
-        "prompt_cache_options": "prefixes are cached by themselves",
-        "prompt_cache_retention": "prefixes are cached as long as there is room",
-        "service_tier": "there is one; priority says who is served first",
-        "max_tool_calls": "it counts calls of built-in tools, and there are none",
     },
 )

@@ -122,7 +122,6 @@ class Output:
         return b"".join(events)
 
     def add_event(self, kind: str, **fields: Any) -> None:
-        """Append an event."""
         if not self._is_streamed:
             return
         body = _encode({"type": kind, "sequence_number": self._num_events, **fields})
@@ -209,5 +208,4 @@ class Output:
 
 
 def content_of(text: str) -> list[Part]:
-    """Return `text` as content parts."""
     return [Content(text)] if text else []

@@ -118,5 +118,4 @@ class ResponseAnswer:
 
 
 def response_id(key: str) -> str:
-    """Return the id of the response with this key."""
     return f"resp_{key}"

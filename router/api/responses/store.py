@@ -113,15 +113,14 @@ class KeptResponses:
 
 
 def previous_id(raw: bytes) -> str | None:
-    """Return the `previous_response_id` of a body."""
     try:
         return msgspec.json.decode(raw, type=_Previous).previous_response_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None  # the endpoint will report what is invalid
 
 
-def list_items(kept: KeptResponse, query: dict[str, str]) -> dict[str, Any]:
-    """Return a page of the items before a response, for GET …/input_items."""
+def list_items(kept: KeptResponse, query: dict[str, str]) -> bytes:
+    """Return the JSON of a page of the items before a response, for GET …/input_items."""
     order, after = query.get("order", "desc"), query.get("after")
     limit = query.get("limit", str(DEFAULT_ITEMS))
     if order not in ("asc", "desc"):
@@ -137,10 +136,11 @@ def list_items(kept: KeptResponse, query: dict[str, str]) -> dict[str, Any]:
             raise invalid("after", f"there is no item {shown(after)} here")
         items = items[names.index(after) + 1 :]
     page = items[: int(limit[:9])]
-    return {
+    body = {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else "",
         "last_id": page[-1]["id"] if page else "",
         "has_more": len(items) > len(page),
     }
+    return msgspec.json.encode(body)

@@ -49,10 +49,12 @@ class Chains:
         entries = self._sorted.get(client)
         if not entries:
             return None
+        # The longest common prefix is with one of the two neighbours.
         place = bisect_left(entries, (chain,))
         best = _common(chain, entries[place - 1][0]) if place else 0
         if place < len(entries) and entries[place][0].startswith(chain[: (best + 1) * TOKEN_BYTES]):
             best = _common(chain, entries[place][0])
+        # Other entries with that prefix are beside them.
         prefix = chain[: best * TOKEN_BYTES]
         start = end = place
         while 0 < start and place - start < MAX_TIES and entries[start - 1][0].startswith(prefix):
@@ -71,7 +73,7 @@ class Chains:
         record.chain = chain
         size = record.size + BYTES_EACH
         if size > self._max_bytes:
-            record.chain = record.outline = None
+            record.chain = record.outline = record.options = None
             return
         while self.num_bytes + size > self._max_bytes:
             self.drop(self._next_to_drop(record.client, size))
@@ -101,7 +103,7 @@ class Chains:
             del entries[bisect_left(entries, (record.chain, record.number))]
             del self._of_client[record.client][record.number]
             self._count(record.client, -record.size - BYTES_EACH)
-        record.chain = record.outline = None
+        record.chain = record.outline = record.options = None
 
     def _next_to_drop(self, client: str, size: int) -> Record:
         share = self._max_bytes / len(self._bytes_of)

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from router.core.fleet import Worker
 from router.core.history.record import Loss
+from wire.payloads import Tier
 
 # Evicted blocks, and blocks of lost workers: about 10 and 40 MB.
 MAX_EVICTED: Final = 1 << 16
@@ -31,9 +32,9 @@ class Losses:
         self._lost: deque[_LostWorker] = deque()
         self._num_of_lost = 0
 
-    def on_evicted(self, worker: Worker, hashes: Iterable[int], now: float) -> None:
-        """Record that a worker reported these blocks as evicted."""
-        loss = Loss(worker.name, now, is_evicted=True)
+    def on_evicted(self, worker: Worker, hashes: Iterable[int], tier: Tier, now: float) -> None:
+        """Record that a worker reported these blocks as evicted, the last of them from `tier`."""
+        loss = Loss(worker.name, now, tier)
         for value in hashes:
             self._evicted[value] = loss
             self._evicted.move_to_end(value)
@@ -55,5 +56,5 @@ class Losses:
         loss = self._evicted.get(prefix_hash)
         for name, at, hashes in self._lost:
             if prefix_hash in hashes and (loss is None or loss.at <= at):
-                loss = Loss(name, at, is_evicted=False)
+                loss = Loss(name, at, tier=None)
         return loss

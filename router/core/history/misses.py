@@ -17,6 +17,7 @@ from router.core.history.losses import Losses
 from router.core.history.record import Cache, Holder, Loss, Match, Reason, Record, Seen
 from router.core.state import Attempt
 from wire.frames import Role
+from wire.payloads import Tier
 
 # A worker reports an eviction with its next heartbeat, hence within this many intervals.
 REPORT_BEATS: Final = 2
@@ -86,6 +87,7 @@ def explain(record: Record, fleet: Fleet, losses: Losses, caching: Container[byt
         worker=why.worker,
         because=why.because,
         at=why.at,
+        tier=why.tier,
     )
 
 
@@ -96,6 +98,7 @@ class Why(Struct, frozen=True):
     worker: str | None = None
     because: str | None = None
     at: float | None = None
+    tier: Tier | None = None
 
 
 def _diverged_at(record: Record, match: Match | None) -> int | None:
@@ -147,8 +150,9 @@ def _missing(
         return Why(Reason.CACHE_OFF, off)
     if cached < seen.expected:  # the worker had lost more than it had reported
         loss = losses.latest(seen.hashes[cached // seen.prefiller.detail.block_size])
-        at = None if loss is None or not _is_recent(loss, record, fleet) else loss.at
-        return Why(Reason.EVICTED, seen.prefiller.name, at=at)
+        if loss is None or not _is_recent(loss, record, fleet):
+            return Why(Reason.EVICTED, seen.prefiller.name)
+        return Why(Reason.EVICTED, seen.prefiller.name, at=loss.at, tier=loss.tier)
     holder, loss = seen.holder, seen.loss
     if holder is not None and holder.tokens > cached:
         # A decode worker that may not prefill is not the reason if another has lost the tokens.
@@ -156,8 +160,8 @@ def _missing(
             return Why(Reason.ELSEWHERE, holder.worker, holder.because)
     if loss is None:
         return Why(Reason.NOT_KEPT)
-    if loss.is_evicted:
-        return Why(Reason.EVICTED, loss.worker, at=loss.at)
+    if loss.tier is not None:
+        return Why(Reason.EVICTED, loss.worker, at=loss.at, tier=loss.tier)
     is_back = any(each.name == loss.worker for each in fleet if each.is_ready)
     reason = Reason.WORKER_RESTARTED if is_back else Reason.WORKER_LOST
     return Why(reason, loss.worker, at=loss.at)
@@ -194,17 +198,19 @@ def sentence(cache: Cache, num_tokens: int) -> str:
         reusable=cache.reusable,
         worker=cache.worker,
         because=_BECAUSE.get(cache.because or "", cache.because),
+        tier="" if cache.tier is None else f", from {_TIERS[cache.tier]}",
     )
 
 
 _BECAUSE: Final = {
     "role": "prefill workers read prompts, and it only generates",
     "full": "it had no capacity",
-    "cost": "reading here was expected to take less time",
+    "cost": "a prefill elsewhere was expected to take less time",
     "failed": "an earlier attempt failed there",
     "draining": "it is draining",
     "suspect": "it was silent or stalled",
 }
+_TIERS: Final = {"kv_cache": "its KV cache", "host": "its host memory", "disk": "its disk"}
 _SENTENCES: Final = {
     Reason.HIT: "all that a cache can have; the rest of the last block is always computed",
     Reason.SHORT: "the prompt is shorter than a block, and only whole blocks are cached",
@@ -216,7 +222,8 @@ _SENTENCES: Final = {
     Reason.OTHER_SALT: "an earlier request has {match} tokens in common, with another cache_salt",
     Reason.IN_FLIGHT: "an earlier request with {match} tokens in common was still being read",
     Reason.CACHE_OFF: "{worker} keeps no prefixes (--no-prefix-cache)",
-    Reason.EVICTED: "{worker} evicted others of the {reusable} that an earlier request left there",
+    Reason.EVICTED: "{worker} evicted the rest of the {reusable} in common with an earlier "
+    "request{tier}",
     Reason.ELSEWHERE: "{worker} had more of it, but {because}",
     Reason.WORKER_LOST: "{worker}, which had more of it, is gone",
     Reason.WORKER_RESTARTED: "{worker}, which had more of it, was restarted",

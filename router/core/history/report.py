@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from struct import Struct as Layout
 from typing import Literal
 
@@ -11,6 +12,8 @@ from msgspec import Struct
 from router.core.history.chains import TOKEN_BYTES
 from router.core.history.misses import sentence
 from router.core.history.record import Cache, Record
+from router.core.history.timeline import AttemptTimeline, NameOf, timeline
+from wire.payloads import Tier
 
 
 class CacheReport(Struct):
@@ -33,15 +36,20 @@ class CacheReport(Struct):
     worker: str | None
     because: str | None
     at: float | None
+    tier: Tier | None
 
 
 class AttemptReport(Struct):
-    """The workers of one attempt; `local` is as in `router.core.history.record.Placed`."""
+    """The workers of one attempt; `local` is as in `router.core.history.record.Placed`.
+
+    `timeline` says where its time went, with times in seconds since the request was submitted.
+    """
 
     prefill: str | None
     decode: str | None
     local: str | None
     placed_at: float
+    timeline: AttemptTimeline
 
 
 class ChoiceReport(Struct):
@@ -62,6 +70,7 @@ class ChoiceReport(Struct):
     total_s: float | None
     attempts: list[AttemptReport]
     cache: CacheReport | None
+    trace_id: str | None = None
 
 
 class RequestReport(Struct):
@@ -72,14 +81,16 @@ class RequestReport(Struct):
     object: Literal["request"] = "request"
 
 
-def report(name: str, records: Sequence[Record], epoch_s: float) -> RequestReport:
+def report(name: str, records: Sequence[Record], epoch_s: float, name_of: NameOf) -> RequestReport:
     """Describe the records of one id; `epoch_s` is the Unix time at 0 of the core's clock."""
-    return RequestReport(name, [_choice(record, epoch_s) for record in records])
+    return RequestReport(name, [_choice(record, epoch_s, name_of) for record in records])
 
 
-def _choice(record: Record, epoch_s: float) -> ChoiceReport:
+def _choice(record: Record, epoch_s: float, name_of: NameOf) -> ChoiceReport:
     end, cache, progress = record.end, record.cache, record.progress
     generated = () if progress is None else progress.generated
+    ends = [each.at if each.ended_at is None else each.ended_at for each in record.placed]
+    waits = [*chain([record.submitted_at], ends)][: len(ends)]
     return ChoiceReport(
         client=record.client,
         state="ended" if end else "running" if record.placed else "waiting",
@@ -93,11 +104,16 @@ def _choice(record: Record, epoch_s: float) -> ChoiceReport:
         total_s=None if end is None else _rounded(end.total_s),
         attempts=[
             AttemptReport(
-                _name(each.prefill), _name(each.decode), each.local, _unix(each.at, epoch_s)
+                worker_name(each.prefill),
+                worker_name(each.decode),
+                each.local,
+                _unix(each.at, epoch_s),
+                timeline(each, waiting_since, record.submitted_at, name_of),
             )
-            for each in record.placed
+            for each, waiting_since in zip(record.placed, waits, strict=True)
         ],
         cache=None if cache is None else _cache(record, cache, epoch_s),
+        trace_id=None if record.traceparent is None else record.traceparent.split("-")[1],
     )
 
 
@@ -115,6 +131,7 @@ def _cache(record: Record, cache: Cache, epoch_s: float) -> CacheReport:
         worker=cache.worker,
         because=cache.because,
         at=None if cache.at is None else _unix(cache.at, epoch_s),
+        tier=cache.tier,
     )
 
 
@@ -136,6 +153,6 @@ def _unix(at: float, epoch_s: float) -> float:
     return round(epoch_s + at, 3)
 
 
-def _name(identity: bytes | None) -> str | None:
+def worker_name(identity: bytes | None) -> str | None:
     """Return the role and rank of a worker, without its epoch."""
     return None if identity is None else identity.decode("ascii").rpartition("-")[0]

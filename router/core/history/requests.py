@@ -13,6 +13,8 @@ from collections.abc import Collection
 from struct import pack
 from typing import Final
 
+from msgspec import convert
+
 from router.core.fleet import Fleet, Worker
 from router.core.history.chains import TOKEN_BYTES, Chains
 from router.core.history.losses import Losses
@@ -35,11 +37,18 @@ class History:
     """
 
     def __init__(
-        self, fleet: Fleet, *, max_records: int, max_bytes: int, local_prefill: bool = False
+        self,
+        fleet: Fleet,
+        *,
+        max_records: int,
+        max_bytes: int,
+        keep_requests: frozenset[str] = frozenset(),
+        local_prefill: bool = False,
     ) -> None:
+        self.local_prefill = local_prefill
+        self._keep_requests = keep_requests
         self._fleet = fleet
         self._max_records = max_records
-        self._local_prefill = local_prefill
         self._chains = Chains(max_bytes)
         self._losses = Losses()
         # Workers that have reported cached blocks.
@@ -49,6 +58,7 @@ class History:
         self._of_client: dict[str, OrderedDict[int, Record]] = {}
         # By client and id; a request has a record for each of its choices.
         self._by_name: dict[tuple[str, str], tuple[Record, ...]] = {}
+        self._of_attempt: dict[int, Record] = {}  # by request id
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -57,6 +67,19 @@ class History:
         """Return the records with this id, of this client or of any (None); empty without."""
         clients = self._of_client if client is None else (client,)
         return [record for each in clients for record in self._by_name.get((each, name), ())]
+
+    def keeps(self, client: str) -> bool:
+        """Whether the requests of a client are kept for replays."""
+        return not self._keep_requests.isdisjoint(("all", client))
+
+    def name_of(self, client: str | None, request_id: int) -> str | None:
+        """Return the id of the request of an attempt, if it is this client's, or any's (None)."""
+        record = self._of_attempt.get(request_id)
+        return record.name if record is not None and client in (None, record.client) else None
+
+    def latest(self, most: int) -> list[Record]:
+        """Return up to `most` records, the newest first."""
+        return list(itertools.islice(reversed(self._by_age.values()), most))
 
     def on_waiting(self, state: RequestState) -> None:
         """Begin the record of an accepted request, if there is none yet."""
@@ -75,6 +98,8 @@ class History:
             progress=state,
             outline=request.outline,
             is_scored=request.options.prompt_logprobs is not None,
+            traceparent=request.options.traceparent,
+            begins_trace=request.begins_trace,
         )
         self._by_age[record.number] = record
         self._of_client.setdefault(record.client, OrderedDict())[record.number] = record
@@ -87,37 +112,34 @@ class History:
     def on_placed(self, attempt: Attempt, payload: bytes, now: float) -> None:
         """Record an attempt; `payload` is its PREFILL_REQUEST, which begins with the token ids."""
         state = attempt.state
-        self.on_waiting(state)
         if (record := state.record) is None:
             return
-        record.placed += (_placed(attempt, now),)
-        if state.first is not None:
-            return  # it goes on behind the tokens that the client has
+        attempt.placed = _placed(attempt, now)
+        record.placed += (attempt.placed,)
+        if record.number in self._by_age:  # otherwise nothing would remove it
+            self._of_attempt[attempt.request_id] = record
+        if state.first is not None or state.request.excluded is not None:
+            return  # it goes on behind the tokens that the client has, or is a replay
         record.prefiller = attempt.prefiller.identity
         if record.seen is None:
             chain = payload[: attempt.seq_len * TOKEN_BYTES]
             match = self._chains.nearest(record.client, chain, record.salt)
+            if self.keeps(record.client):
+                record.options = payload[len(chain) :]
             self._chains.add(record, chain)
         else:
             match = record.seen.match
         record.seen = see(
-            attempt, match, self._losses, self._fleet, local_prefill=self._local_prefill
+            attempt, match, self._losses, self._fleet, local_prefill=self.local_prefill
         )
 
     def on_request_end(self, end: RequestEnd) -> None:
         """Complete the record of a request that ended; explain what its cache had."""
         if (record := end.record) is None or record.progress is None:
             return
-        record.end = Ended(
-            outcome=end.outcome,
-            cached_tokens=end.cached_tokens,
-            completion_tokens=end.completion_tokens,
-            kv_bytes=end.kv_bytes,
-            kv_skipped_tokens=end.kv_skipped_tokens,
-            queue_s=end.queue_s,
-            ttft_s=end.ttft_s,
-            total_s=end.total_s,
-        )
+        record.end = convert(end, Ended, from_attributes=True)
+        record.is_whole = end.code is None and not record.progress.is_cut
+        record.keep_timelines()
         if record.is_in_flight or record.seen is None:
             self._chains.drop(record)
         else:
@@ -132,8 +154,9 @@ class History:
             return
         if load.cached or load.stored:
             self._caching.add(worker.identity)
-        if load.evicted and self._may_prefill(worker):
-            self._losses.on_evicted(worker, load.evicted, now)
+        if self._may_prefill(worker):
+            for tier, hashes in load.losses:
+                self._losses.on_evicted(worker, hashes, tier, now)
 
     def on_worker_lost(self, worker: Worker, hashes: Collection[int], now: float) -> None:
         """Record that a worker left, restarted or was lost, with the blocks of these hashes."""
@@ -142,7 +165,7 @@ class History:
             self._losses.on_lost(worker, hashes, now)
 
     def _may_prefill(self, worker: Worker) -> bool:
-        return self._local_prefill or worker.can(Role.PREFILL)
+        return self.local_prefill or worker.can(Role.PREFILL)
 
     def _next_to_drop(self, client: str) -> Record:
         own = self._of_client.get(client)
@@ -152,6 +175,8 @@ class History:
 
     def _drop(self, record: Record) -> None:
         self._chains.drop(record)
+        for each in record.placed:
+            del self._of_attempt[each.request_id]
         del self._by_age[record.number]
         del self._of_client[record.client][record.number]
         if not self._of_client[record.client]:
@@ -170,4 +195,8 @@ def _placed(attempt: Attempt, now: float) -> Placed:
         None if decode is None else decode.identity,
         attempt.state.local_reasons[-1] if attempt.is_local else None,
         now,
+        attempt.request_id,
+        num_generated=attempt.num_generated,
+        prefill_arithmetic="" if prefill is None else prefill.detail.arithmetic,
+        decode_arithmetic="" if decode is None else decode.detail.arithmetic,
     )

@@ -21,7 +21,7 @@ def read(scan: Scan) -> Steps[None]:
     while (yield from scan.until(MARK)):
         yield from scan.space()
         if scan.char == "[":
-            yield from scan.listed(json_call)
+            yield from scan.read_list(json_call)
         else:
             yield from _named(scan)
 

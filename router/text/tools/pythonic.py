@@ -45,10 +45,10 @@ _SHARED: Final = '"\\bfnrtu'
 
 def read(scan: Scan) -> Steps[None]:
     if scan.is_blank:
-        yield from scan.listed(_call)
+        yield from scan.read_list(_call)
     while mark := (yield from scan.until(OPEN, CLOSE)):
         if mark == OPEN:
-            yield from scan.listed(_call)
+            yield from scan.read_list(_call)
         elif scan.is_after_call:
             scan.drop()
 
@@ -173,7 +173,17 @@ def grammar(allowed: AllowedCalls) -> str:
 
 
 def _call_rules(rule: str, tool: Tool) -> list[str]:
-    """Return a rule for the call, and two per argument: as the first one and after others."""
+    """Return the rules for a call of `tool` with its arguments in the order of the schema.
+
+    For each argument there are two rules: `first` if no argument precedes it, and `after`, which
+    begins with a comma.  Each includes what follows, so an optional argument can be left out:
+
+        call0: "f" "(" call0_first0 ")"
+        call0_first0: "a" "=" VALUE call0_after1 | call0_first1
+        call0_after0: ", " "a" "=" VALUE call0_after1 | call0_after1
+        call0_first1: ""
+        call0_after1: ""
+    """
     parameters = tool.parameters
     if unknown := parameters.keys() - _OF_PARAMETERS:
         raise refused(tool, f"cannot have {min(unknown)!r}: this model calls in Python's syntax")

@@ -38,6 +38,7 @@ exec(ELSEWHERE.format(ways=("avx2", "plain")))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of another kind")
+@pytest.mark.full("it compiles all loops for another processor")
 def test_loops_that_may_use_tiles_run_where_there_are_none() -> None:
     processor = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
     environ = os.environ | processor

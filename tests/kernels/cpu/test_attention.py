@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import PagedBatch, reference
+from kernels import PagedBatch, Softmax, reference
 from kernels.cpu import backend as cpu
 from kernels.cpu.attention import attend
 from kernels.cpu.program import Program
@@ -20,7 +20,7 @@ def test_an_operation_made_once_follows_its_items() -> None:
     it = scene([(40, 1), (70, 1), (9, 1)])
     query, out = it.query.contiguous(), torch.empty(3, 4, 16)
     items = WorkItems(query.shape[1] // it.pool.shape[3])
-    attention = attend(query, it.pool, 1, items, out, scale=0.25, window=None)
+    attention = attend(query, it.pool, 1, items, out, Softmax(0.25))
     program = Program([items.plan(), attention])
     for lens in ([40, 70, 9], [1, 3, 2], [39, 64, 8]):
         batch = PagedBatch(
@@ -31,7 +31,7 @@ def test_an_operation_made_once_follows_its_items() -> None:
         )
         items.set(batch)
         program.run()
-        want = reference.paged_attention(query, it.pool, 1, batch, 0.25, None)
+        want = reference.paged_attention(query, it.pool, 1, batch, Softmax(0.25))
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 

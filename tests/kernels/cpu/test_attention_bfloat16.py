@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import PagedBatch, reference
+from kernels import PagedBatch, Softmax, reference
 from kernels.cpu.attention import attend
 from kernels.cpu.bfloat16_methods import Way
 from kernels.cpu.program import Program
@@ -26,8 +26,8 @@ def outputs(
     items = WorkItems(query.shape[1] // it.pool.shape[3])
     items.set(it.batch)
     scale = query.shape[2] ** -0.5
-    softmax |= {"scale": scale, "window": window, "way": way}
-    attention = attend(query, it.pool, 1, items, out, **softmax)
+    weights = Softmax(scale, window, **softmax)
+    attention = attend(query, it.pool, 1, items, out, weights, way)
     Program([items.plan(), attention]).run(num_threads)
     return out.float()
 
@@ -41,7 +41,7 @@ def attended(
     scale = it.query.shape[2] ** -0.5
     factor = scale * math.log2(math.e)
     query = (it.query.float() * factor).bfloat16().float() / factor
-    want = reference.paged_attention(query, it.pool.float(), 1, it.batch, scale, window)
+    want = reference.paged_attention(query, it.pool.float(), 1, it.batch, Softmax(scale, window))
     return outputs(it, window, way), want
 
 
@@ -74,7 +74,8 @@ def test_sinks_and_caps(window: int | None, way: Way) -> None:
     query = (it.query.float() * factor).bfloat16().float() / factor
     for cap, sinks in ((None, sinks_of(it)), (3.0, None), (30.0, sinks_of(it, 1))):
         pool = it.pool.float()
-        want = reference.paged_attention(query, pool, 1, it.batch, 64**-0.5, window, cap, sinks)
+        softmax = Softmax(64**-0.5, window, cap, sinks)
+        want = reference.paged_attention(query, pool, 1, it.batch, softmax)
         got = outputs(it, window, way, cap=cap, sinks=sinks)
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
@@ -118,7 +119,7 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, way: 
             )
         )
         some, out = query[begin:end], torch.empty(end - begin, 6, 64, dtype=torch.bfloat16)
-        attention = attend(some, it.pool, 1, items, out, scale=0.125, window=window, way=way)
+        attention = attend(some, it.pool, 1, items, out, Softmax(0.125, window), way)
         Program([items.plan(), attention]).run()
         return out
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernels
+from kernels import Softmax
 from kernels.cpu import backend as cpu
 from tests.kernels.scenes import check, scene
 
@@ -28,10 +29,10 @@ def test_a_query_that_is_a_slice_of_a_projection() -> None:
 def test_the_number_of_threads_changes_nothing(num_threads: int) -> None:
     it = scene([(64, 30), (33, 1), (12, 12)])
     usual = torch.get_num_threads()
-    want = cpu.paged_attention(it.query, it.pool, 0, it.batch, 0.25, None)
+    want = cpu.paged_attention(it.query, it.pool, 0, it.batch, Softmax(0.25))
     torch.set_num_threads(num_threads)
     try:
-        got = cpu.paged_attention(it.query, it.pool, 0, it.batch, 0.25, None)
+        got = cpu.paged_attention(it.query, it.pool, 0, it.batch, Softmax(0.25))
     finally:
         torch.set_num_threads(usual)
     assert torch.equal(got, want)
@@ -39,7 +40,7 @@ def test_the_number_of_threads_changes_nothing(num_threads: int) -> None:
 
 def test_no_bit_of_a_sequence_depends_on_its_batch_mates() -> None:
     it = scene([(64, 30), (33, 1), (12, 12), (70, 1)])
-    together = cpu.paged_attention(it.query, it.pool, 0, it.batch, 0.25, None)
+    together = cpu.paged_attention(it.query, it.pool, 0, it.batch, Softmax(0.25))
     for sequence, (begin, end) in enumerate(pairwise(it.batch.query_starts.tolist())):
         alone = kernels.PagedBatch(
             slots=it.batch.slots[begin:end],
@@ -47,7 +48,7 @@ def test_no_bit_of_a_sequence_depends_on_its_batch_mates() -> None:
             context_lens=it.batch.context_lens[sequence : sequence + 1],
             block_tables=it.batch.block_tables[sequence : sequence + 1],
         )
-        got = cpu.paged_attention(it.query[begin:end], it.pool, 0, alone, 0.25, None)
+        got = cpu.paged_attention(it.query[begin:end], it.pool, 0, alone, Softmax(0.25))
         assert torch.equal(got, together[begin:end])
 
 
@@ -60,4 +61,4 @@ def test_an_empty_batch() -> None:
         block_tables=torch.zeros(0, 1, dtype=torch.int32),
     )
     query = torch.zeros(0, 4, 16)
-    assert cpu.paged_attention(query, it.pool, 0, batch, 1.0, None).shape == (0, 4, 16)
+    assert cpu.paged_attention(query, it.pool, 0, batch, Softmax(1.0)).shape == (0, 4, 16)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import reference
+from kernels import Rectangle, reference
 from kernels.cuda import launch
 from kernels.cuda.copy_streams import IN_FLIGHT, SideStream, lane_of
 from tests.kernels.shim.cupy import Cupy
@@ -21,13 +21,13 @@ def test_a_lane_starts_kernels_on_its_device(cupy: Cupy) -> None:
     lane.device = torch.device("cpu")
     held = torch.randn(6, 3, 2, 2, 8, 16, generator=torch.Generator().manual_seed(3))
     table, filled = [4, 0, 3, 1], torch.zeros_like(held)
-    layers, heads, tokens = range(1, 3), range(1, 2), range(5, 29)
-    want = reference.pack_kv(held, table, layers, tokens, held.dtype, heads)
-    rectangle, segment = (layers, heads, tokens), lane.buffer(want.shape, want.dtype)
-    lane.start(launch.move(held, lane.upload(table), *rectangle, segment, into_pool=False))
+    rectangle = Rectangle(range(1, 3), range(1, 2), range(5, 29))
+    want = reference.pack_kv(held, table, rectangle, held.dtype)
+    segment = lane.buffer(want.shape, want.dtype)
+    lane.start(launch.move(held, lane.upload(table), rectangle, segment, into_pool=False))
     assert torch.equal(segment, want)
-    lane.start(launch.move(filled, lane.upload(table), *rectangle, segment, into_pool=True))
-    assert torch.equal(reference.pack_kv(filled, table, layers, tokens, held.dtype, heads), want)
+    lane.start(launch.move(filled, lane.upload(table), rectangle, segment, into_pool=True))
+    assert torch.equal(reference.pack_kv(filled, table, rectangle, held.dtype), want)
     assert filled.count_nonzero() == want.count_nonzero()
 
 

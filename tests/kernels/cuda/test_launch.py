@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import GELU_TANH, SILU, KernelError, PagedBatch
+from kernels import GELU_TANH, SILU, KernelError, PagedBatch, Softmax
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
@@ -78,11 +78,11 @@ def fields(it: Launch) -> dict[str, float | None]:
 
 def test_layers_share_all_of_attention_but_what_is_their_own() -> None:
     it = scene([(900, 40), (30, 1)], dtype=BF16, head_dim=64)
-    settings: dict[str, Any] = {"scale": 0.125, "window": None, "cap": None}
 
     def attend(layer: int, **changes: Any) -> list[Launch]:
-        own = it.query, it.pool, layer, it.batch, torch.empty_like(it.query)
-        return launch.attention(*own, **settings | changes, gpu=GPU)
+        softmax = Softmax(0.125)._replace(**changes)
+        out = torch.empty_like(it.query)
+        return launch.attention(it.query, it.pool, layer, it.batch, softmax, out, GPU)
 
     first, second = attend(0), attend(1, sinks=torch.zeros(4))
     assert [each.kernel.partition("<")[0] for each in first] == ["attend", "attend"]
@@ -241,4 +241,4 @@ def test_what_is_refused() -> None:
 def test_attention_takes_scales_above_0() -> None:
     it = scene([(5, 5)], head_dim=64, dtype=BF16)
     with pytest.raises(KernelError, match=r"scale is -0\.1, not above 0"):
-        launch.attention(it.query, it.pool, 0, it.batch, it.query, scale=-0.1, window=None, gpu=GPU)
+        launch.attention(it.query, it.pool, 0, it.batch, Softmax(-0.1), it.query, GPU)

@@ -23,7 +23,7 @@ PROMPTS = [(37, 37), (90, 90)]
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_prompts", {})
+    monkeypatch.setattr(cuda, "_fastest", {})
 
 
 def seconds(way: Way, length: int) -> float:
@@ -77,7 +77,7 @@ def test_a_prompt_goes_to_torch_where_that_was_quicker(cupy: Cupy) -> None:
 def test_what_has_a_past_a_window_a_cap_or_sinks_is_our_kernel_s(cupy: Cupy) -> None:
     it = scene(PROMPTS, head_dim=64, dtype=torch.bfloat16)
     past = scene([(90, 40)], head_dim=64, dtype=torch.bfloat16)
-    cuda._prompts[prompts.kind(it.pool, 4)] = (0, Way.OURS), (1, Way.FLASH)  # noqa: SLF001
+    cuda._fastest[prompts.kind(it.pool, 4)] = (0, Way.OURS), (1, Way.FLASH)  # noqa: SLF001
     check(it, 24, cuda)
     check(it, None, cuda, cap=3.0)
     check(it, None, cuda, sinks=sinks_of(it))

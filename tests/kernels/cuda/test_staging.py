@@ -6,6 +6,7 @@ csrc/kv.cu through the shim, and what computes is a list.  Streams themselves ne
 
 from __future__ import annotations
 
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -15,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import ShapeError, reference
+from kernels import Rectangle, ShapeError, reference
+from kernels.contract import segment_shape
 from kernels.cuda import staging
 from kernels.cuda.copy_streams import IN_FLIGHT
 from kernels.cuda.staging import ALWAYS_PLAIN, SIZES, Staging, Table, Way, choose, measure
@@ -40,6 +42,7 @@ def pool() -> torch.Tensor:
 
 
 TABLE, LAYERS, HEADS, TOKENS = [4, 0, 3, 1], range(3), range(1, 2), range(5, 29)
+RECTANGLE = Rectangle(LAYERS, HEADS, TOKENS)
 
 
 @pytest.mark.parametrize("way", Way)
@@ -47,14 +50,14 @@ TABLE, LAYERS, HEADS, TOKENS = [4, 0, 3, 1], range(3), range(1, 2), range(5, 29)
 def test_every_way_gives_the_same_bytes(lane: CpuLane, way: Way, buffer_bytes: int) -> None:
     lane.max_buffer_bytes = buffer_bytes
     held, filled = pool(), torch.zeros_like(pool())
-    want = reference.pack_kv(held, TABLE, LAYERS, TOKENS, BF16, HEADS)
-    sent = staging.pack(way, lane, held, TABLE, LAYERS, HEADS, TOKENS)
+    want = reference.pack_kv(held, TABLE, RECTANGLE, BF16)
+    sent = staging.pack(way, lane, held, TABLE, RECTANGLE)
     assert torch.equal(sent, want) and not lane.num_working
-    staging.unpack(way, lane, filled, TABLE, LAYERS, HEADS, TOKENS, sent)
-    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16, HEADS), want)
+    staging.unpack(way, lane, filled, TABLE, RECTANGLE, sent)
+    assert torch.equal(reference.pack_kv(filled, TABLE, RECTANGLE, BF16), want)
     # Nothing around the rectangle was written.
     wanted = torch.zeros_like(held)
-    reference.unpack_kv(wanted, TABLE, LAYERS, TOKENS, want, HEADS)
+    reference.unpack_kv(wanted, TABLE, RECTANGLE, want)
     assert torch.equal(filled, wanted)
     num_parts = 3 if buffer_bytes == 1 else 1
     moves = {Way.PLAIN: 0, Way.DIRECT: 2, Way.STAGED: 2 * num_parts}[way]
@@ -65,9 +68,9 @@ def test_every_way_gives_the_same_bytes(lane: CpuLane, way: Way, buffer_bytes: i
 def test_without_pinned_memory_a_copy_goes_plainly(lane: CpuLane) -> None:
     lane = CpuLane(num_pinned=0)
     held, filled = pool(), torch.zeros_like(pool())
-    sent = staging.pack(Way.STAGED, lane, held, TABLE, LAYERS, HEADS, TOKENS)
-    staging.unpack(Way.DIRECT, lane, filled, TABLE, LAYERS, HEADS, TOKENS, sent)
-    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16, HEADS), sent)
+    sent = staging.pack(Way.STAGED, lane, held, TABLE, RECTANGLE)
+    staging.unpack(Way.DIRECT, lane, filled, TABLE, RECTANGLE, sent)
+    assert torch.equal(reference.pack_kv(filled, TABLE, RECTANGLE, BF16), sent)
     assert lane.moved == []
 
 
@@ -83,8 +86,8 @@ def test_what_keeps_the_ways_from_being_used_is_said(
     assert says in it.why_plain
     assert it.packing == it.unpacking == ALWAYS_PLAIN
     assert torch.equal(
-        it.pack(TABLE, LAYERS, HEADS, TOKENS),
-        Staging(pool(), lane, SMALL_SIZES).pack(TABLE, LAYERS, HEADS, TOKENS),
+        it.pack(TABLE, RECTANGLE),
+        Staging(pool(), lane, SMALL_SIZES).pack(TABLE, RECTANGLE),
     )
 
 
@@ -96,9 +99,9 @@ def test_a_staging_measures_and_serves(lane: CpuLane) -> None:
     # About the sizes that the table names were moved.
     assert 0.7 * SMALL_SIZES[-1] < max(lane.moved) <= SMALL_SIZES[-1]
     filled = torch.zeros_like(held)
-    sent = it.pack(TABLE, LAYERS, HEADS, TOKENS)
-    Staging(filled, lane, SMALL_SIZES).unpack(TABLE, LAYERS, HEADS, TOKENS, sent)
-    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16, HEADS), sent)
+    sent = it.pack(TABLE, RECTANGLE)
+    Staging(filled, lane, SMALL_SIZES).unpack(TABLE, RECTANGLE, sent)
+    assert torch.equal(reference.pack_kv(filled, TABLE, RECTANGLE, BF16), sent)
 
 
 @pytest.mark.parametrize("way", Way)
@@ -109,13 +112,12 @@ def test_a_copy_waits_for_the_step_that_was_marked_and_for_no_later_one(
     lane.compute(lambda: held[:4].fill_(3))  # a step writes the blocks, late
     lane.mark()
     lane.compute(lambda: held[4:].fill_(5))  # the one under way writes others
-    sent = staging.pack(way, lane, held, [3, 0, 2, 1], LAYERS, HEADS, TOKENS)
+    sent = staging.pack(way, lane, held, [3, 0, 2, 1], RECTANGLE)
     assert (sent == 3).all()
     assert len(lane.computing) == 1 and not held[4:].any()
     lane.mark()
-    staging.unpack(
-        way, lane, held, [4, 5], LAYERS, HEADS, range(16), torch.ones_like(sent)[..., :16, :]
-    )
+    ones = torch.ones_like(sent)[..., :16, :]
+    staging.unpack(way, lane, held, [4, 5], Rectangle(LAYERS, HEADS, range(16)), ones)
     assert not lane.computing and (held[4:, :, :, 1] == 1).all()  # the step did not overwrite it
 
 
@@ -123,11 +125,11 @@ def test_a_staging_marks_what_there_is_when_it_is_made(lane: CpuLane) -> None:
     held = torch.zeros_like(pool())
     lane.compute(lambda: held.fill_(3))
     it = Staging(held, lane, SMALL_SIZES)
-    assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 3).all()
+    assert (it.pack(TABLE, RECTANGLE) == 3).all()
     lane.compute(lambda: held.fill_(4))
-    assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 3).all()
+    assert (it.pack(TABLE, RECTANGLE) == 3).all()
     lane.mark()
-    assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 4).all()
+    assert (it.pack(TABLE, RECTANGLE) == 4).all()
 
 
 def test_a_block_table_is_uploaded_once_a_transfer(lane: CpuLane) -> None:
@@ -138,16 +140,18 @@ def test_a_block_table_is_uploaded_once_a_transfer(lane: CpuLane) -> None:
     lane.uploaded.clear()
     for tokens in (range(0, 8), range(8, 16), range(16, 32)):
         for table in (mine, other):
-            segment = it.pack(table, LAYERS, HEADS, tokens)
-            assert torch.equal(segment, reference.pack_kv(held, table, LAYERS, tokens, BF16, HEADS))
-            it.unpack(table, LAYERS, HEADS, tokens, segment)
+            segment = it.pack(table, Rectangle(LAYERS, HEADS, tokens))
+            assert torch.equal(
+                segment, reference.pack_kv(held, table, Rectangle(LAYERS, HEADS, tokens), BF16)
+            )
+            it.unpack(table, Rectangle(LAYERS, HEADS, tokens), segment)
     assert lane.uploaded == [mine, other]
     # One that can change is uploaded each time.
     changing = [4, 0]
-    it.pack(changing, LAYERS, HEADS, range(16))
+    it.pack(changing, Rectangle(LAYERS, HEADS, range(16)))
     changing.reverse()
-    want = reference.pack_kv(held, changing, LAYERS, range(16), BF16, HEADS)
-    assert torch.equal(it.pack(changing, LAYERS, HEADS, range(16)), want)
+    want = reference.pack_kv(held, changing, Rectangle(LAYERS, HEADS, range(16)), BF16)
+    assert torch.equal(it.pack(changing, Rectangle(LAYERS, HEADS, range(16))), want)
 
 
 def test_a_table_is_not_taken_for_a_later_one_at_its_address(lane: CpuLane) -> None:
@@ -171,17 +175,21 @@ def test_copies_of_several_threads_run_at_a_time(lane: CpuLane) -> None:
     lane.on_working = lambda: together.wait(10)
     with ThreadPoolExecutor(IN_FLIGHT) as threads:
         ranges = [range(5 + number, 29) for number in range(IN_FLIGHT)]
-        sent = list(threads.map(lambda tokens: it.pack(TABLE, LAYERS, HEADS, tokens), ranges))
+        sent = list(
+            threads.map(lambda tokens: it.pack(TABLE, Rectangle(LAYERS, HEADS, tokens)), ranges)
+        )
     for tokens, segment in zip(ranges, sent, strict=True):
-        assert torch.equal(segment, reference.pack_kv(pool(), TABLE, LAYERS, tokens, BF16, HEADS))
+        assert torch.equal(
+            segment, reference.pack_kv(pool(), TABLE, Rectangle(LAYERS, HEADS, tokens), BF16)
+        )
 
 
 def test_a_wrong_rectangle_or_segment_is_refused(lane: CpuLane) -> None:
     it = Staging(pool(), lane, SMALL_SIZES)
     with pytest.raises(ShapeError, match="beyond"):
-        it.pack(TABLE, LAYERS, HEADS, range(40))
+        it.pack(TABLE, Rectangle(LAYERS, HEADS, range(40)))
     with pytest.raises(ShapeError, match="segment"):
-        it.unpack(TABLE, LAYERS, HEADS, TOKENS, torch.zeros(3, 2, 1, 23, 16, dtype=BF16))
+        it.unpack(TABLE, RECTANGLE, torch.zeros(3, 2, 1, 23, 16, dtype=BF16))
 
 
 # What is decided.
@@ -229,9 +237,10 @@ def test_a_rectangle_has_about_the_bytes_asked_for(
     num_layers: int, num_kv_heads: int, head_dim: int, num_bytes: int
 ) -> None:
     it = torch.empty((1, num_layers, 2, num_kv_heads, 16, head_dim), dtype=BF16, device="meta")
-    layers, heads, tokens = staging.rectangle_of(num_bytes, it)
+    rectangle = staging.rectangle_of(num_bytes, it)
+    layers, heads, _ = rectangle
     assert heads == range(num_kv_heads)
-    got = staging.segment_shape(it, layers, heads, tokens).numel() * 2
+    got = math.prod(segment_shape(it, rectangle)) * 2
     assert layers.stop <= num_layers
     assert got <= max(num_bytes, 4 * num_kv_heads * head_dim)
     if got < num_bytes:

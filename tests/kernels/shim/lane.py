@@ -109,13 +109,13 @@ class CpuLane:
         self.uploaded.append(tuple(block_table))
         return torch.tensor(block_table, dtype=torch.int32)
 
-    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         self._num_pinned -= 1
         if self._num_pinned < 0:
             raise RuntimeError("no memory can be pinned")
         return torch.zeros(shape, dtype=dtype)
 
-    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         buffer = torch.zeros(shape, dtype=dtype)
         self.buffers.append(buffer.nbytes)
         return buffer

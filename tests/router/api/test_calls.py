@@ -291,11 +291,11 @@ async def test_whatever_is_said_a_finished_call_parses_and_the_conversation_goes
     site: Site, tmp_path: Path, family: str
 ) -> None:
     chance, num_finished = random.Random(family), 0
-    for text in answers(family, chance, 60):
+    for text in answers(family, chance, 40):
         cut, api = text[: chance.randint(1, len(text) or 1)], chance.choice(list(HEARD))
         stops = {STOPS[api]: [cut[-3:]]} if cut[-3:].strip() and chance.random() < 0.5 else {}
         heard = await ask(site, tmp_path, family, Asked(text if stops else cut, api, stops))
         for arguments, is_finished in zip(heard.arguments, heard.is_finished, strict=True):
             num_finished += is_finished
             assert not is_finished or isinstance(json.loads(arguments), dict), text
-    assert num_finished > 5
+    assert num_finished > 3

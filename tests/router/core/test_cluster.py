@@ -20,15 +20,17 @@ from router.core.cluster import (
 from router.core.state import Limits
 from tests.router.scripted import Router, load
 from wire.frames import Role
+from wire.payloads import TierLoad
 
 
 def test_every_worker_and_the_routers_own_requests() -> None:
     router = Router()
     _, decode = router.pair(cores="0-3")
     router.join(Role.PREFILL, rank=1)
-    router.beat(decode, load(64, used=3, cached=10, kv_inflight_bytes=5))
+    host = TierLoad(max_blocks=9, blocks=4, bytes=4096, loaded_tokens=32)
+    router.beat(decode, load(64, used=3, cached=10, kv_inflight_bytes=5, host=host))
     router.submit()
-    body = together([state_of(router.fleet, router.dispatcher, now=router.now + 2)])
+    body = together([state_of(router.dispatcher, now=router.now + 2)])
     names = [(worker["role"], worker["rank"]) for worker in body["workers"]]
     assert names == [("prefill", 0), ("prefill", 1), ("decode", 0)]
     assert body["workers"][2] == {
@@ -36,12 +38,14 @@ def test_every_worker_and_the_routers_own_requests() -> None:
         "rank": 0,
         "epoch": 1,
         "state": "ready",
+        "why": "",
         "last_seen_s": 2.0,
         "placed": 1,
         "running": 0,
         "waiting": 0,
         "step": 1,
         "blocks": {"total": 64, "used": 3, "cached": 10, "free": 51},
+        "tiers": {"host": {"max_blocks": 9, "blocks": 4, "bytes": 4096, "loaded_tokens": 32}},
         "kv_inflight_bytes": 5,
         "costs": {
             "step_s": 0.0,
@@ -51,8 +55,49 @@ def test_every_worker_and_the_routers_own_requests() -> None:
             "kv_byte_s": 0.0,
         },
         "computes": {"arithmetic": "hash", "threads": 1, "cores": "0-3", "shards": 1, "stages": 1},
+        "kv": {
+            "endpoint": "tcp://127.0.0.1:1",
+            "layout": "2 layers x 2 heads x 8 of uint8",
+            "token_bytes": 64,
+            "block_size": 16,
+        },
     }
-    assert body["router"] == {"running": 1, "waiting": 0}
+    assert body["router"] == {"running": 1, "waiting": 0, "fingerprint": "f00d"}
+    assert body["refused"] == []
+
+
+def test_a_refused_worker_is_listed_until_it_joins() -> None:
+    router = Router()
+    router.pair()
+    router.join(Role.DECODE, rank=1, fingerprint="other")
+    router.now += 2
+    states = [state_of(router.dispatcher, now=router.now)] * 2
+    (row,) = together(states, are_several=True)["refused"]
+    assert (row["worker"], row["last_seen_s"]) == ("decode-1", 2.0)
+    assert "model fingerprint other, the router has f00d" in row["reason"]
+    router.join(Role.DECODE, rank=1)
+    assert state_of(router.dispatcher, now=router.now).refused == []
+
+
+def test_why_a_worker_is_lost_or_suspect() -> None:
+    router = Router(stall_s=2.0)
+    prefill, decode = router.pair()
+
+    def why() -> list[str]:
+        state = state_of(router.dispatcher, router.now)
+        return [row["why"] for row in state.workers]
+
+    router.beat(decode, load(64, step_ms=2500))
+    assert why() == ["", "its engine is stalled in one step"]
+    router.now += 2.5
+    router.beat(decode, load(64))
+    router.bus.tick()
+    assert why() == ["it is silent", ""]
+    router.bus.on_lost(prefill)
+    router.bus.on_lost(decode)
+    assert why() == ["its connection closed"] * 2
+    router.pair()
+    assert why() == [""] * 2
 
 
 def test_why_it_is_not_ready() -> None:
@@ -64,7 +109,10 @@ def test_why_it_is_not_ready() -> None:
 
     assert len(reasons(router)) == 2 and len(reasons(local)) == 1
     router.join(Role.PREFILL)
-    assert reasons(router) == ["no decode worker is ready"]
+    assert reasons(router) == ["no decode or any worker is ready"]
+    leaving = router.join(Role.ANY, rank=1)
+    router.fleet.drain(leaving)
+    assert reasons(router) == ["no decode or any worker is ready: any-1 is draining"]
     router.join(Role.DECODE)
     assert reasons(router) == []
     assert reasons(router, is_draining=True) == ["the router is draining"]
@@ -97,7 +145,7 @@ def test_try_this_is_a_shell_command_for_this_router() -> None:
         assert (curl, url) == ("curl", "http://[::1]:8000/v1/completions")
         assert kind == "content-type: application/json"
         assert json.loads(body) == {"model": "it's", "prompt": prompt, "max_tokens": 16}
-    assert "$API_KEY" in try_this("https://h:1", "m", has_text=True, has_keys=True)
+    assert "$BATON_API_KEY" in try_this("https://h:1", "m", has_text=True, has_keys=True)
 
 
 def test_several_processes_are_one_router() -> None:
@@ -108,12 +156,13 @@ def test_several_processes_are_one_router() -> None:
         if pid == 2:
             router.join(Role.DECODE, rank=1)
         router.submit()
-        states.append(state_of(router.fleet, router.dispatcher, now=router.now))
+        states.append(state_of(router.dispatcher, now=router.now))
         states[-1].pid = pid
     body = together(states, are_several=True)
     assert body["router"] == {
         "running": 2,
         "waiting": 0,
+        "fingerprint": "f00d",
         "processes": [{"pid": pid, "running": 1, "waiting": 0} for pid in (1, 2)],
     }
     rows = [(row["role"], row["rank"], row["placed"]) for row in body["workers"]]
@@ -121,16 +170,20 @@ def test_several_processes_are_one_router() -> None:
     alone = together(states[:1], are_several=True)["router"]  # the other has just died
     assert [each["pid"] for each in alone["processes"]] == [1]
     assert status_line(states) == "2 running, 0 waiting, 1 prefill and 2 decode workers ready"
+    router.join(Role.ANY, rank=2)
+    line = status_line([state_of(router.dispatcher, now=router.now)])
+    assert line.endswith("1 prefill and 2 decode and 1 any workers ready")
     assert together(states, are_several=True) == body, "what is asked twice is counted once"
 
 
 def test_a_rank_is_free_when_no_process_knows_it() -> None:
     assert not is_free([], "decode", 0)
-    empty, router = state_of(Router().fleet, Router().dispatcher, now=0.0), Router()
+    empty, router = state_of(Router().dispatcher, now=0.0), Router()
     assert is_free([empty], "decode", 0)
     worker = router.join(Role.DECODE)
-    states = [empty, state_of(router.fleet, router.dispatcher, now=0.0)]
+    states = [empty, state_of(router.dispatcher, now=0.0)]
     assert not is_free(states, "decode", 0)
     assert is_free(states, "decode", 1) and is_free(states, "prefill", 0)
-    router.fleet.lose(worker, 0.0)
-    assert is_free([empty, state_of(router.fleet, router.dispatcher, now=0.0)], "decode", 0)
+    assert not is_free(states, "any", 0), "decode and any share ranks"
+    router.fleet.lose(worker)
+    assert is_free([empty, state_of(router.dispatcher, now=0.0)], "decode", 0)

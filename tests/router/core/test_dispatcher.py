@@ -27,7 +27,14 @@ from wire.frames import (
 )
 from wire.options import Options
 from wire.parts import Message, encode
-from wire.payloads import ErrorDetail, Logprobs, decode_continuation, decode_prompt, encode_map
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    PrefillResult,
+    decode_continuation,
+    decode_prompt,
+    encode_map,
+)
 
 P, D, ALONE = b"prefill-0-1", b"decode-0-1", b"decode-3-1"
 TROUBLE = ["lost", "drain", "garbage", "beat", "beat", "beat"]
@@ -57,7 +64,7 @@ def test_a_request_goes_through_both_workers_and_ends_once(router: Router) -> No
     assert (frame.seq_len, frame.decode_rank, frame.request_id >> 32) == (20, 0, EPOCH)
     token_ids, options = decode_prompt(message.body(), 20)
     assert token_ids == tuple(range(20))
-    assert options == Options(temperature=0.5, max_tokens=4)
+    assert options == Options(temperature=0.5, max_tokens=4, timeline=True)
 
     router.say(P, PrefillDone(frame.request_id, 1280), first(7))
     [(peer, message)] = router.take(Tag.DECODE_REQUEST)
@@ -170,7 +177,7 @@ def test_requests_wait_in_order_for_a_worker_with_room() -> None:
 
 
 def test_waiting_ends_when_blocks_are_free_or_time_is_up() -> None:
-    router = Router()
+    router = Router(Limits(queue_timeout_s=30))
     router.pair()
     router.beat(D, load(64, used=63))
     _, first_sink = router.submit()
@@ -191,6 +198,35 @@ def test_waiting_ends_when_blocks_are_free_or_time_is_up() -> None:
     router.dispatcher.tick()
     assert third_sink.error.code is ErrorCode.WORKER_LOST
     assert router.ends.ends[-1].outcome == "no_worker"
+
+
+def test_requests_wait_for_the_first_workers() -> None:
+    router = Router()
+    router.dispatcher.tick()
+    _, sink = router.submit()
+    router.now += 29
+    router.dispatcher.tick()
+    assert not sink.ends
+    router.now += 2
+    router.dispatcher.tick()
+    assert sink.error.code is ErrorCode.NO_WORKER
+
+
+def test_a_crowd_waits_for_its_turn_but_not_for_a_worker_that_is_gone() -> None:
+    router = Router(Limits(max_running_per_worker=1))
+    router.pair()
+    router.submit()
+    _, waiting = router.submit()
+    for _ in range(5):
+        router.now += 60
+        router.dispatcher.tick()
+    assert router.dispatcher.num_waiting == 1 and not waiting.ends
+    router.bus.lose(D, "test")
+    for _ in range(2):
+        assert not waiting.ends
+        router.now += 15
+        router.dispatcher.tick()
+    assert waiting.error.code is ErrorCode.NO_WORKER
     router.assert_idle()
 
 
@@ -310,7 +346,10 @@ def test_raw_tcp_gets_its_first_token_before_it_says_how_many_it_wants(role: Rol
     assert isinstance(message.frame, PrefillRequest)
     assert (peer, message.frame.decode_rank) == (worker, NO_RANK)
     router.say(worker, PrefillDone(message.frame.request_id, 0), first(7, "length"))
-    assert sink.kinds == ["prefill"] and router.dispatcher.num_running == 0
+    assert sink.kinds == ["prefill"] and not router.dispatcher.attempts
+    assert (router.dispatcher.num_running, router.dispatcher.num_waiting) == (1, 0)
+    result = sink.events[0][1]
+    assert isinstance(result, PrefillResult) and result.finish_reason is None, "it goes on"
     router.dispatcher.decode(handle, 2)
     [(_, message)] = router.take(Tag.PREFILL_REQUEST)
     assert isinstance(message.frame, PrefillRequest)
@@ -400,6 +439,18 @@ def test_a_draining_worker_hands_over_what_it_generates() -> None:
     router.say(other, DecodeDone(frame.request_id), usage())
     assert sink.kinds == ["prefill", "token", "token", "token", "done"]
     router.assert_idle()
+
+
+def test_an_answer_without_a_place_does_not_keep_others_from_being_handed_over() -> None:
+    router = Router()
+    router.pair()
+    for seq_len in (100, 20, 100, 20, 100, 20):
+        router.submit(seq_len, new=3)
+        router.say(P, PrefillDone(router.prefill_id(), 1280), first(7))
+    router.join(Role.DECODE, 1, num_blocks=6)  # for three short answers, and no long one
+    router.say(D, Drain(1, 5000))
+    moved = [message.frame for _, message in router.take(Tag.PREFILL_REQUEST)]
+    assert [(it.decode_rank, it.seq_len) for it in moved] == [(1, 21)] * 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_held", [False, True])

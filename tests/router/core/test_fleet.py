@@ -117,21 +117,6 @@ def test_decode_and_any_workers_share_their_ranks(first: Role, second: Role) -> 
     assert [each.role for each in table] == [second]
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.ANY])
-def test_a_role_is_absent_while_no_worker_serves_in_it(role: Role) -> None:
-    table = fleet()
-    table.overdue(0.0)
-    identity = hello(table, role, now=5.0)
-    served = [role] if role is not Role.ANY else [Role.PREFILL, Role.DECODE]
-    for each in (Role.PREFILL, Role.DECODE):
-        assert table.absent_s(each, 5.0) == (0.0 if each in served else 5.0)
-        assert bool(table.staying(each)) == (each in served)
-    table.overdue(5.5)
-    table.drain(identity)
-    table.overdue(6.0)
-    assert [table.absent_s(each, 8.0) for each in served] == [2.0] * len(served)
-
-
 @pytest.mark.parametrize("idle_s", [3.0, 0.2])
 def test_the_cost_of_an_idle_worker_approaches_the_lowest(idle_s: float) -> None:
     table = fleet()
@@ -153,9 +138,10 @@ def test_a_silent_worker_loses_its_rank(epoch: int) -> None:
     old = hello(table, epoch=5)
     table.heartbeat(old, BEAT, load(), 10.0)
     new = Identity(Role.DECODE, 0, epoch)
-    joined = table.hello(new.name, Hello(epoch, 0, Role.DECODE), detail(), 10.0 + GONE_S)
-    assert joined.replaced is not None and joined.replaced.identity == old
-    assert joined.replaced.state is WorkerState.LOST
+    hello_of_new = Hello(epoch, 0, Role.DECODE)
+    _, replaced = table.hello(new.name, hello_of_new, detail(), 10.0 + GONE_S)
+    assert replaced is not None and replaced.identity == old
+    assert replaced.state is WorkerState.LOST
     assert [worker.epoch for worker in table] == [epoch]
 
 
@@ -180,10 +166,10 @@ def test_the_same_worker_coming_again_starts_anew() -> None:
     table = fleet()
     identity = hello(table)
     table.heartbeat(identity, BEAT, load(), 0.0)
-    joined = table.hello(identity, Hello(1, 0, Role.DECODE), detail(), 0.0)
-    assert joined.replaced is not None and joined.replaced is not joined.worker
-    assert joined.worker.state is WorkerState.JOINING
-    assert table.get(identity) is joined.worker
+    joined, replaced = table.hello(identity, Hello(1, 0, Role.DECODE), detail(), 0.0)
+    assert replaced is not None and replaced is not joined
+    assert joined.state is WorkerState.JOINING
+    assert table.get(identity) is joined
 
 
 def test_missed_heartbeats_make_a_worker_overdue() -> None:
@@ -218,11 +204,11 @@ def test_a_lost_worker_stays_listed_until_its_rank_is_back() -> None:
     table = fleet()
     identity = hello(table)
     table.heartbeat(identity, BEAT, load(64, used=64), 0.0)
-    lost = table.lose(identity, 0.0)
+    lost = table.lose(identity)
     assert lost is not None and lost.state is WorkerState.LOST and lost.load is None
     assert (lost.running, lost.waiting) == (0, 0), "nothing runs on it"
     assert list(table) == [lost] and table.live == []
-    assert table.lose(identity, 0.0) is None
+    assert table.lose(identity) is None
     hello(table, epoch=2, now=GONE_S)
     assert [worker.epoch for worker in table] == [2]
 
@@ -234,7 +220,7 @@ def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
     assert drained is not None and drained.state is WorkerState.DRAINING
     table.heartbeat(identity, BEAT, load(), 0.0)
     assert drained.state is WorkerState.DRAINING and table.ready(Role.DECODE) == []
-    table.lose(identity, 0.0)
+    table.lose(identity)
     assert list(table) == []
     assert table.drain(identity) is None
     assert table.heartbeat(identity, BEAT, load(), 0.0) is None
@@ -243,7 +229,7 @@ def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
 def test_lost_workers_are_bounded() -> None:
     table = fleet()
     for rank in range(MAX_LOST + 10):
-        table.lose(hello(table, rank=rank), 0.0)
+        table.lose(hello(table, rank=rank))
     assert len(list(table)) == MAX_LOST
 
 
@@ -289,7 +275,7 @@ def test_requests_of_other_routers_are_those_that_we_did_not_place() -> None:
         table.heartbeat(worker.identity, Heartbeat(1, running, waiting), load(64), 1.0)
         assert worker.num_others == others
     table.heartbeat(worker.identity, Heartbeat(1, 9, 0), load(64), 1.0)
-    table.lose(worker.identity, 2.0)
+    table.lose(worker.identity)
     assert worker.num_others == 0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.dispatcher import HOLD_GRACE_S
 from router.core.fleet import WorkerState
+from router.core.queue import HOLD_GRACE_S
 from router.core.request import Request
 from router.core.state import Limits
 from tests.router.scripted import RecordingSink, Router, first, load

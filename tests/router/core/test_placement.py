@@ -139,16 +139,18 @@ def test_with_local_prefill_a_prefill_worker_that_joins_is_there(*, beats: bool)
     table = fleet()
     limits = Limits(local_prefill=True)
     placement = Placement(table, PrefixIndex(), limits=limits, request_ids=RequestIds(EPOCH))
-    table.overdue(0.0)
+    placement.has_lost_role(0.0)
     peer = Identity(Role.PREFILL, 0, 1).name
     table.hello(peer, Hello(1, 0, Role.PREFILL), detail(), 0.0)
     if beats:
         table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
     placement.check_workers(state(new=0), 40.0)
-    with pytest.raises(WireError, match="no decode worker"):
+    assert (placement.missing_worker(state(new=0)) is None) == beats
+    with pytest.raises(WireError, match="no decode or any worker"):
         placement.check_workers(state(), 40.0)
     table.drain(peer)
-    with pytest.raises(WireError, match="no decode worker"):
+    assert "no decode or any worker" in str(placement.missing_worker(state(new=0)))
+    with pytest.raises(WireError, match="no decode or any worker"):
         placement.check_workers(state(new=0), 40.0)
 
 
@@ -176,16 +178,17 @@ def test_a_placement_does_not_depend_on_what_is_asked_under_other_salts(
 def test_requests_that_can_never_be_served_are_refused() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
     placement.check(state(991))
-    for each, code in (
-        (state(0), ErrorCode.INVALID_REQUEST),
-        (state(992), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    for each, code, advice in (
+        (state(0), ErrorCode.INVALID_REQUEST, "no tokens"),
+        (state(992), ErrorCode.CONTEXT_LENGTH_EXCEEDED, "lower max_tokens"),
+        (state(1000), ErrorCode.CONTEXT_LENGTH_EXCEEDED, "shorten the prompt"),
     ):
-        with pytest.raises(WireError) as caught:
+        with pytest.raises(WireError, match=advice) as caught:
             placement.check(each)
         assert caught.value.code is code
-    table, placement = cluster(Role.DECODE)
-    table.overdue(0.0)
-    with pytest.raises(WireError, match="no prefill worker"):
+    _, placement = cluster(Role.DECODE)
+    placement.has_lost_role(0.0)
+    with pytest.raises(WireError, match="no prefill or any worker"):
         placement.check_workers(state(), 30.0)
     placement.check_workers(state(), 29.0)  # it may come back soon
 
@@ -197,7 +200,7 @@ def test_a_prompt_that_no_worker_has_blocks_for_is_refused_with_the_number(small
     table.hello(peer, Hello(1, 9, small), detail(num_blocks=3), 0.0)  # of 16 tokens
     placement.check_workers(state(47), 0.0)
     with pytest.raises(
-        WireError, match=f"no {small.name.lower()} worker .* for 49 tokens"
+        WireError, match=f"no {small.name.lower()} or any worker .* for 49 tokens"
     ) as caught:
         placement.check_workers(state(48), 0.0)
     assert caught.value.code is ErrorCode.OUT_OF_BLOCKS
@@ -207,8 +210,8 @@ def test_a_prompt_that_no_worker_has_blocks_for_is_refused_with_the_number(small
 def test_a_prompt_too_large_for_prefill_workers_waits_for_one_that_does_both(new: int) -> None:
     table, placement = cluster(local_prefill=True)
     table.hello(b"prefill-9-1", Hello(1, 9, Role.PREFILL), detail(num_blocks=3), 0.0)
-    table.overdue(0.0)
-    with pytest.raises(WireError, match="no decode worker"):
+    placement.has_lost_role(0.0)
+    with pytest.raises(WireError, match="no decode or any worker"):
         placement.check_workers(state(48, new), 30.0)
     table.hello(b"decode-9-1", Hello(1, 9, Role.DECODE), detail(), 0.0)
     placement.check_workers(state(48, new), 30.0)

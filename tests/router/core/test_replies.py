@@ -212,6 +212,22 @@ def test_an_error_of_a_worker_is_in_our_words_or_not_its_to_say(
         assert sink.error.message == f"{role.name.lower()}-0 broke the protocol"
 
 
+@pytest.mark.parametrize(
+    ("num_prompt", "num_new", "advice"),
+    [(60, 9, "lower max_tokens"), (9, 9, "try again")],
+)
+def test_what_is_too_large_for_the_blocks_of_a_worker_is_named(
+    num_prompt: int, num_new: int, advice: str
+) -> None:
+    router = Router(Limits(max_attempts=1))
+    router.join(Role.PREFILL)
+    peer = router.join(Role.DECODE, num_blocks=4)  # of 16 tokens
+    _, sink = router.submit(num_prompt, num_new - 1)
+    error = Error(router.prefill_id(), ErrorCode.OUT_OF_BLOCKS)
+    router.say(peer, error, encode_map(ErrorDetail(message=SECRET)))
+    assert f"; {advice}" in sink.error.message
+
+
 def test_the_words_of_a_worker_are_cut_in_the_log() -> None:
     router = Router(Limits(max_attempts=1))
     peer, _ = router.pair()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import re
 import threading
 from functools import partial
@@ -17,11 +18,17 @@ from structlog.testing import capture_logs
 
 from router.api.chat import ChatAnswer
 from router.api.model import ServedModel
+from router.api.responses.store import KeptResponse
+from router.core.cluster import ProcessState
 from router.core.state import Limits
 from router.http.limits import INLINE_BYTES, Bodies
 from router.http.origin import Origins
+from router.page.activity import Activity
+from router.processes.channel import Ask, AskActivity, Find
+from router.processes.merged_metrics import Family
 from tests.circles import circles
 from tests.router.api.messages.stream import message_of, read_events
+from tests.router.http.sibling import sibling
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, listening, write_model
 from wire.errors import ErrorCode
@@ -474,3 +481,20 @@ async def test_nothing_of_a_request_that_ended_waits_for_the_garbage_collector(
                     await reader.read()
                     writer.close()
         assert not found
+
+
+async def test_other_processes_of_the_router_are_answered(site: Site) -> None:
+    async with sibling(site, lambda question: None) as parent:
+        assert (await parent.ask(Ask.STATE, ProcessState)).pid == os.getpid()
+        names = {each.name for each in await parent.ask(Ask.METRICS, list[Family])}
+        assert "baton_requests_running" in names
+        assert (await parent.ask(AskActivity(0.0), Activity)).rows == []
+        async with site.client() as client:
+            asked = await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1})
+        maybe: Any = KeptResponse | None
+        name = asked.json()["id"]
+        for asker, is_theirs in (("ben", False), ("127.0.0.1", True)):
+            found = await parent.ask(Find("response", asker, name), maybe)
+            assert (found is not None) == is_theirs
+            assert await parent.ask(Find("delete", asker, name), bool) == is_theirs
+        assert await parent.ask(Find("response", "127.0.0.1", name), maybe) is None

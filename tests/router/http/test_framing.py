@@ -9,7 +9,7 @@ import pytest
 
 from router.http.asgi import Receive, Scope, Send
 from router.http.framing import framing_problem
-from router.http.server import find_push
+from router.http.transport import find_push
 from tests.router.http.serving import ask, serving
 
 START = {"type": "http.response.start", "status": 200, "headers": []}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,8 @@ import httpx
 import pytest
 
 from router.core.history.report import RequestReport
-from router.processes.channel import (
-    Answers,
-    AskAll,
-    AskAssignment,
-    Assignment,
-    Channel,
-    FindRequest,
-)
-from router.processes.siblings import Siblings
+from router.processes.channel import Find
+from tests.router.http.sibling import sibling
 from tests.router.site import Site, events, write_model
 from wire.process.api_keys import ApiKeys, digest, name_of
 
@@ -158,27 +150,16 @@ async def test_without_keys_this_machine_sees_all(site: Site, host: str, status:
 async def test_a_request_of_another_process_is_found_there(site: Site) -> None:
     asked = list[Any]()
 
-    async def parent(question: Any) -> Any:
-        if isinstance(question, AskAssignment):
-            return Assignment(0, 2, "", "", "", is_again=False)
-        assert isinstance(question, AskAll) and isinstance(question.question, FindRequest)
-        asked.append(question.question)
-        known = question.question.name == "there"
-        return Answers([None, RequestReport("there", []) if known else None], is_complete=True)
+    def answer(question: Any) -> object:
+        asked.append(question)
+        return RequestReport("there", []) if question.name == "there" else None
 
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours, parent)
-    await channel.open()
-    siblings = Siblings(theirs.detach())
-    await siblings.begin()
-    site.configure(siblings=siblings)
-    await show(site, (await chat(site, "Hi"))["id"])
-    assert asked == []
-    assert await show(site, "there") == {"id": "there", "choices": [], "object": "request"}
-    assert (await call(site, "GET", "/v1/requests/nowhere")).status_code == 404
-    name = (await chat(site, "Ho"))["id"]
-    question = FindRequest(None, name)
-    report = await channel.ask(question, RequestReport)
-    assert report.id == name and len(report.choices) == 1
-    await siblings.close()
-    await channel.close()
+    async with sibling(site, answer) as channel:
+        await show(site, (await chat(site, "Hi"))["id"])
+        assert asked == []
+        assert await show(site, "there") == {"id": "there", "choices": [], "object": "request"}
+        assert (await call(site, "GET", "/v1/requests/nowhere")).status_code == 404
+        name = (await chat(site, "Ho"))["id"]
+        question = Find("report", None, name)
+        report = await channel.ask(question, RequestReport)
+        assert report.id == name and len(report.choices) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,7 @@ import pytest
 from router.api.model import ServedModel
 from router.api.responses.store import KeptResponse
 from router.http.limits import INLINE_BYTES
-from router.processes.channel import (
-    Answers,
-    AskAll,
-    AskAssignment,
-    Assignment,
-    Channel,
-    DeleteResponse,
-    FindResponse,
-)
-from router.processes.siblings import Siblings
+from tests.router.http.sibling import sibling
 from tests.router.site import Site, write_model
 from wire.process.api_keys import ApiKeys
 
@@ -85,34 +75,23 @@ async def test_a_response_of_another_process_is_found_and_deleted_there(site: Si
     asked = list[Any]()
     there = {"resp_there": KeptResponse("", b'{"id": "resp_there"}', b"[]")}
 
-    async def parent(question: Any) -> Any:
-        if isinstance(question, AskAssignment):
-            return Assignment(0, 2, "", "", "", is_again=False)
-        assert isinstance(question, AskAll)
-        asked.append(question.question)
-        match question.question:
-            case FindResponse(_, name):
-                return Answers([None, there.get(name)], is_complete=True)
-            case DeleteResponse(_, name):
-                return Answers([False, there.pop(name, None) is not None], is_complete=True)
+    def answer(question: Any) -> object:
+        asked.append(question)
+        if question.what == "response":
+            return there.get(question.name)
+        assert question.what == "delete"
+        return there.pop(question.name, None) is not None
 
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours, parent)
-    await channel.open()
-    siblings = Siblings(theirs.detach())
-    await siblings.begin()
-    site.configure(siblings=siblings)
-    here = (await respond(site))["id"]
-    assert (await ask(site, "GET", here)).json()["id"] == here
-    assert (await ask(site, "DELETE", here)).status_code == 200
-    assert asked == [], "what is kept here is asked of nobody"
-    again = await ask(site, "GET", "resp_there")
-    assert (again.status_code, again.json()) == (200, {"id": "resp_there"})
-    for status in (200, 404):
-        assert (await ask(site, "DELETE", "resp_there")).status_code == status
-    assert (await ask(site, "GET", "resp_there")).status_code == 404
-    await siblings.close()
-    await channel.close()
+    async with sibling(site, answer):
+        here = (await respond(site))["id"]
+        assert (await ask(site, "GET", here)).json()["id"] == here
+        assert (await ask(site, "DELETE", here)).status_code == 200
+        assert asked == [], "what is kept here is asked of nobody"
+        again = await ask(site, "GET", "resp_there")
+        assert (again.status_code, again.json()) == (200, {"id": "resp_there"})
+        for status in (200, 404):
+            assert (await ask(site, "DELETE", "resp_there")).status_code == status
+        assert (await ask(site, "GET", "resp_there")).status_code == 404
 
 
 async def test_a_small_body_that_goes_on_from_much_is_read_in_a_thread(

@@ -31,12 +31,11 @@ from router.http.server import (
     GuardedProtocol,
     HttpServer,
     Limits,
-    find_push,
 )
+from router.http.transport import find_push
 from tests import certificate
 from tests.held_up import again_if_held_up
 from tests.pause import stand_still
-from tests.router.http.asgi_wire import Wire
 from tests.router.http.serving import ask
 from tests.router.http.serving import serving as serve
 from wire.aio.listener import bind
@@ -129,6 +128,26 @@ def test_headers_that_came_while_we_stood_still_have_come_in_time() -> None:
                 assert answer.startswith(b"HTTP/1.1 200 ")
 
     uvloop.run(ask_and_stand_still())
+
+
+async def test_a_retiring_server_ends_connections_with_their_next_response() -> None:
+    """A response that has begun by then cannot say so, and its connection stays for another."""
+    async with serving() as server:
+        clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+        idle, streaming, _ = clients
+        idle[1].write(GET % 1)
+        assert b"connection: close" not in await idle[0].readuntil(b"/1")
+        streaming[1].write(SLOW)
+        await streaming[0].readuntil(b"begin ")
+        server.stop_accepting()
+        assert len(server.server_state.connections) == 3
+        with pytest.raises(ConnectionRefusedError):  # nobody has inherited the socket here
+            await asyncio.open_connection("127.0.0.1", server.port)
+        await streaming[0].readuntil(b"end\r\n0\r\n\r\n")
+        for reader, writer in clients:
+            writer.write(GET % 2)
+            assert b"connection: close" in await reader.read()
+            writer.close()
 
 
 async def test_a_body_is_no_part_of_the_headers_after_it() -> None:
@@ -456,7 +475,3 @@ async def test_a_body_is_pushed_as_far_as_the_client_takes_it() -> None:
     size = int(body.rpartition(b"\0")[2])
     assert size > 0
     assert body == b"begin " + PUSHED * size + b"%d" % size
-
-
-def test_a_server_of_another_kind_has_no_way_past_asgi() -> None:
-    assert find_push(Wire().send) is None

@@ -25,6 +25,7 @@ async def test_models(site: Site) -> None:
         assert (card["type"], card["display_name"]) == ("model", "letters")
         assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
         assert (card["id"], card["object"], card["max_model_len"]) == ("letters", "model", 1000)
+        assert card["vocab_size"] == 258
         assert (await client.get("/v1/models/letters")).json() == card
         missing = await client.get("/v1/models/org/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.processes.channel import AskAll, AskState, Channel, DeleteResponse, FindResponse
+from router.processes.channel import Ask, AskAll, Channel, Find
 
 Answer = Callable[[object], Awaitable[object]]
 
@@ -33,13 +33,13 @@ async def named(question: object) -> object:
 
 async def test_both_ends_ask() -> None:
     async def find(question: object) -> object:
-        assert isinstance(question, FindResponse)
+        assert isinstance(question, Find)
         return ["anna", b"\0" * (1 << 20), question.name.encode()]
 
     async with channels(named, find) as (one, other):
         found, name = await asyncio.gather(
-            one.ask(FindResponse("anna", "resp_1"), tuple[str, bytes, bytes]),
-            other.ask(AskAll(DeleteResponse("anna", "resp_1")), str),
+            one.ask(Find("response", "anna", "resp_1"), tuple[str, bytes, bytes]),
+            other.ask(AskAll(Find("delete", "anna", "resp_1")), str),
         )
     assert found == ("anna", b"\0" * (1 << 20), b"resp_1")
     assert name == "AskAll"
@@ -50,23 +50,23 @@ async def test_an_answer_may_come_late_or_to_nobody_who_still_waits(is_given_up:
     may_end = asyncio.Event()
 
     async def answer(question: object) -> object:
-        if isinstance(question, AskState):
+        if question is Ask.STATE:
             await may_end.wait()
         return type(question).__name__
 
     async with channels(named, answer) as (one, _):
-        late = asyncio.create_task(one.ask(AskState(), str))
-        assert await one.ask(FindResponse("", ""), str) == "FindResponse"
+        late = asyncio.create_task(one.ask(Ask.STATE, str))
+        assert await one.ask(Find("response", "", ""), str) == "Find"
         assert not late.done()
         if is_given_up:
             late.cancel()
         else:
             may_end.set()
         await asyncio.wait([late])
-        assert late.cancelled() if is_given_up else late.result() == "AskState"
+        assert late.cancelled() if is_given_up else late.result() == "Ask"
         may_end.set()
         for _ in range(2):  # the first may be answered before that is
-            assert await one.ask(FindResponse("", ""), str) == "FindResponse"
+            assert await one.ask(Find("response", "", ""), str) == "Find"
 
 
 async def test_pending_calls_fail_when_the_other_end_closes() -> None:
@@ -75,10 +75,10 @@ async def test_pending_calls_fail_when_the_other_end_closes() -> None:
         return None
 
     async with channels(named, never) as (one, other):
-        waiting = asyncio.create_task(one.ask(AskState(), str))
+        waiting = asyncio.create_task(one.ask(Ask.STATE, str))
         await asyncio.sleep(0)
         await other.close()
         with pytest.raises(ConnectionError):
             await waiting
         with pytest.raises(ConnectionError):
-            await one.ask(AskState(), str)
+            await one.ask(Ask.STATE, str)

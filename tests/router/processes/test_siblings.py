@@ -11,36 +11,33 @@ from typing import Any
 import pytest
 
 from router.api.errors import HttpError
-from router.api.responses.store import KeptResponse, KeptResponses
+from router.api.responses.store import KeptResponse
 from router.core.cluster import ProcessState
 from router.core.history.report import RequestReport
+from router.core.replay import KeptRequest
+from router.page.activity import Activity, Sums, Work
 from router.processes import siblings
 from router.processes.channel import (
     Answers,
+    Ask,
+    AskActivity,
     AskAll,
-    AskAssignment,
-    AskMetrics,
-    AskState,
     Assignment,
     Channel,
-    DeleteResponse,
-    FindRequest,
-    FindResponse,
+    Find,
 )
 from router.processes.merged_metrics import Family
 from router.processes.siblings import Siblings
 
 ASSIGNMENT = Assignment(1, 2, "127.0.0.1:1", "127.0.0.1:2", "tcp://127.0.0.1:3", is_again=False)
 STATE = ProcessState(7, 1, 2, ["none"], [{"role": "decode"}])
+ACTIVITY = Activity(1.5, STATE, [], Sums({"stop": 1}, {3: 1}, {}, {"decode-0": Work(1, 2, 3)}, {}))
 FAMILY = Family("baton_x", "X.", "counter", [("baton_x_total", (("a", "b"),), 2.0)])
 KEPT = KeptResponse("anna", b"{}", b"[]")
 
 
 REPORT = RequestReport("r", [])
-
-
-async def report_to(asker: str | None, name: str) -> RequestReport | None:
-    return REPORT if (asker, name) in (("anna", "r"), (None, "r")) else None
+KEPT_REQUESTS = [KeptRequest("anna", 1, bytes(8), b"", "length", True, ())]
 
 
 @asynccontextmanager
@@ -50,37 +47,28 @@ async def beside(
     """A process's end, and the parent's, which answers like this."""
 
     async def assignment_first(question: object) -> object:
-        return ASSIGNMENT if isinstance(question, AskAssignment) else await answer(question)
+        return ASSIGNMENT if question is Ask.ASSIGNMENT else await answer(question)
 
     ours, theirs = socket.socketpair()
     parent = Channel(ours, assignment_first)
     await parent.open()
-    process = Siblings(theirs.detach())
+    process = Siblings(theirs, socket.socket())
     await process.begin()
     assert process.assignment == ASSIGNMENT
-    kept = KeptResponses()
-    kept.keep("resp_1", KEPT)
-    process.serve(lambda: STATE, lambda: [FAMILY], kept, report_to)
+    process.answer = answer
     yield process, parent
     await process.close()
     await parent.close()
 
 
 async def test_a_process_replies_to_the_parent() -> None:
-    async def nothing(question: object) -> object:
-        return None
+    async def answer(question: object) -> object:
+        return REPORT if question == Find("report", "anna", "r") else None
 
-    async with beside(nothing) as (_, parent):
-        assert await parent.ask(AskState(), ProcessState) == STATE
-        assert await parent.ask(AskMetrics(), list[Family]) == [FAMILY]
-        maybe: Any = KeptResponse | None
-        for asker, name, found in (("anna", "resp_1", KEPT), ("ben", "resp_1", None)):
-            assert await parent.ask(FindResponse(asker, name), maybe) == found
-        report: Any = RequestReport | None
-        for who, found_report in (("anna", REPORT), (None, REPORT), ("ben", None)):
-            assert await parent.ask(FindRequest(who, "r"), report) == found_report
-        for asker, is_gone in (("ben", False), ("anna", True), ("anna", False)):
-            assert await parent.ask(DeleteResponse(asker, "resp_1"), bool) == is_gone
+    async with beside(answer) as (_, parent):
+        maybe: Any = RequestReport | None
+        for who, found in (("anna", REPORT), ("ben", None)):
+            assert await parent.ask(Find("report", who, "r"), maybe) == found
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
@@ -88,22 +76,25 @@ async def test_calls_to_all_processes(is_complete: bool) -> None:
     async def answer(question: object) -> Any:
         assert isinstance(question, AskAll)
         match question.question:
-            case AskState():
+            case Ask.STATE:
                 return Answers([STATE, STATE], is_complete=True)
-            case AskMetrics():
+            case AskActivity(since):
+                return Answers([ACTIVITY] if since == 2.0 else [], is_complete=True)
+            case Ask.METRICS:
                 return Answers([[], [FAMILY]], is_complete=True)
-            case FindResponse(_, name):
+            case Find("response", _, name):
                 found = [None, KEPT if name == "resp_2" else None]
                 return Answers(found, is_complete=is_complete)
-            case FindRequest(_, name):
+            case Find("report", _, name):
                 found_report = [None, REPORT if name == "resp_2" else None]
                 return Answers(found_report, is_complete=is_complete)
-            case DeleteResponse(_, name):
+            case Find("delete", _, name):
                 return Answers([False, name == "resp_2"], is_complete=is_complete)
 
     async with beside(answer) as (process, _):
         assert await process.states() == [STATE, STATE]
         assert await process.metrics() == [[], [FAMILY]]
+        assert await process.activities(2.0) == [ACTIVITY]
         assert await process.find("anna", "resp_2") == KEPT
         assert await process.delete("anna", "resp_2")
         assert await process.request("anna", "resp_2") == REPORT
@@ -131,6 +122,7 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
 
     async with beside(answer) as (process, parent):
         assert await process.states() == [], "who asks goes on by what it knows itself"
+        assert await process.activities(0.0) == []
         metrics = asyncio.create_task(process.metrics())
         await parent.close()
         with pytest.raises(HttpError) as caught:

@@ -15,12 +15,9 @@ from typing import Any
 import httpx
 import pytest
 import structlog
-from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
-from router.core.cluster import ProcessState
-from router.processes.merged_metrics import families
-from router.processes.supervisor import PARENT_ONLY, Process, serve_by_several
+from router.processes.supervisor import PARENT_ONLY, serve_by_several
 from tests.router.children import is_gone, until
 from wire.process.children import start_child
 
@@ -73,19 +70,6 @@ async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterat
             await started.serving
     finally:
         structlog.configure(processors=before)
-
-
-def test_counters_of_a_dead_process_are_taken_over_once() -> None:
-    process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
-    Counter("baton_requests", "Ends.", registry=registry).inc()
-    process.is_listening, process.metrics = True, families(registry.collect())
-    process.is_aborted, process.state = True, ProcessState(7, 1, 0, [], [])
-    assert [family.name for family in process.forget()] == ["baton_requests"]
-    assert process.forget() == []
-    assert not process.is_listening, "nobody is to wait for its answers"
-    assert process.drained.is_set(), "nor for its clients"
-    assert process.state is None, "nor is anybody to count its requests"
-    assert not process.is_aborted, "if the next one is stuck too, it shows its stacks"
 
 
 def environ_of(pid: int) -> list[str]:
@@ -163,6 +147,29 @@ async def test_a_stuck_process_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
         os.kill(it.pids(1)[0], signal.SIGCONT)  # it can do what SIGABRT makes it do
         await until(lambda: len(it.pids(1)) == 2)
     assert it.said("child process ended", "status") == [-signal.SIGKILL, -signal.SIGABRT]
+
+
+async def test_a_process_that_dies_before_its_successor_serves_is_replaced(tmp_path: Path) -> None:
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        await until(lambda: len(it.pids(0)) == 2)
+        os.kill(it.pids(0)[0], signal.SIGKILL)
+        await until(lambda: it.said("router process restarted") == [0, 1])
+        assert [len(it.pids(index)) for index in (0, 1)] == [2, 2]
+    assert it.serving.result() == 0
+
+
+async def test_a_process_is_started_again_if_it_and_its_successor_die(tmp_path: Path) -> None:
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        await until(lambda: len(it.pids(0)) == 2)
+        for pid in it.pids(0):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(it.pids(0)) == 3)
+        assert it.said("the successor failed; the old goes on") == [0]
+    assert it.serving.result() == 0
 
 
 async def test_a_process_that_cannot_start_ends_the_router(

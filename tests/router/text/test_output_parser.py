@@ -25,7 +25,7 @@ MARKED.add_special_tokens(list(MARKS[2:]))
 MARKED.add_tokens(list(MARKS[:2]))  # As Qwen has them: tokens, but not special.
 END = 0
 ENDS = set('"}])')
-NUM_TEXTS = 600
+NUM_TEXTS = 250
 NUM_CUTS = 4
 
 

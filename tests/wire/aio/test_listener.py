@@ -126,6 +126,38 @@ async def test_a_handshake_has_its_time_and_its_form(
         assert await echo(port, made.trust) == b"hello"
 
 
+@pytest.mark.parametrize("is_sealed", [True, False])
+async def test_clients_wait_for_the_process_that_accepts_next(
+    made: certificate.Certificate, is_sealed: bool
+) -> None:
+    """Two listeners of one socket, as of two processes; the first stops during a handshake."""
+    tls, trust = (context_of(made), made.trust) if is_sealed else (None, None)
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    kept = sock.dup()
+    first = await listen(Echo, sock, tls, handshake_s=600.0, max_handshakes=8)
+    assert await echo(port, trust) == b"hello"
+    begun = await silent(port)
+    await asyncio.sleep(0.05)
+    first.stop_accepting()
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(echo(port, trust)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in waiting)
+    second = await listen(Echo, kept, tls, handshake_s=600.0, max_handshakes=8)
+    assert await asyncio.gather(*waiting) == 3 * [b"hello"]
+    reader, writer = begun
+    if trust is not None:
+        await writer.start_tls(trust, server_hostname="127.0.0.1")
+    writer.write(b"hello")
+    assert await reader.readexactly(5) == b"hello"
+    writer.close()
+    await writer.wait_closed()
+    for listener in (first, second):
+        listener.close()
+        await listener.wait_closed()
+
+
 async def test_closing_ends_handshakes_and_frees_the_port(made: certificate.Certificate) -> None:
     async with listening(context_of(made), handshake_s=600.0) as port:
         reader, writer = await silent(port)
@@ -139,17 +171,16 @@ async def test_closing_ends_handshakes_and_frees_the_port(made: certificate.Cert
 async def test_having_no_descriptor_left_is_waited_out(
     made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, failures = asyncio.get_running_loop(), 2
-    accept = loop.sock_accept
+    failures, accept = 2, socket.socket.accept
 
-    async def fail_twice(sock: socket.socket) -> tuple[socket.socket, object]:
+    def fail_twice(sock: socket.socket) -> tuple[socket.socket, object]:
         nonlocal failures
         if failures:
             failures -= 1
             raise OSError(24, "Too many open files")
-        return await accept(sock)
+        return accept(sock)
 
-    monkeypatch.setattr(loop, "sock_accept", fail_twice)
+    monkeypatch.setattr(socket.socket, "accept", fail_twice)
     async with listening(context_of(made), pause_s=0.01) as port:
         assert await echo(port, made.trust) == b"hello"
     assert not failures

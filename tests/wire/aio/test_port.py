@@ -9,7 +9,7 @@ import zmq
 
 from tests.wire.process.key_files import write
 from wire.aio.outbox import Limits
-from wire.aio.port import Port, link_options
+from wire.aio.port import Port, link_options, new_key_pair, public_key
 from wire.process.keys import Keys
 from wire.process.settings import ConfigError
 
@@ -28,3 +28,8 @@ def test_a_link_expects_the_party_it_means(tmp_path: Path) -> None:
     assert link_options(keys, "router")["CURVE_SERVERKEY"] == pairs["router"].public.encode()
     with pytest.raises(ConfigError, match="no key of decode-0"):
         link_options(keys, "decode-0")
+
+
+def test_the_public_key_of_a_secret_one() -> None:
+    pair = new_key_pair()
+    assert public_key(pair.secret) == pair.public

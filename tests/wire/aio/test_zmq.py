@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 
@@ -344,6 +345,30 @@ async def test_the_queue_of_a_lost_peer_is_dropped_and_its_buffers_freed(bus: Bu
     await link.close()
     assert sending.done and sending.was_dropped
     bus.hub = bus.new_hub()
+
+
+async def test_new_connections_go_to_a_successor_and_the_others_stay(bus: Bus) -> None:
+    link, _ = await bus.link(b"decode-0-1")
+    link.send([b"to the old"])
+    assert await bus.messages.get() == (b"decode-0-1", [b"to the old"])
+    heard: asyncio.Queue[list[Buffer]] = asyncio.Queue()
+    successor = Hub(lambda peer, parts: heard.put_nowait(parts))
+    listener = os.dup(bus.hub.listener)
+    bus.hub.stop_accepting()
+    bus.hub.stop_accepting()  # twice is once
+    assert successor.bind(bus.endpoint, listener) == bus.endpoint
+    other, _ = await bus.link(b"decode-0-1")  # the identity is free there
+    other.send([b"to the new"])
+    assert await heard.get() == [b"to the new"]
+    link.send([b"again"])
+    assert await bus.messages.get() == (b"decode-0-1", [b"again"])
+    await successor.close()
+    bus.hub.accept_again()
+    third, _ = await bus.link(b"decode-1-1")
+    third.send([b"back"])
+    assert await bus.messages.get() == (b"decode-1-1", [b"back"])
+    bus.hub.stop_accepting()
+    await bus.hub.close()  # libzmq closes its own socket
 
 
 async def test_an_endpoint_that_cannot_be_had_is_named(bus: Bus) -> None:

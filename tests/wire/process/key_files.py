@@ -1,4 +1,4 @@
-"""A directory of keys, as scripts/keys makes it."""
+"""A directory of keys, as `baton keys` makes it."""
 
 from __future__ import annotations
 

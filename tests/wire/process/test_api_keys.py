@@ -32,6 +32,15 @@ def test_nothing_else_is(path: Path, given: str) -> None:
     assert not ApiKeys(path).allow(given.encode())
 
 
+def test_the_keys_of_another_file_are_valid_too(path: Path, tmp_path: Path) -> None:
+    clients = tmp_path / "clients"
+    clients.write_text("sk-" + "3" * 40)
+    clients.chmod(0o600)
+    keys = ApiKeys(clients, beside=ApiKeys(path))
+    assert keys.allow(digest(ONE.encode())) and keys.allow(digest(b"sk-" + b"3" * 40))
+    assert not ApiKeys(path).allow(digest(b"sk-" + b"3" * 40))
+
+
 def test_a_key_is_revoked_and_another_added_without_a_restart(path: Path) -> None:
     keys = ApiKeys(path)
     path.write_text(f"{TWO}\n")

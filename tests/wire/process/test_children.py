@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 import wire
 from wire.process.children import die_with_parent, lives, same_release, signal_child, start_child
+from wire.process.settings import EX_RESTART
 
 ROOT = str(Path(wire.__file__).parents[1])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
@@ -47,7 +48,7 @@ async def test_a_child_that_is_gone_takes_no_signal() -> None:
 
 @pytest.mark.parametrize(
     ("healthy_s", "pauses"),
-    [(60.0, [0.01, 0.02, 0.03, 0.03, 0.03]), (-1.0, [0.01, 0.01, 0.01, 0.01, 0.01])],
+    [(60.0, [0.01, 0.02, 0.03, 0.01, 0.02]), (-1.0, [0.01, 0.01, 0.01, 0.01, 0.01])],
 )
 async def test_a_child_is_restarted_after_pauses_that_grow_until_it_has_lived_long(
     monkeypatch: pytest.MonkeyPatch, healthy_s: float, pauses: list[float]
@@ -73,6 +74,21 @@ async def test_a_child_is_restarted_after_pauses_that_grow_until_it_has_lived_lo
     problems = [line["reason"] for line in lines if line["event"] == "cannot start child process"]
     assert problems == ["no descriptor left", "no thread", "no descriptor left"]
     assert {line["worker"] for line in lines} == {"x"}
+
+
+async def test_a_child_that_was_asked_to_restart_does_so_at_once() -> None:
+    async def run() -> int:
+        return EX_RESTART
+
+    statuses: list[int] = []
+    with capture_logs() as lines:
+        async for status in lives(run, structlog.get_logger(), 3600.0):
+            statuses.append(status)
+            if len(statuses) == 3:
+                break
+    assert [line["event"] for line in lines] == 2 * [
+        "child process starts again, as it was asked to"
+    ]
 
 
 def test_a_child_imports_our_release(tmp_path: Path) -> None:

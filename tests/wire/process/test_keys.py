@@ -70,7 +70,7 @@ def test_a_list_that_is_gone_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_party_without_a_key_is_named(tmp_path: Path) -> None:
     write(tmp_path, "prefill-0")
-    with pytest.raises(ConfigError, match=r"authorized_keys has no key of router: .*scripts/keys"):
+    with pytest.raises(ConfigError, match=r"authorized_keys has no key of router: .*baton keys"):
         Keys(tmp_path, "prefill-0").public_of("router")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import structlog
 
-from wire.process.log import LogWriter, configure
+from wire.process.log import MAX_TRACES, LogWriter, bind_trace, configure
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,32 @@ def test_a_line_for_machines_is_json_with_what_is_bound() -> None:
     assert (event["level"], event["logger"]) == ("info", "router.app")
     assert (event["request"], event["rank"]) == (7, 3)
     assert event["timestamp"].endswith("Z")
+
+
+def test_lines_of_a_request_have_its_trace_and_others_have_none() -> None:
+    def write() -> None:
+        log = structlog.get_logger("worker")
+        bind_trace(7, "a" * 32)
+        bind_trace(8, None)
+        log.info("failed", request=7)
+        log.info("failed", request=8)
+        log.info("draining", request="7")
+        for number in range(MAX_TRACES):
+            bind_trace(100 + number, "b" * 32)
+        log.info("failed", request=7)
+
+    traces = [json.loads(line).get("trace_id") for line in logged(write)]
+    assert traces == ["a" * 32, None, None, None], "only the latest are kept"
+
+
+def test_all_lines_of_a_worker_have_its_name() -> None:
+    stream = io.StringIO()
+    writer = configure("info", stream, worker="decode-3")
+    structlog.get_logger("worker").info("loading")
+    logging.getLogger("library").warning("slow")
+    writer.close()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["worker"] for line in lines] == ["decode-3", "decode-3"]
 
 
 def test_the_standard_library_ends_in_the_same_place() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 from structlog.testing import capture_logs
 
-from wire.process.log_limit import AGAIN_S, MAX_CAUSES, RepeatedLine
+from wire.process.log_limit import AGAIN_S, MAX_CAUSES, PROGRESS_S, ProgressLine, RepeatedLine
 
 
 class Clock:
@@ -55,3 +55,19 @@ def test_causes_that_cannot_be_remembered_are_logged_each_time() -> None:
             for number in range(MAX_CAUSES + 3):
                 line.add({"reason": str(number)})
     assert len(logs) == MAX_CAUSES + 2 * 3
+
+
+def test_progress_is_logged_seldom_and_its_end_never() -> None:
+    clock = Clock()
+    with capture_logs() as logs:
+        line = ProgressLine(structlog.get_logger().info, "loading weights", clock, model="m")
+        for done in range(1, 100):
+            line.at(done, 100)
+        assert logs == []
+        clock.now += PROGRESS_S
+        line.at(40, 100)
+        line.at(41, 100)
+        clock.now += PROGRESS_S
+        line.at(100, 100)
+    always = {"event": "loading weights", "log_level": "info", "model": "m"}
+    assert logs == [always | {"done": 40, "of": 100}]

@@ -64,7 +64,7 @@ def test_a_directory_without_a_config_is_no_model(tmp_path: Path) -> None:
 def test_any_other_name_is_the_hubs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str]]] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: object) -> str:
         asked.append((name, allow_patterns))
         return str(model)
 
@@ -74,7 +74,7 @@ def test_any_other_name_is_the_hubs(model: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_name_that_the_hub_refuses_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: object) -> str:
         raise ConnectionError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

@@ -18,9 +18,9 @@ KEY = "sk-" + "1" * 40
 
 @asynccontextmanager
 async def listening(
-    api_keys: ApiKeys | None = None, patience_s: float = 60.0
+    api_keys: ApiKeys | None = None, patience_s: float = 60.0, *, is_alive: bool = True
 ) -> AsyncIterator[ScrapePort]:
-    port = ScrapePort(lambda: b"baton_x 1\n", api_keys, patience_s)
+    port = ScrapePort(lambda: b"baton_x 1\n", lambda: is_alive, api_keys, patience_s)
     await port.listen("127.0.0.1:0")
     try:
         yield port
@@ -62,6 +62,13 @@ async def test_with_keys_it_asks_for_one(tmp_path: Path) -> None:
         assert (await ask(port)).startswith("401")
         assert (await ask(port, authorization="Bearer no")).startswith("401")
         assert (await ask(port, authorization=f"Bearer {KEY}")).startswith("200")
+        assert await ask(port, "/livez") == "200 alive\n"
+
+
+async def test_liveness_fails_while_the_engine_is_stuck() -> None:
+    async with listening(is_alive=False) as port:
+        assert await ask(port, "/livez") == "503 the engine is stuck\n"
+        assert (await ask(port)).startswith("200")
 
 
 @pytest.mark.parametrize("request_", [b"\x00\r\n\r\n", b"GET " + b"x" * 2 * MAX_HEAD_BYTES])

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 import pytest
 from pydantic import Field, model_validator
 
-from wire.process.settings import EX_CONFIG, Settings, check_endpoint, parse, port_of
+from wire.process.settings import EX_CONFIG, Settings, check_endpoint, parse, port_of, setting
 
 
 class Config(Settings):
@@ -23,7 +23,7 @@ class Config(Settings):
     shard: int = Field(default=0, ge=0, lt=64)
     temperature: float = Field(default=1.0, gt=0, le=2)
     prefix_cache: bool = Field(default=True, description="Keep blocks of earlier prompts.")
-    local: tuple[int, int] = (0, 0)
+    local: tuple[int, int] = setting((0, 0), "", title="P,D")
     stop: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -138,7 +138,7 @@ def test_help_tells_flags_variables_and_defaults(capsys: pytest.CaptureFixture[s
     assert "BATON_MAX_KV_BYTES]" in text
     assert "--device {auto,cpu,cuda} Where to compute. [default auto; BATON_DEVICE]" in text
     assert "--rank N [default none; BATON_RANK]" in text
-    assert "--local N [default 0,0; BATON_LOCAL] --stop TEXT [default none; BATON_STOP]" in text
+    assert "--local P,D [default 0,0; BATON_LOCAL] --stop TEXT [default none; BATON_STOP]" in text
 
 
 def test_unknown_variables_are_warned_of_and_those_of_other_roles_are_not(

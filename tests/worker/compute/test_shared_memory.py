@@ -30,6 +30,14 @@ def test_what_one_writes_the_other_reads() -> None:
     assert seen[-1] == 7
 
 
+def test_pages_are_committed_when_they_are_written() -> None:
+    (array,), memory = zeros(((1 << 32,), np.uint8))
+    assert memory is not None and os.fstat(memory.descriptor).st_blocks == 0
+    array[1 << 31] = 1
+    committed = 512 * os.fstat(memory.descriptor).st_blocks
+    assert 0 < committed <= 2 << 20, "one page, which may be a huge one"
+
+
 def test_nobody_else_writes_or_changes_the_size() -> None:
     memory = SharedMemory(SIZE)
     seen = map_memory(memory.descriptor)

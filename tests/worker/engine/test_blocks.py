@@ -87,7 +87,7 @@ def test_equal_hashes_do_not_make_equal_salts(monkeypatch: pytest.MonkeyPatch) -
 def test_a_cached_block_reports_the_hash_of_tokens_and_salt() -> None:
     pool = BlockPool(4, 2)
     register(pool, [A, B], pool.allocate(2), "ü")
-    assert pool.journal.read() == (tuple(prefix_hashes([1, 2, 3, 4], 2, "ü")), ())
+    assert pool.journal.read() == (tuple(prefix_hashes([1, 2, 3, 4], 2, "ü")), {})
 
 
 def test_ever_new_salts_leave_nothing_behind() -> None:
@@ -107,7 +107,7 @@ def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
     register(pool, [A, B], table)
     assert pool.match_prefix(keys_of([A, B])) == ([], ROOT)
     pool.free(table)
-    assert pool.num_free == 3 and pool.journal.read() == ((), ())
+    assert pool.num_free == 3 and pool.journal.read() == ((), {})
 
 
 def test_check_finds_a_leak_and_a_double_owner() -> None:
@@ -128,12 +128,13 @@ def test_the_journal_leaves_out_what_cancels_out() -> None:
     journal.store(1)
     journal.store(2)
     journal.evict(2)
-    assert journal.read() == ((1,), ())
+    assert journal.read() == ((1,), {})
     journal.evict(1)
     journal.store(1)
-    assert journal.read() == ((), ())
+    assert journal.read() == ((), {})
     journal.evict(1)
-    assert journal.read() == ((), (1,))
+    journal.evict(2, "disk")
+    assert journal.read() == ((), {1: "kv_cache", 2: "disk"})
 
 
 def test_the_journal_tells_a_bounded_number_at_a_time() -> None:

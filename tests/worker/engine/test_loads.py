@@ -24,6 +24,9 @@ def test_a_load_that_is_stuck_is_stopped() -> None:
     assert load.is_awaited
     load.look(STALL_S)
     assert load.is_given_up and load.progress.is_stopped and not load.is_awaited
+    with load.progress.lock:
+        assert not load.has_stopped, "a block is being written"
+    assert load.has_stopped
 
 
 def test_a_load_that_takes_longer_than_computing_is_stopped() -> None:

@@ -226,7 +226,10 @@ def test_a_warmup_is_done_when_the_models_return() -> None:
     with capture_logs() as logs:
         stage.warmup.run()
     assert stage.heard == [(True, True)]
-    assert logs == [{"event": "warmed up", "seconds": 3.0, "log_level": "info"}]
+    assert logs == [
+        {"event": "warming up", "log_level": "info"},
+        {"event": "warmed up", "seconds": 3.0, "log_level": "info"},
+    ]
 
 
 def test_a_warmup_that_raises_is_over_and_not_done() -> None:
@@ -234,7 +237,7 @@ def test_a_warmup_that_raises_is_over_and_not_done() -> None:
     with capture_logs() as logs, pytest.raises(MemoryError):
         stage.warmup.run()
     assert stage.heard == [(True, False)]
-    [line] = logs
+    _, line = logs
     assert (line["event"], line["reason"]) == ("the warmup failed", "MemoryError: no room")
 
 
@@ -280,6 +283,6 @@ def test_a_copy_that_ends_wakes_an_idle_engine(tmp_path: Path) -> None:
     until(lambda: tiering.figures().disk.blocks == 10, "written, although nothing is asked")
     owner.thread.post(lambda engine: engine.pool.free(engine.pool.allocate(64)))
     owner.add(2, prompt, 2)
-    assert owner.text()[2] == first and tiering.figures().disk.tokens >= 36
+    assert owner.text()[2] == first and tiering.figures().disk.loaded_tokens >= 36
     assert owner.thread.stop(wait_s=TIMEOUT_S) and owner.crashes.empty()
     owner.engine.close_tiers(TIMEOUT_S)

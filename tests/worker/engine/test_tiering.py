@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from errno import EIO, ENOSPC
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from tests.worker.engine.hashed import GREEDY, engine_of, of_kind, run, text
 from tests.worker.tiers.lazy import LazyTiers
 from tests.worker.workload import Request, Workload
 from wire.parts import Buffer
+from wire.prefix import prefix_hashes
 from worker.engine.engine import Engine
 from worker.engine.loads import STALL_S
-from worker.engine.outputs import Output, Started
+from worker.engine.outputs import Failed, Output, Reserved, Started
 from worker.engine.sequence import Sequence
-from worker.tiers.disk import Files
+from worker.tiers.disk import Files, Slot
+from worker.tiers.keys import BlockKey
 from worker.tiers.opening import TierSettings
 from worker.tiers.records import Checksum, Encryption
 from worker.tiers.store import TierFigures
@@ -111,8 +114,8 @@ def test_no_text_changes_and_nothing_leaks(tmp_path: Path, group: int) -> None:
                 workload = TieredWorkload(seed, tmp_path / str(seed))
                 workload.run()
                 workload.tiers.close()
-                loaded["host"] += workload.figures.host.tokens
-                loaded["disk"] += workload.figures.disk.tokens
+                loaded["host"] += workload.figures.host.loaded_tokens
+                loaded["disk"] += workload.figures.disk.loaded_tokens
         except BaseException as error:
             error.add_note(f"workload {seed}")
             raise
@@ -183,8 +186,19 @@ def test_a_prompt_is_loaded_while_others_go_on(stage: Stage) -> None:
     assert stage.text(1) == expected and stage.cached_tokens(1) == 20
     assert stage.engine.tiering is not None
     figures = stage.engine.tiering.figures()
-    assert figures.host.tokens + figures.disk.tokens == 20
+    assert figures.host.loaded_tokens + figures.disk.loaded_tokens == 20
     assert stage.engine.load().used == 0
+
+
+def test_a_heartbeat_names_the_tier_that_lost_a_block(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, host_blocks=6)
+    stage.saved(PROMPT)
+    assert stage.engine.load().losses == []
+    stage.saved(range(50, 71))
+    load = stage.engine.load()
+    assert [tier for tier, _ in load.losses] == ["host"] and load.host is not None
+    assert load.host.blocks == load.host.max_blocks == 6 and load.disk is None
+    assert set(load.host.evicted) < set(prefix_hashes(PROMPT, stage.engine.pool.block_size))
 
 
 def test_equal_prompts_wait_for_one_load(stage: Stage) -> None:
@@ -218,6 +232,25 @@ def test_what_follows_cached_blocks_is_loaded_behind_them(stage: Stage) -> None:
     assert stage.text(2) == expected and stage.cached_tokens(2) == 20
 
 
+def test_waiting_for_room_is_no_use_of_a_block(stage: Stage) -> None:
+    stage.saved(PROMPT)
+    stage.add(1, PROMPT[:9])
+    stage.run()
+    tiering, pool = stage.engine.tiering, stage.engine.pool
+    assert tiering is not None
+    used: list[int] = []
+    tiering.store.use = lambda chain: used.append(chain.length)  # type: ignore[method-assign]
+    sequence, held = Sequence(2, PROMPT, GREEDY, 3), pool.allocate(pool.num_free)
+    for _ in range(9):
+        assert not tiering.is_awaited(sequence)
+    assert not used
+    pool.free(held)
+    for _ in range(9):
+        assert tiering.is_awaited(sequence)
+    assert used == [2]
+    stage.run()
+
+
 def test_a_cancelled_request_leaves_its_load_to_the_next(stage: Stage) -> None:
     expected = stage.saved(PROMPT)
     stage.add(1, PROMPT)
@@ -249,6 +282,77 @@ def test_a_stuck_tier_is_waited_for_no_longer_than_computing_takes(tmp_path: Pat
     assert stage.text(2) and stage.text(3) and stage.tiers.num_jobs, "its disk is not asked again"
     stage.run()
     assert stage.engine.load().used == 0 and stage.engine.idle_s() is None
+
+
+LONG = range(10, 63)  # 13 of 16 blocks are loaded
+RECEIVED = range(100, 140)
+
+
+def receive(stage: Stage) -> None:
+    """The KV of a request comes from a prefill worker, once there are blocks for it."""
+    assert of_kind(stage.outputs, Reserved)
+    stage.engine.begin_decode(9, [*RECEIVED, 7], GREEDY, 2)
+    stage.step()
+    assert len(stage.text(9)) == 2
+
+
+def test_kv_that_is_received_waits_for_a_load_that_has_all_blocks(stage: Stage) -> None:
+    expected = stage.saved(LONG)
+    stage.add(1, LONG)
+    stage.step()
+    stage.engine.reserve(9, RECEIVED, is_claimed=True)
+    stage.step()
+    assert not of_kind(stage.outputs, Reserved) and stage.tiers.num_jobs == 1
+    stage.run()
+    receive(stage)
+    stage.run()
+    assert stage.text(1) == expected and not of_kind(stage.outputs, Failed)
+    assert stage.engine.load().used == 0
+
+
+def test_kv_that_is_received_gets_the_blocks_of_a_stuck_load(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    expected = stage.saved(LONG)
+    stage.compute_s = 3.0
+    stage.add(1, LONG)
+    stage.step()
+    stage.engine.reserve(9, RECEIVED, is_claimed=True)
+    stage.step()
+    assert not of_kind(stage.outputs, Reserved)
+    stage.now += STALL_S
+    stage.step()
+    receive(stage)
+    stage.tiers.copying.close(0)  # which has saved what was received
+    stage.step()
+    assert stage.text(1) == expected and len(stage.tiers.writing), "the disk still hangs"
+    stage.run()
+    stage.add(2, LONG)
+    stage.run()
+    assert stage.text(2) == expected and stage.engine.load().used == 0
+
+
+def test_what_a_load_has_read_before_it_hangs_is_used(tmp_path: Path) -> None:
+    stage, num_reads = Stage(tmp_path), count(1)
+    expected = stage.saved(PROMPT)
+    stage.compute_s = 3.0
+    assert stage.tiers.disk is not None
+    read = stage.tiers.disk.read
+
+    def hang(slot: Slot, key: BlockKey) -> Buffer | None:
+        if next(num_reads) == 3:
+            stage.now += 4.0
+            stage.step()  # the engine goes on meanwhile
+            assert stage.text(1) == expected and stage.cached_tokens(1) == 8
+            assert stage.engine.load().used == 0
+        return read(slot, key)
+
+    stage.tiers.disk.read = hang  # type: ignore[method-assign]
+    stage.add(1, PROMPT)
+    stage.run()
+    assert next(num_reads) == 4 and stage.engine.load().used == 0
+    stage.add(2, PROMPT)
+    stage.run()
+    assert stage.text(2) == expected and stage.cached_tokens(2) == 20, "as it is in the KV cache"
 
 
 def test_what_takes_longer_to_load_is_computed(stage: Stage) -> None:

@@ -104,7 +104,7 @@ def test_a_step_reads_what_the_one_before_has_drawn(path: Path) -> None:
             text.token_ids[3:] = [~row]
         got = fed.forward(batch_of(order, BLOCK_SIZE))
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert [it.token_id for it in drawn.tokens()] == tokens
+    assert [it.token_id for it in drawn()] == tokens
 
 
 def test_rows_that_the_device_can_draw(path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from scripts.models.make_model import ARCHITECTURES, make_model
+from wire.process import log_limit
 from wire.process.model import INDEX, SINGLE, ModelError, checkpoint_files
 from worker.model.loader import load_weights
 from worker.model.mxfp4 import widen_into
@@ -58,6 +60,20 @@ def test_every_tensor_lands_in_its_rows(
     rows = [held[f"model.layers.{last}.self_attn.{name}.weight"] for name in projections]
     assert isinstance(layer.attention, Attention)
     assert torch.equal(layer.attention.qkv.weight, torch.cat(rows))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_progress_counts_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(log_limit, "PROGRESS_S", 0.0)
+    with capture_logs() as logs:
+        model = load_weights(make_model(tmp_path, family=family, shards=3), None, CPU)
+    of = len(model.named_tensors())
+    assert {each["event"] for each in logs} == {"loading weights"}
+    done = [each["done"] for each in logs]
+    assert done == sorted(done) and set(done) == {*range(of)}
+    assert {each["of"] for each in logs} == {of}
 
 
 def packed_experts(path: Path, shards: int) -> tuple[Tensors, Tensors]:

@@ -43,6 +43,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
 from worker.executor.hash import EOS_TOKEN_IDS, create
 from worker.roles.decode import DecodeRole, Generation
+from worker.roles.results import Timing
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -230,7 +231,7 @@ def test_the_deadline_counts_from_the_request_not_from_the_end_of_its_transfer()
     router: Any = None  # nothing is said to it
     options = Options(ignore_eos=True, deadline_ms=300)
     frame, tokens = DecodeRequest(1, 40), (*PROMPT, 5)
-    generation = Generation(router, frame, tokens, options, requested_s=0.8, lease_s=30.0)
+    generation = Generation(router, frame, tokens, options, 30.0, Timing(lambda: 0.8))
     assert not generation.is_overdue(1.0999) and generation.is_overdue(1.1)
     generation.begin(engine)
     assert [type(output) for output in engine.step()] == [Token]

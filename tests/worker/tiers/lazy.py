@@ -10,7 +10,7 @@ from typing import Any
 from worker.compute.contract import KVCache
 from worker.tiers.copies import BlockCopies
 from worker.tiers.disk import Disk, Files
-from worker.tiers.disk_tier import DiskTier, Journal
+from worker.tiers.disk_tier import DiskTier, HeldPrefixes
 from worker.tiers.records import Checksum, RecordFormat, Seal
 from worker.tiers.store import TierStore
 from worker.tiers.threads import Results
@@ -74,7 +74,7 @@ class LazyTiers:
         self.copying, self.writing = LazyThread(self.results), LazyThread(self.results)
         self.disk: Disk | None = None
 
-    def open(self, cache: KVCache, journal: Journal) -> TierStore:
+    def open(self, cache: KVCache, prefixes: HeldPrefixes) -> TierStore:
         copies, disk = BlockCopies(cache), None
         shared = {"context_blocks": 8, "clock": self.clock}
         if self.disk_blocks:
@@ -82,10 +82,10 @@ class LazyTiers:
             max_bytes = self.disk_blocks * record.total_bytes
             self.disk = Disk(self.folder, record, max_bytes, self.files)
             sizes = {"block_bytes": copies.num_bytes, **shared}
-            disk = DiskTier(self.disk, self.writing, journal, **sizes)  # type: ignore[arg-type]
+            disk = DiskTier(self.disk, self.writing, prefixes, **sizes)  # type: ignore[arg-type]
             disk.open()
         host_bytes = self.host_blocks * copies.num_bytes
-        parts = disk, self.copying, self.results, journal
+        parts = disk, self.copying, self.results, prefixes
         return TierStore(copies, host_bytes, *parts, **shared)  # type: ignore[arg-type]
 
     @property

@@ -42,13 +42,13 @@ class Stage:
         self.now = 100.0
         self.files, self.results = Failing(), Results()
         self.thread = LazyThread(self.results)
-        self.journal = BlockPool(1, 1)
+        self.pool = BlockPool(1, 1)
         record = RecordFormat(1, len(KV), b"model", Checksum())
         self.disk = Disk(folder, record, num_slots * record.total_bytes, self.files)
         self.tier = DiskTier(
             self.disk,
             self.thread,
-            self.journal,
+            self.pool,
             block_bytes=len(KV),
             context_blocks=9,
             clock=lambda: self.now,
@@ -84,7 +84,7 @@ def test_what_is_offered_while_a_batch_is_written_makes_the_next_batch(stage: St
     assert stage.on_disk(*keys) == [True, False, False] and len(stage.thread) == 1
     stage.run()
     assert all(stage.on_disk(*keys)) and stage.tier.is_idle
-    assert stage.journal.journal.read() == (tuple(key.hash for key in keys), ())
+    assert stage.pool.journal.read() == (tuple(key.hash for key in keys), {})
 
 
 def test_full_batches_do_not_wait_for_each_other(tmp_path: Path) -> None:
@@ -102,13 +102,13 @@ def test_a_new_block_takes_the_slot_of_the_cheapest(stage: Stage) -> None:
     old, new = chain(1, 2, 3, 4), chain(5, 6)
     stage.offer(*old)
     stage.run()
-    stage.journal.journal.read()
+    stage.pool.journal.read()
     for key in new:
         stage.offer(key)
         stage.run()
     assert stage.on_disk(*old, *new) == [True, True, False, False, True, True]
-    stored, evicted = stage.journal.journal.read()
-    assert evicted == (old[3].hash, old[2].hash) and stored == tuple(key.hash for key in new)
+    stored, evicted = stage.pool.journal.read()
+    assert tuple(evicted) == (old[3].hash, old[2].hash) and stored == tuple(key.hash for key in new)
 
 
 def test_the_index_is_read_at_the_start(stage: Stage, tmp_path: Path) -> None:
@@ -166,6 +166,22 @@ def test_a_full_disk_keeps_what_it_has_room_for(tmp_path: Path) -> None:
     assert stage.on_disk(*chain(29)) == [True] and stage.on_disk(*chain(0)) == [False]
     stage.disk.close()
     assert len(Stage(tmp_path, num_slots=100).tier.index) == 5
+
+
+def test_batches_that_a_full_disk_refuses_one_after_another_leave_it_usable(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_slots=100)
+    stage.files.error, stage.files.num_bytes = errno.ENOSPC, 2 * (len(KV) + 16)
+    stage.offer(*chain(1, 2))
+    stage.run()
+    stage.tier.max_batch = 3
+    stage.offer(*chain(*range(10, 17)))
+    assert len(stage.thread) == 3
+    stage.run()
+    assert stage.tier.write_errors == 3
+    new = chain(20, 21, 22, 23)
+    stage.offer(*new)
+    stage.run()
+    assert len(stage.tier.index) == 2 and stage.on_disk(new[-1]) == [True]
 
 
 def test_a_block_that_cannot_be_read_is_forgotten(stage: Stage) -> None:

@@ -87,7 +87,7 @@ def test_a_disk_that_fails_at_the_start_holds_nothing(
     monkeypatch.setattr(Disk, "scan", failing)
     pool = BlockPool(4, 4)
     store = settings(tmp_path).open(HashKVCache(4, 4), pool)
-    assert store is not None and store.disk is None and pool.journal.read() == ((), ())
+    assert store is not None and store.disk is None and pool.journal.read() == ((), {})
     store.close(5.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,10 @@ class Stage:
         found = self.store.find(ROOT, [key.tokens for key in keys])
         self.loaded = -1
         blocks = range(first, first + len(found))
-        self.store.load(found, blocks, Progress(), lambda num: setattr(self, "loaded", num))
+        progress = Progress()
+        self.store.load(
+            found, blocks, progress, lambda: setattr(self, "loaded", progress.num_loaded)
+        )
         self.run()
         return self.loaded
 
@@ -63,8 +67,10 @@ class Stage:
 
 class FailingReads(Files):
     is_failing = False
+    on_read: Callable[[], object] = staticmethod(lambda: None)
 
     def read(self, descriptor: int, num_bytes: int, offset: int) -> bytes:
+        self.on_read()
         if self.is_failing:
             raise OSError(errno.EIO, "Input/output error")
         return super().read(descriptor, num_bytes, offset)
@@ -81,7 +87,10 @@ def test_what_was_saved_is_loaded(tmp_path: Path, rooms: tuple[int, int]) -> Non
     figures = stage.figures
     host, disk = figures.host, figures.disk
     assert (host.blocks, disk.blocks) == (min(rooms[0], 2), min(rooms[1], 2))
-    assert host.tokens + disk.tokens == 2 and host.bytes == host.blocks * LAYOUT.token_bytes
+    assert (
+        host.loaded_tokens + disk.loaded_tokens == 2
+        and host.bytes == host.blocks * LAYOUT.token_bytes
+    )
     assert (disk.bytes > 0) == (disk.blocks > 0) and stage.store.max_blocks == sum(rooms)
 
 
@@ -131,10 +140,20 @@ def test_a_load_that_is_stopped_ends_before_the_next_block(tmp_path: Path) -> No
     stage, keys = Stage(tmp_path, 4, 0), chain(1, 2)
     stage.save(keys)
     found = stage.store.find(ROOT, [key.tokens for key in keys])
-    loaded: list[int] = []
-    stage.store.load(found, (5, 6), Progress(is_stopped=True), loaded.append)
+    progress, ends = Progress(is_stopped=True), list[bool]()
+    stage.store.load(found, (5, 6), progress, lambda: ends.append(True))
     stage.run()
-    assert loaded == [0] and not stage.is_equal(5, 0)
+    assert ends and not progress.num_loaded and not stage.is_equal(5, 0)
+
+
+def test_a_load_that_is_stopped_during_a_read_does_not_write(tmp_path: Path) -> None:
+    stage, keys = Stage(tmp_path, 0, 4), chain(1, 2)
+    stage.save(keys)
+    found, progress = stage.store.find(ROOT, [key.tokens for key in keys]), Progress()
+    stage.files.on_read = lambda: setattr(progress, "is_stopped", True)
+    stage.store.load(found, (5, 6), progress, lambda: None)
+    stage.run()
+    assert not progress.num_loaded and not progress.lock.locked() and not stage.is_equal(5, 0)
 
 
 def test_routers_hear_of_a_block_until_no_tier_has_it(tmp_path: Path) -> None:
@@ -142,14 +161,27 @@ def test_routers_hear_of_a_block_until_no_tier_has_it(tmp_path: Path) -> None:
     prefix = stage.pool.register(ROOT, key.tokens, *(block := stage.pool.allocate(1)))
     stage.pool.free(block)
     stage.save([key])
-    assert stage.pool.journal.read() == ((key.hash,), ())
+    assert stage.pool.journal.read() == ((key.hash,), {})
     stage.pool.free(stage.pool.allocate(NUM_BLOCKS))
-    assert stage.pool.num_cached == 0 and stage.pool.journal.read() == ((), ())
+    assert stage.pool.num_cached == 0 and stage.pool.journal.read() == ((), {})
     stage.pool.republish()
-    assert stage.pool.journal.read() == ((prefix.hash,), ()), "it is in both tiers"
+    assert stage.pool.journal.read() == ((prefix.hash,), {}), "it is in both tiers"
     (other,) = chain(2)
     stage.save([other])
-    assert stage.pool.journal.read() == ((other.hash,), (key.hash,))
+    assert stage.pool.journal.read() == ((other.hash,), {key.hash: "disk"})
+
+
+def test_routers_hear_which_tier_had_a_block_last(tmp_path: Path) -> None:
+    stage, (key, other) = Stage(tmp_path, 1, 0), chain(1, 2)[:2]
+    stage.pool.hold_prefix(key.hash)
+    stage.save([key])
+    stage.pool.journal.read()
+    stage.save([other])
+    assert stage.pool.journal.read() == ((other.hash,), {}), "the KV cache still has it"
+    stage.pool.drop_prefix(key.hash)
+    assert stage.pool.journal.read() == ((), {key.hash: "kv_cache"})
+    stage.save(chain(3))
+    assert stage.pool.journal.read()[1] == {other.hash: "host"}
 
 
 def test_times_are_measured(tmp_path: Path) -> None:

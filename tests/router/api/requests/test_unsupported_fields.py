@@ -33,6 +33,7 @@ from router.api.responses.body import ResponseBody
 from router.api.responses.store import KeptResponses
 from router.api.text import CompletionBody
 from router.api.tokenize import TokenizeBody
+from scripts.fields import WITHOUT_EFFECT, working
 from tests.cluster import ROOT
 from tests.router.api.asking import CONTEXT, complete, converse, raw
 from tests.router.site import write_model
@@ -227,8 +228,8 @@ def respond(model: ServedModel, /, **fields: Any) -> object:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_known_field_has_one_answer(kind: str) -> None:
     body, fields, known = KINDS[kind]
-    works = fields.that_work(body)
-    answers = [works, set(fields.refused), set(fields.without_effect)]
+    works = working(body, fields)
+    answers = [works, set(fields.refused), set(WITHOUT_EFFECT[kind])]
     assert sum(map(len, answers)) == len(set.union(*answers)), "a field has two answers"
     assert set.union(*answers) - OURS == known
 
@@ -244,7 +245,7 @@ def sample(body: type[Struct], name: str) -> object:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for kind in CHANGES for name in sorted(KINDS[kind][1].that_work(KINDS[kind][0]))],
+    [(kind, name) for kind in CHANGES for name in sorted(working(*KINDS[kind][:2]))],
 )
 def test_a_field_that_works_makes_a_difference(model: ServedModel, kind: str, name: str) -> None:
     value, others = CHANGES[kind].get(name) or (sample(KINDS[kind][0], name), {})
@@ -254,7 +255,7 @@ def test_a_field_that_works_makes_a_difference(model: ServedModel, kind: str, na
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reason_names_no_field_that_only_other_endpoints_have(kind: str) -> None:
     fields = KINDS[kind][1]
-    works = {each: of.that_work(its) for each, (its, of, _) in KINDS.items()}
+    works = {each: working(its, of) for each, (its, of, _) in KINDS.items()}
     # Names that are words of the language too say nothing.
     others = {name for name in set.union(*works.values()) if "_" in name or name == "logprobs"}
     for name, refused in fields.refused.items():
@@ -279,7 +280,7 @@ def test_a_field_that_does_not_is_refused_by_its_name(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for kind, (_, fields, _) in KINDS.items() for name in fields.without_effect],
+    [(kind, name) for kind, names in WITHOUT_EFFECT.items() for name in names],
 )
 def test_a_field_without_effect_has_none(model: ServedModel, kind: str, name: str) -> None:
     for value in ("something", ["something"], {"some": "thing"}, 7):

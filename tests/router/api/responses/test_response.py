@@ -175,7 +175,7 @@ def test_a_stream_says_what_the_whole_says(
     assert subject.kept == [response]
 
 
-@settings(max_examples=30)  # each is validated event by event
+@settings(max_examples=10)  # each is validated event by event
 @given(st.lists(st.integers(0, 9), max_size=4))
 def test_scores_of_a_stream_are_those_of_the_whole(moments: list[int]) -> None:
     fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}

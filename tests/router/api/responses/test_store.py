@@ -112,7 +112,7 @@ ITEMS = KeptResponse("anna", b"", json.dumps([{"id": f"i{n}"} for n in range(25)
 
 
 def names(**query: str) -> tuple[list[str], bool]:
-    page = list_items(ITEMS, query)
+    page = json.loads(list_items(ITEMS, query))
     found = [item["id"] for item in page["data"]]
     assert (page["first_id"], page["last_id"]) == ((found[0], found[-1]) if found else ("", ""))
     return found, page["has_more"]

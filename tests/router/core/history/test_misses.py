@@ -13,7 +13,7 @@ from router.core.state import Limits
 from tests.router.scripted import RecordingSink, Router, load
 from wire.frames import DecodeDone, Drain, PrefillDone, PrefillRequest, Role, Tag
 from wire.options import Options
-from wire.payloads import PrefillResult, Usage, encode_map, encode_prefill_result
+from wire.payloads import PrefillResult, TierLoad, Usage, encode_map, encode_prefill_result
 from wire.prefix import prefix_hashes
 
 SIZE = 16
@@ -56,9 +56,14 @@ class Scene(Router):
         self.now += 0.1
         self.beat(peer, load(cached=len(hashes), stored=tuple(hashes)))
 
-    def evict(self, peer: bytes, prompt: tuple[int, ...], start: int = 0) -> None:
+    def evict(
+        self, peer: bytes, prompt: tuple[int, ...], start: int = 0, tier: str | None = None
+    ) -> None:
+        """The worker reports that it lost the blocks from `start` on, which `tier` had last."""
         self.now += 0.1
-        self.beat(peer, load(cached=1, evicted=tuple(prefix_hashes(prompt, SIZE)[start:])))
+        hashes = tuple(prefix_hashes(prompt, SIZE)[start:])
+        lost = {tier: TierLoad(evicted=hashes)} if tier else {"evicted": hashes}
+        self.beat(peer, load(cached=1, **lost))
 
 
 @pytest.fixture
@@ -112,11 +117,15 @@ def test_a_prompt_shorter_than_a_block(seen: Scene) -> None:
     assert seen.ask(BASE[:16]).reason is Reason.SHORT, "its last token is always computed"
 
 
-def test_blocks_whose_eviction_was_reported(seen: Scene) -> None:
-    seen.evict(P0, BASE, 1)
+@pytest.mark.parametrize("tier", [None, "host", "disk"])
+def test_blocks_whose_eviction_was_reported(seen: Scene, tier: str | None) -> None:
+    seen.evict(P0, BASE, 1, tier)
     cache = seen.ask(BASE, 16)
     assert (cache.reason, cache.worker, cache.at) == (Reason.EVICTED, "prefill-0", seen.now)
-    assert cache.reusable == 64
+    assert cache.reusable == 64 and cache.tier == (tier or "kv_cache")
+    assert {None: "its KV cache", "host": "host memory", "disk": "disk"}[tier] in sentence(
+        cache, 70
+    )
 
 
 @pytest.mark.parametrize("is_reported", [False, True])
@@ -127,6 +136,7 @@ def test_blocks_whose_eviction_is_not_reported_yet(seen: Scene, is_reported: boo
     cache = seen.read(request_id, 32)
     assert (cache.reason, cache.worker) == (Reason.EVICTED, "prefill-0")
     assert cache.at == (seen.now if is_reported else None)
+    assert cache.tier == ("kv_cache" if is_reported else None)
 
 
 def test_an_eviction_long_before_is_not_taken_for_the_unreported_one(seen: Scene) -> None:

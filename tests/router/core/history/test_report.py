@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -31,15 +32,18 @@ def ended(diverged_at: int | None) -> Record:
         num_tokens=120,
         submitted_at=5.0,
         progress=None,
+        traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
         placed=(Placed(b"prefill-0-1", b"decode-0-1", None, 5.5),),
         chain=b"".join(number.to_bytes(4, "little") for number in range(120)),
         end=Ended("stop", 48, 3, 640, 16, 0.5, 1.0, 2.0),
-        cache=Cache(Reason.EVICTED, 48, 16, 110, 96, diverged_at, "r0", "prefill-0", None, 4.0),
+        cache=Cache(
+            Reason.EVICTED, 48, 16, 110, 96, diverged_at, "r0", "prefill-0", None, 4.0, "disk"
+        ),
     )
 
 
-def only(record: Record) -> dict[str, object]:
-    found = report("r", [record], 1000.0)
+def only(record: Record) -> dict[str, Any]:
+    found = report("r", [record], 1000.0, {7: "other"}.get)
     raw = msgspec.json.encode(found)
     assert msgspec.json.decode(raw, type=RequestReport) == found
     assert b"secret" not in raw
@@ -50,6 +54,8 @@ def only(record: Record) -> dict[str, object]:
 def test_an_ended_request() -> None:
     choice = only(ended(None))
     cache = choice.pop("cache")
+    [attempt] = choice["attempts"]
+    assert attempt.pop("timeline")["queue_s"] == 0.5
     assert choice == {
         "client": "key-1",
         "state": "ended",
@@ -61,6 +67,7 @@ def test_an_ended_request() -> None:
         "queue_s": 0.5,
         "ttft_s": 1.0,
         "total_s": 2.0,
+        "trace_id": "a" * 32,
         "attempts": [
             {"prefill": "prefill-0", "decode": "decode-0", "local": None, "placed_at": 1005.5}
         ],
@@ -79,6 +86,7 @@ def test_an_ended_request() -> None:
         "worker": "prefill-0",
         "because": None,
         "at": 1004.0,
+        "tier": "disk",
     }
 
 

@@ -10,7 +10,7 @@ from router.core.request import Request
 from router.core.state import Limits
 from tests.router.scripted import RecordingSink, Router, first
 from wire.errors import ErrorCode
-from wire.frames import PrefillDone
+from wire.frames import PrefillDone, PrefillRequest, Tag
 from wire.options import Options
 
 
@@ -116,6 +116,16 @@ def test_records_are_dropped_while_their_requests_run(max_records: int, count: i
     it.dispatcher.cancel_all(ErrorCode.CANCELLED, "")
     assert len(it.dispatcher.history) == count
     assert all(structs.replace(end, record=None).client == "anna" for end in it.ends.ends)
+
+
+def test_an_attempt_of_a_dropped_record_is_not_remembered() -> None:
+    it = Router(Limits(max_records=1))
+    for name in ("r1", "r2"):
+        submit(it, name)
+    it.pair()
+    sent = [message.frame for _, message in it.take(Tag.PREFILL_REQUEST)]
+    placed = [frame.request_id for frame in sent if isinstance(frame, PrefillRequest)]
+    assert [it.dispatcher.history.name_of(None, each) for each in placed] == [None, "r2"]
 
 
 def test_the_answer_belongs_to_what_a_later_prompt_is_compared_with() -> None:

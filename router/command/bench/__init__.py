@@ -1,0 +1,1 @@
+"""`baton bench`: measures a running server under load, and checks every response."""

@@ -1,0 +1,1 @@
+"""`baton doctor`: checks a machine before a start, and a running cluster."""

@@ -1,0 +1,1 @@
+"""`baton top`: the cluster in a terminal, once a second."""
