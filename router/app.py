@@ -55,7 +55,7 @@ from wire.process.frame_counters import Traffic
 from wire.process.keys import open_keys
 from wire.process.lifetime import notify
 from wire.process.model import ModelError, vocab_size
-from wire.process.settings import EX_CONFIG, ConfigError
+from wire.process.settings import EX_CONFIG, ConfigError, naming
 
 if TYPE_CHECKING:
     from router.tracing import Tracing
@@ -100,7 +100,8 @@ class Router:
         self._api_keys = open_api_keys(
             config.api_keys, shares_prefixes=config.shared_prefix_cache, beside=self._admin_keys
         )
-        self._tls = server_context(config.tls_cert, config.tls_key)
+        with naming("tls_cert"):
+            self._tls = server_context(config.tls_cert, config.tls_key)
         self._hub = Hub(
             lambda peer, parts: self.bus.on_message(peer, parts),
             on_lost=lambda peer: self.bus.on_lost(peer),

@@ -228,7 +228,8 @@ class Config(SharedSettings):
     local: Annotated[tuple[NumWorkers, ...], Field(min_length=1, max_length=2)] = setting(
         (0, 0),
         "P,D: also run P prefill and D decode workers on this machine; N: N workers of role any; "
-        "auto: one of role any for each NUMA node, or one if there is an NVIDIA GPU",
+        "auto, as `baton serve` has it: one of role any for each NUMA node, or one if there is an "
+        "NVIDIA GPU",
         title="P,D|N|auto",
     )
     local_cores: Sharing = setting(

@@ -26,13 +26,15 @@ PLAIN: Final = "\x1b[0m"
 class Conversation:
     """The messages so far, or none for a model without a chat template.
 
-    `options` are fields of all requests, such as `max_tokens`.
+    `options` are fields of all requests, such as `max_tokens`.  `is_cut` says whether the last
+    answer ended at its limit of tokens.
     """
 
     def __init__(self, client: Client, options: dict[str, Any], *, system: str = "") -> None:
         self._client = client
         self._options = options
         self.is_chat = self._has_template()
+        self.is_cut = False
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str) -> Generator[tuple[str, bool]]:
@@ -68,6 +70,7 @@ class Conversation:
                     yield reasoning, True
                 if content := delta.get("content") or delta.get("text"):
                     yield content, False
+                self.is_cut = choice.get("finish_reason") == "length"
 
     def _has_template(self) -> bool:
         """Whether the model can chat: its router can write a conversation as a prompt."""
@@ -94,7 +97,10 @@ def run(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     options = {"max_tokens": given.max_tokens, "temperature": given.temperature}
     client = connect(given, TIMEOUT_S)
-    model = given.model or client.call("/v1/models")["data"][0]["id"]
+    models = [each["id"] for each in client.call("/v1/models")["data"]]
+    model = given.model or models[0]
+    if model not in models:
+        raise Failure(f"--model: the router serves {' and '.join(models)}, not {model}")
     named = {name: value for name, value in options.items() if value is not None}
     conversation = Conversation(client, {"model": model, **named}, system=given.system)
     if given.system and not conversation.is_chat:
@@ -151,3 +157,5 @@ def _print_answer(conversation: Conversation, line: str) -> None:
             say(" ...", end="")
         finally:
             say(PLAIN if is_terminal and was_reasoning else "")
+    if is_terminal and conversation.is_chat and conversation.is_cut:
+        say(f"{DIM}(The answer ends at its limit of tokens.){PLAIN}")

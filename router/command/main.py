@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]}? " if close else ""
         sys.stderr.write(f"baton: {name!r} is not a command; {hint}`baton --help` lists them\n")
         return EX_USAGE
-    module = import_module(commands[name].module)
     try:
+        module = import_module(commands[name].module)
         status: int = (module.main if name == "router" else module.run)(rest)
     except Failure as error:
         sys.stderr.write(printable(f"baton {name}: {error}\n"))

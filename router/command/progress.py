@@ -57,8 +57,12 @@ class Progress:
             return "Stopping: open requests are finished.  Ctrl-C again ends them."
         if self.is_ready:
             return ""
-        doing = [f"{worker} {phase}" for worker, phase in self._workers.items() if phase]
-        text = ", ".join(doing) or self._download or self._waiting or "starting the router"
+        doing: dict[str, list[str]] = {}  # the workers of each phase
+        for worker, phase in self._workers.items():
+            if phase:
+                doing.setdefault(phase, []).append(worker)
+        phases = [f"{', '.join(workers)} {phase}" for phase, workers in doing.items()]
+        text = "; ".join(phases) or self._download or self._waiting or "starting the router"
         seconds = now - self._started
         return f"{_SPINNER[int(4 * seconds) % len(_SPINNER)]} {seconds:.0f} s: {text}"
 

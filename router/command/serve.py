@@ -1,7 +1,8 @@
 """`baton serve [FLAGS]`: the router, with `--local auto` unless --local is set anywhere.
 
 On a terminal it shows what the processes do while they load, then what to try, and afterwards only
-warnings and errors.  Elsewhere it is `python -m router`, whose log lines are JSON.
+warnings and errors.  Elsewhere it is `python -m router`, whose log lines are JSON.  The flags are
+the router's:
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from threading import Thread
 from typing import IO, Final
 
 from router.command.progress import Progress
-from router.command.terminal import StatusLine, say
+from router.command.terminal import StatusLine
 from router.config import Config
 from wire.process.children import die_with_parent, same_release
 from wire.process.lifetime import ending_signals
@@ -32,10 +33,10 @@ MAX_WAITING_LINES: Final = 1000
 
 def run(argv: Sequence[str]) -> int:
     """Run the router until it ends; return its exit status."""
-    if {"-h", "--help"} & {*argv}:
-        say(f"usage: baton serve [FLAGS]\n\n{__doc__}\nIts flags are the router's:\n")
     flags = [*argv]
-    config, origins = parse_with_origins(Config, argv, beside="worker.config")
+    config, origins = parse_with_origins(
+        Config, argv, beside="worker.config", program="baton serve", about=__doc__
+    )
     if origins["local"] == DEFAULT:
         flags.append("--local=auto")
     if not sys.stderr.isatty():

@@ -154,7 +154,8 @@ def _why(worker: Worker) -> str:
 def unready(missing: Sequence[Role], fleet: Fleet, *, is_draining: bool) -> list[str]:
     """Return the reasons why requests cannot be served now; `missing` are roles without workers."""
     reasons = [
-        f"no {role.name.lower()} or any worker is ready" + _others(fleet, role) for role in missing
+        f"no worker that can {each.name.lower()} is ready" + _others(fleet, each)
+        for each in missing
     ]
     return [*reasons, "the router is draining"] if is_draining else reasons
 

@@ -407,7 +407,7 @@ class Placement:
         if workers and not any(can_ever_fit(worker, seq_len) for worker in workers):
             raise WireError(
                 ErrorCode.OUT_OF_BLOCKS,
-                f"no {role.name.lower()} or any worker has KV blocks for {seq_len + 1} tokens; "
+                f"no worker that can {role.name.lower()} has KV blocks for {seq_len + 1} tokens; "
                 "shorten the prompt or raise --num-blocks of the workers",
             )
 

@@ -319,8 +319,8 @@ def tenant_of(client: str) -> int:
 
 def no_worker(role: Role) -> WireError:
     """Return the error for a request when no worker serves in this role."""
-    name = role.name.lower()
-    return WireError(ErrorCode.NO_WORKER, f"no {name} or any worker is ready; try again shortly")
+    does = role.name.lower()
+    return WireError(ErrorCode.NO_WORKER, f"no worker that can {does} is ready; try again shortly")
 
 
 class RequestIds:

@@ -70,6 +70,12 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
         Config(tls_cert=tmp_path)
 
 
+def test_a_flag_of_other_servers_names_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, ["--port", "8001"])
+    assert "--port is not a flag; did you mean --http?" in capsys.readouterr().err
+
+
 def test_endpoints_are_split() -> None:
     assert split_endpoint("tcp://[::1]:5570") == ("::1", 5570)
     assert split_endpoint("localhost:0") == ("localhost", 0)

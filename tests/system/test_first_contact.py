@@ -142,7 +142,7 @@ def test_a_router_says_what_it_waits_for_and_then_what_to_try(tmp_path: Path) ->
             return [line for line in lines() if line["event"].startswith(begin)]
 
         waits, *_ = until(lambda: events("waiting for workers"), "it says that it waits", START_S)
-        assert waits["reasons"] == ["no decode or any worker is ready"]  # which can prefill too
+        assert waits["reasons"] == ["no worker that can decode is ready"]  # which can prefill too
         http = json.loads(ready.read_text())["http"]
         assert httpx.get(http + "/readyz", trust_env=False, timeout=60).status_code == 503
         with running(tmp_path / "decode", *worker):

@@ -14,7 +14,7 @@ from typing import Final
 
 from wire.process.files import WatchedFile, read_text
 from wire.process.keys import credential
-from wire.process.settings import ConfigError
+from wire.process.settings import ConfigError, naming
 
 MIN_CHARS: Final = 16
 # Separates the cache salts of keys from other digests with the same key.
@@ -80,11 +80,16 @@ def open_api_keys(
     shares_prefixes: bool = False,
     beside: ApiKeys | None = None,
 ) -> ApiKeys | None:
-    """Load the keys from `path`, else from the systemd credential `name`, if there is one."""
+    """Load the keys from `path`, else from the systemd credential `name`, if there is one.
+
+    Raises:
+        ConfigError: They cannot be read.  The message begins with the flag of the setting `name`.
+    """
     path = path or credential(name)
     if path is None:
         return None
-    return ApiKeys(path, shares_prefixes=shares_prefixes, beside=beside)
+    with naming(name):
+        return ApiKeys(path, shares_prefixes=shares_prefixes, beside=beside)
 
 
 def _read(path: Path) -> tuple[bytes, ...]:

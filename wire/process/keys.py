@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 
 from wire.process.files import WatchedFile, read_text
-from wire.process.settings import ConfigError
+from wire.process.settings import ConfigError, naming
 
 AUTHORIZED: Final = "authorized_keys"
 # 32 bytes in Z85.  Z85 uses `#` too, so a comment starts with `# `, including the space.
@@ -91,10 +91,17 @@ def credential(name: str) -> Path | None:
 
 
 def open_keys(directory: Path | None, name: str) -> Keys | None:
-    """Load the keys for `name` from `directory`, else from systemd credentials, if any."""
+    """Load the keys for `name` from `directory`, else from systemd credentials, if any.
+
+    Raises:
+        ConfigError: They cannot be read.  The message begins with --keys.
+    """
     if directory is None and (found := credential(f"{name}.key")) is not None:
         directory = found.parent
-    return None if directory is None else Keys(directory, name)
+    if directory is None:
+        return None
+    with naming("keys"):
+        return Keys(directory, name)
 
 
 def _read_parties(path: Path) -> dict[str, str]:

@@ -63,9 +63,7 @@ def locate(model: str) -> Path:
         path = snapshot_download(model, allow_patterns=_WANTED, tqdm_class=progress_bar(model))
         return _checked(Path(path), model)
     except (OSError, ValueError) as error:
-        raise _not_found(
-            model, f"no such directory, and the hub said: {type(error).__name__}"
-        ) from error
+        raise _not_found(model, f"no such directory, and {_of_hub(error)}") from error
 
 
 def fingerprint(directory: Path) -> str:
@@ -164,6 +162,26 @@ def _checked(directory: Path, model: str) -> Path:
     if not (directory / "config.json").is_file():
         raise _not_found(model, f"{directory} has no config.json")
     return directory
+
+
+def _of_hub(error: Exception) -> str:
+    """Say what an error of huggingface_hub means."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    match error:
+        case GatedRepoError():
+            return "the hub gives it only to who has accepted its terms: then set HF_TOKEN"
+        case RepositoryNotFoundError():
+            return "the hub has none, or a private one, for which HF_TOKEN must be set"
+        case LocalEntryNotFoundError():
+            return "the hub cannot be reached, nor was the model downloaded before"
+        case ValueError():
+            return "it cannot be a name on the hub"
+    return f"the download from the hub failed: {type(error).__name__}"
 
 
 def _not_found(model: str, reason: str) -> WireError:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +52,8 @@ PREFIX: Final = "BATON_"
 # Variables with this prefix that are not settings of router or worker: `baton chat` reads them.
 OTHER_VARIABLES: Final = {"BATON_API_KEY"}
 DEFAULT: Final = "default"
+# Flags that other servers have, and the flag that does this here.
+_OF_OTHERS: Final = {"--port": "--http", "--host": "--http"}
 
 _S = TypeVar("_S", bound=BaseSettings)
 _T = TypeVar("_T")
@@ -58,6 +61,15 @@ _T = TypeVar("_T")
 
 class ConfigError(Exception):
     """The configuration is invalid; the message names the setting to change, and how."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Begin the message of a ConfigError of the body with the flag of the setting `name`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{_flag(name)}: {error}") from None
 
 
 def setting(default: _T, help_text: str, *, begins: str = "", **bounds: Any) -> _T:
@@ -177,9 +189,11 @@ def parse(
 
 
 def parse_with_origins(
-    kind: type[_S], argv: Sequence[str], *, beside: str = ""
+    kind: type[_S], argv: Sequence[str], *, beside: str = "", program: str = "", about: str = ""
 ) -> tuple[_S, dict[str, str]]:
     """Parse settings like `parse`, without its warnings; return also where each comes from.
+
+    `program` and `about` are for --help and errors, instead of the module and its settings' line.
 
     The origin of a setting is its flag, its environment variable, ``credential NAME``,
     ``FILE:LINE`` or `DEFAULT`.
@@ -188,11 +202,11 @@ def parse_with_origins(
         SystemExit: 78 after one line on stderr for a bad setting, 0 after --help.
     """
     try:
-        given = _given(kind, _Parser(kind).read(argv), beside)
+        given = _given(kind, _Parser(kind, program, about).read(argv), beside)
         origins = {name: given[name].origin if name in given else DEFAULT for name in _names(kind)}
         return _validate(kind, given), origins
     except ConfigError as error:
-        sys.stderr.write(f"{_program(kind)}: {error}\n")
+        sys.stderr.write(f"{program or _program(kind)}: {error}\n")
         raise SystemExit(EX_CONFIG) from None
 
 
@@ -246,11 +260,11 @@ def check_endpoint(endpoint: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, kind: type[BaseSettings]) -> None:
+    def __init__(self, kind: type[BaseSettings], program: str, about: str) -> None:
         super().__init__(
-            prog=_program(kind),
+            prog=program or _program(kind),
             usage="%(prog)s [FLAGS]",
-            description=kind.__doc__,
+            description=about or kind.__doc__,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -277,9 +291,12 @@ class _Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> dict[str, str]:
         """Parse flags to strings by field name.  Raises ConfigError for an unknown flag."""
         known, rest = self.parse_known_args(argv)
+        if rest and not rest[0].startswith("-"):
+            raise ConfigError(f"{rest[0]!r} has no flag before it, as in --model {rest[0]}")
         if rest:
-            flag = rest[0].partition("=")[0]
-            hint = _suggest(flag, self._option_string_actions)
+            flag, flags = rest[0].partition("=")[0], self._option_string_actions
+            ours = _OF_OTHERS.get(flag, "")
+            hint = f"; did you mean {ours}?" if ours in flags else _suggest(flag, flags)
             raise ConfigError(f"{flag} is not a flag{hint}")
         return vars(known)
 

@@ -71,7 +71,7 @@ def test_errors_are_sentences_and_the_conversation_goes_on(
     done = chat(cluster.http, "hi\n")
     assert done.returncode == 1 and "--api-key-file" in done.stderr
     done = chat(cluster.http, "hi\n", "--model", "none", *flags)
-    assert done.returncode == 1 and "'none' does not exist here" in done.stderr
+    assert done.returncode == 1 and "--model: the router serves demo, not none" in done.stderr
 
 
 def test_ctrl_c_ends_the_answer_then_the_conversation(cluster: Cluster, terminal: Terminal) -> None:
@@ -83,6 +83,17 @@ def test_ctrl_c_ends_the_answer_then_the_conversation(cluster: Cluster, terminal
     cluster.until_idle()
     terminal.type("\x03")
     assert terminal.process.wait(60) == 0
+
+
+def test_an_answer_that_is_cut_says_so(cluster: Cluster, key_file: Path) -> None:
+    flags = ("--url", cluster.http, "--api-key-file", str(key_file))
+    terminal = Terminal("chat", *flags, "--max-tokens", "2")
+    try:
+        terminal.until("> ")
+        terminal.type("hi\n")
+        terminal.until("(The answer ends at its limit of tokens.)")
+    finally:
+        terminal.close()
 
 
 def test_ctrl_d_ends(terminal: Terminal) -> None:
@@ -122,4 +133,4 @@ def test_half_an_answer_is_remembered_and_none_is_not(cluster: Cluster, key_file
     assert conversation.messages[-1] == {"role": "assistant", "content": text}
     before = [*conversation.messages]
     conversation.ask("never read").close()
-    assert conversation.messages == before
+    assert conversation.messages == before and not conversation.is_cut

@@ -36,10 +36,12 @@ def test_each_worker_is_followed_until_it_has_joined() -> None:
     for worker in ("decode-0", "prefill-0"):
         screen.on("local worker started", worker=worker, pid=1)
     screen.on("child process ended", "warning", worker="decode-0", status=1)
-    assert screen.status == "decode-0 ended, is restarted, prefill-0 starting"
+    assert screen.status == "decode-0 ended, is restarted; prefill-0 starting"
+    screen.on("local worker started", worker="decode-0", pid=2)
+    assert screen.status == "decode-0, prefill-0 starting"
     screen.on("loading weights", worker="decode-0", done=30, of=120)
     screen.on("warming up", worker="prefill-0")
-    assert screen.status == "decode-0 loading weights, 25 %, prefill-0 compiling and warming up"
+    assert screen.status == "decode-0 loading weights, 25 %; prefill-0 compiling and warming up"
     screen.on("worker joined", worker="decode-0", epoch=1, blocks=9)
     assert screen.status == "prefill-0 compiling and warming up"
     screen.now += 12.4

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from router.command.serve import run
 from tests.cluster import ROOT, until
 from tests.router.command.on_terminal import Terminal
 
@@ -45,10 +46,17 @@ def test_a_terminal_shows_progress_then_what_to_try(terminal: Terminal, tmp_path
 def test_a_wrong_setting_ends_it_with_a_sentence() -> None:
     terminal = Terminal("serve", "--max-waiting", "-1")
     try:
-        terminal.until("--max-waiting (BATON_MAX_WAITING) = '-1': must be an integer from 0")
+        terminal.until("baton serve: --max-waiting (BATON_MAX_WAITING) = '-1': must be an integer")
         assert terminal.process.wait(60) == 78
     finally:
         terminal.close()
+
+
+def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: baton serve [FLAGS]") and "--local P,D|N|auto" in said
 
 
 def test_a_warning_is_shown_above_the_progress(tmp_path: Path) -> None:

@@ -109,10 +109,10 @@ def test_why_it_is_not_ready() -> None:
 
     assert len(reasons(router)) == 2 and len(reasons(local)) == 1
     router.join(Role.PREFILL)
-    assert reasons(router) == ["no decode or any worker is ready"]
+    assert reasons(router) == ["no worker that can decode is ready"]
     leaving = router.join(Role.ANY, rank=1)
     router.fleet.drain(leaving)
-    assert reasons(router) == ["no decode or any worker is ready: any-1 is draining"]
+    assert reasons(router) == ["no worker that can decode is ready: any-1 is draining"]
     router.join(Role.DECODE)
     assert reasons(router) == []
     assert reasons(router, is_draining=True) == ["the router is draining"]

@@ -146,11 +146,11 @@ def test_with_local_prefill_a_prefill_worker_that_joins_is_there(*, beats: bool)
         table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
     placement.check_workers(state(new=0), 40.0)
     assert (placement.missing_worker(state(new=0)) is None) == beats
-    with pytest.raises(WireError, match="no decode or any worker"):
+    with pytest.raises(WireError, match="no worker that can decode"):
         placement.check_workers(state(), 40.0)
     table.drain(peer)
-    assert "no decode or any worker" in str(placement.missing_worker(state(new=0)))
-    with pytest.raises(WireError, match="no decode or any worker"):
+    assert "no worker that can decode" in str(placement.missing_worker(state(new=0)))
+    with pytest.raises(WireError, match="no worker that can decode"):
         placement.check_workers(state(new=0), 40.0)
 
 
@@ -188,7 +188,7 @@ def test_requests_that_can_never_be_served_are_refused() -> None:
         assert caught.value.code is code
     _, placement = cluster(Role.DECODE)
     placement.has_lost_role(0.0)
-    with pytest.raises(WireError, match="no prefill or any worker"):
+    with pytest.raises(WireError, match="no worker that can prefill"):
         placement.check_workers(state(), 30.0)
     placement.check_workers(state(), 29.0)  # it may come back soon
 
@@ -200,7 +200,7 @@ def test_a_prompt_that_no_worker_has_blocks_for_is_refused_with_the_number(small
     table.hello(peer, Hello(1, 9, small), detail(num_blocks=3), 0.0)  # of 16 tokens
     placement.check_workers(state(47), 0.0)
     with pytest.raises(
-        WireError, match=f"no {small.name.lower()} or any worker .* for 49 tokens"
+        WireError, match=f"no worker that can {small.name.lower()} .* for 49 tokens"
     ) as caught:
         placement.check_workers(state(48), 0.0)
     assert caught.value.code is ErrorCode.OUT_OF_BLOCKS
@@ -211,7 +211,7 @@ def test_a_prompt_too_large_for_prefill_workers_waits_for_one_that_does_both(new
     table, placement = cluster(local_prefill=True)
     table.hello(b"prefill-9-1", Hello(1, 9, Role.PREFILL), detail(num_blocks=3), 0.0)
     placement.has_lost_role(0.0)
-    with pytest.raises(WireError, match="no decode or any worker"):
+    with pytest.raises(WireError, match="no worker that can decode"):
         placement.check_workers(state(48, new), 30.0)
     table.hello(b"decode-9-1", Hello(1, 9, Role.DECODE), detail(), 0.0)
     placement.check_workers(state(48, new), 30.0)

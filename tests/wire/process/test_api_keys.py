@@ -83,6 +83,8 @@ def test_a_file_that_cannot_work_is_refused_by_name(
     with pytest.raises(ConfigError, match=sentence) as caught:
         ApiKeys(path)
     assert str(path) in str(caught.value) and "short" not in str(caught.value)
+    with pytest.raises(ConfigError, match=f"^--admin-keys: .*{sentence}"):
+        open_api_keys(path, "admin_keys")
 
 
 def test_a_salt_depends_on_the_key_and_on_the_request_and_is_the_same_on_every_router(

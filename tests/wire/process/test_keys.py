@@ -91,6 +91,8 @@ def test_systemd_s_credentials_are_found(tmp_path: Path, monkeypatch: pytest.Mon
     keys = open_keys(None, "router")
     assert keys is not None and keys.pair == pairs["router"]
     assert open_keys(None, "prefill-0") is None
+    with pytest.raises(ConfigError, match=r"^--keys: cannot read .*none/router.key"):
+        open_keys(tmp_path / "none", "router")
 
 
 @pytest.mark.parametrize("name", ["router", "prefill-0", "decode-4294967293"])

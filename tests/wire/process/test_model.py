@@ -8,9 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from wire.errors import ErrorCode, WireError
 from wire.process.model import (
@@ -27,6 +35,7 @@ from wire.process.model import (
 )
 
 Damage = Callable[[bytes], bytes]
+FORBIDDEN: Any = httpx.Response(403, request=httpx.Request("GET", "http://hub"))
 KNOWN = f"not one of {', '.join(FAMILIES)}"
 
 
@@ -73,12 +82,24 @@ def test_any_other_name_is_the_hubs(model: Path, monkeypatch: pytest.MonkeyPatch
     assert asked[0][0] == "org/name" and "*.safetensors" in asked[0][1]
 
 
-def test_a_name_that_the_hub_refuses_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (GatedRepoError("", response=FORBIDDEN), "accepted its terms"),
+        (RepositoryNotFoundError("", response=FORBIDDEN), "HF_TOKEN must be set"),
+        (LocalEntryNotFoundError(""), "the hub cannot be reached"),
+        (HFValidationError(""), "cannot be a name"),
+        (ConnectionError("offline"), "failed: ConnectionError"),
+    ],
+)
+def test_a_name_that_the_hub_refuses_is_not_found(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def snapshot_download(name: str, allow_patterns: list[str], **_: object) -> str:
-        raise ConnectionError("offline")
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(WireError, match="the hub said: ConnectionError") as caught:
+    with pytest.raises(WireError, match=words) as caught:
         locate("org/name")
     assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
 

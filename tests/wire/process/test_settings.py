@@ -112,7 +112,7 @@ def test_a_flag_beats_the_environment_beats_the_default(monkeypatch: pytest.Monk
         ),
         (["--rnak", "1"], "--rnak is not a flag; did you mean --rank?"),
         (["--max-kv", "1"], "--max-kv is not a flag"),
-        (["decode"], "decode is not a flag"),
+        (["decode"], "'decode' has no flag before it, as in --model decode"),
     ],
 )
 def test_a_bad_flag_is_one_line(
