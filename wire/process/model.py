@@ -174,13 +174,13 @@ def _of_hub(error: Exception) -> str:
 
     match error:
         case GatedRepoError():
-            return "the hub gives it only to who has accepted its terms: then set HF_TOKEN"
+            return "the hub asks you to accept the model's terms there, and then to set HF_TOKEN"
         case RepositoryNotFoundError():
-            return "the hub has none, or a private one, for which HF_TOKEN must be set"
+            return "the hub has no such model, or it is private: then set HF_TOKEN"
         case LocalEntryNotFoundError():
-            return "the hub cannot be reached, nor was the model downloaded before"
+            return "the hub cannot be reached, and the model was not downloaded before"
         case ValueError():
-            return "it cannot be a name on the hub"
+            return "it is not a valid name on the hub"
     return f"the download from the hub failed: {type(error).__name__}"
 
 

@@ -85,10 +85,10 @@ def test_any_other_name_is_the_hubs(model: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (GatedRepoError("", response=FORBIDDEN), "accepted its terms"),
-        (RepositoryNotFoundError("", response=FORBIDDEN), "HF_TOKEN must be set"),
+        (GatedRepoError("", response=FORBIDDEN), "accept the model's terms"),
+        (RepositoryNotFoundError("", response=FORBIDDEN), "no such model, or it is private"),
         (LocalEntryNotFoundError(""), "the hub cannot be reached"),
-        (HFValidationError(""), "cannot be a name"),
+        (HFValidationError(""), "not a valid name"),
         (ConnectionError("offline"), "failed: ConnectionError"),
     ],
 )
