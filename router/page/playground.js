@@ -108,9 +108,9 @@ function say(className, text = "") {
 async function stream(path, sent, paragraph) {
   const control = new AbortController();
   stopAnswer = () => control.abort();
-  const named = headers({ "content-type": "application/json", "x-request-id": answer.id });
-  const response = await fetch(path, { method: "POST", headers: named, body: JSON.stringify(sent), signal: control.signal });
-  if (response.status === 401) askKey();
+  const headers = { "content-type": "application/json", "x-request-id": answer.id };
+  const response = await call(path, { method: "POST", headers, body: JSON.stringify(sent), signal: control.signal });
+  if (response.status === 401) throw new Error(KEY_NEEDED);
   if (!response.ok) throw new Error((await response.json()).error.message);
   for await (const [, data] of events(response)) {
     if (data === "[DONE]") break;

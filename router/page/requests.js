@@ -159,7 +159,7 @@ function drawAttempts(attempts, elapsed) {
 }
 
 async function reportOf(id) {
-  const response = await fetch(`v1/requests/${encodeURIComponent(id)}`, { headers: headers() }).catch(() => null);
+  const response = await call(`v1/requests/${encodeURIComponent(id)}`).catch(() => null);
   return response?.ok ? response.json() : null;
 }
 

@@ -1,4 +1,4 @@
-// Elements, numbers as text, the API key and the theme, for all parts of the page.
+// Elements, numbers as text, requests with the API key and the theme, for all parts of the page.
 
 const $ = (id) => document.getElementById(id);
 
@@ -46,29 +46,61 @@ function duration(s) {
 const rate = (bytesPerS) =>
   bytesPerS >= 1e8 ? (bytesPerS / 1e9).toFixed(2) + " GB/s" : (bytesPerS / 1e6).toFixed(1) + " MB/s";
 
+function showHealth(state, text) {
+  $("health").dataset.state = state;
+  write($("health"), text);
+}
+
 // The key is kept until the tab is closed, and sent in a header, never in an address.
 const KEY = "baton-key";
+const KEY_NEEDED = "An API key is needed";
+const storedKey = () => sessionStorage.getItem(KEY);
+let keyGiven = Promise.resolve(); // resolves when there is a key to try
 
-function headers(more = {}) {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { authorization: `Bearer ${key}`, ...more } : more;
+// Sends a request to the router with the API key; asks for another key if the router refuses it.
+async function call(path, { headers = {}, ...options } = {}) {
+  const key = storedKey();
+  const response = await fetch(path, { ...options, headers: key ? { authorization: `Bearer ${key}`, ...headers } : headers });
+  if (response.status === 401 && storedKey() === key) askKey();
+  return response;
 }
 
-// Asks for the API key; resolves when there is one to try.
-function askKey() {
-  write($("key-problem"), sessionStorage.getItem(KEY) ? "That key is not valid here." : "");
-  $("key").hidden = false;
+// Hides the panels until events arrive that were asked for with the stored key.
+function lock(text) {
+  $("detail").close();
+  $("locked").hidden = false;
+  showHealth("joining", text);
+}
+
+function openKeyDialog() {
+  $("key-forget").hidden = !storedKey();
   if (!$("key-dialog").open) $("key-dialog").showModal();
-  return new Promise((resolve) => $("key-form").addEventListener("submit", resolve, { once: true }));
 }
 
-$("key").addEventListener("click", () => $("key-dialog").showModal());
+function askKey() {
+  if (storedKey()) write($("key-problem"), "That key is not valid here.");
+  sessionStorage.removeItem(KEY);
+  keyGiven = new Promise((resolve) => $("key-form").addEventListener("submit", resolve, { once: true }));
+  lock(KEY_NEEDED);
+  $("key").hidden = false;
+  openKeyDialog();
+}
+
+$("key").hidden = !storedKey();
+$("key").addEventListener("click", openKeyDialog);
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEY, $("key-input").value.trim());
-  $("key-input").value = "";
   write($("key-problem"), "");
   $("key-dialog").close();
+  lock("Connecting");
+});
+$("key-dialog").addEventListener("close", () => ($("key-input").value = ""));
+$("key-cancel").addEventListener("click", () => $("key-dialog").close());
+// The page is loaded again, so that nothing stays of what the key has shown.
+$("key-forget").addEventListener("click", () => {
+  sessionStorage.removeItem(KEY);
+  location.reload();
 });
 
 const THEMES = ["auto", "light", "dark"];

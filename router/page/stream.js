@@ -49,6 +49,7 @@ function take(name, data) {
     while (cluster.points[0].now < data.now - SPAN_S - 5) cluster.points.shift();
   }
   dropOldRows();
+  $("locked").hidden = true;
   const { reasons } = cluster.router;
   write($("model"), cluster.about.model);
   showHealth(reasons.length ? "unready" : "ready", reasons.length ? `Not ready: ${reasons.join("; ")}` : "Ready");
@@ -72,18 +73,17 @@ async function* events(response) {
 }
 
 async function listen() {
+  const key = storedKey();
   const control = new AbortController();
   let timer = setTimeout(() => control.abort(), SILENCE_S * 1000);
   try {
-    const response = await fetch("v1/cluster/events", { headers: headers(), signal: control.signal });
-    if (response.status === 401) {
-      clearTimeout(timer);
-      showHealth("joining", "An API key is needed");
-      await askKey();
-    } else if (!response.ok) {
+    const response = await call("v1/cluster/events", { signal: control.signal });
+    if (response.status === 401) return;
+    if (!response.ok) {
       showHealth("unready", (await response.json()).error.message);
     } else {
       for await (const [name, data] of events(response)) {
+        if (storedKey() !== key) return; // another key was given, or the router refused this one
         clearTimeout(timer);
         timer = setTimeout(() => control.abort(), SILENCE_S * 1000);
         take(name, JSON.parse(data));
@@ -91,17 +91,14 @@ async function listen() {
     }
   } finally {
     clearTimeout(timer);
+    control.abort();
   }
-}
-
-function showHealth(state, text) {
-  $("health").dataset.state = state;
-  write($("health"), text);
 }
 
 // Connects whenever the stream has ended: the router was restarted, or this machine slept.
 async function follow() {
   for (;;) {
+    await keyGiven;
     const wasDraining = cluster.router.reasons?.includes("the router is draining");
     await listen().catch(() => showHealth("lost", wasDraining ? "The router has stopped" : "No connection to the router"));
     await new Promise((resolve) => setTimeout(resolve, 1000));

@@ -18,7 +18,9 @@ from tests.router.site import LETTERS, Answer
 from wire.timeline import Entry, Kind, pack_timeline
 
 WIDTHS = {"phone": 360, "laptop": 1366, "wall": 1920}
-KEY = "a-key-of-the-page"
+KEY, OTHER_KEY = "a-key-of-the-page", "another-key-of-the-page"
+LOCKED = "Nothing is shown without a valid API key."
+IS_READY = "document.querySelector('#health').dataset.state === 'ready'"
 # Name, x and width of what is drawn for each attempt.
 LANES = """[...document.querySelectorAll('#attempts svg')].map(lane => [...lane.children].map(
     it => [it.getAttribute('class'), it.getBBox().x, it.getBBox().width]))"""
@@ -59,7 +61,7 @@ def test_a_chat_is_streamed_with_probabilities_and_its_waterfall(
 ) -> None:
     tab = Tab(shown, cluster.http)
     page = tab.page
-    tab.until("document.querySelector('#health').dataset.state === 'ready'")
+    tab.until(IS_READY)
     tab.until("document.querySelector('#mode').textContent === 'chat'")
     page.fill("#prompt", "Hello")
     page.press("#prompt", "Enter")
@@ -88,7 +90,7 @@ def test_a_chat_is_streamed_with_probabilities_and_its_waterfall(
 
 def test_a_base_model_is_asked_by_token_ids(shown: Browser, few: Cluster) -> None:
     tab = Tab(shown, few.http)
-    tab.until("document.querySelector('#health').dataset.state === 'ready'")
+    tab.until(IS_READY)
     mode = tab.page.inner_text("#mode")
     tab.page.fill("#prompt", "1 2 3" if "ids" in mode else "Hello")
     tab.page.click("#send")
@@ -100,7 +102,7 @@ def test_a_base_model_is_asked_by_token_ids(shown: Browser, few: Cluster) -> Non
 def test_requests_are_listed_and_filtered_without_their_text(shown: Browser, few: Cluster) -> None:
     tab = Tab(shown, few.http)
     page = tab.page
-    tab.until("document.querySelector('#health').dataset.state === 'ready'")
+    tab.until(IS_READY)
     complete(few, 12)
     tab.until("document.querySelectorAll('#rows tr').length >= 12")
     tab.until("document.querySelectorAll('#rows .transfer').length > 0")
@@ -274,33 +276,98 @@ def test_axe_finds_nothing_in_any_theme_and_width(
     tab.page.close()
 
 
-def test_where_there_are_keys_the_page_asks_for_one(shown: Browser, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"{KEY}\n{OTHER_KEY}\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def keyed(keys: Path) -> Iterator[Cluster]:
+    """A cluster that has API keys."""
+    args = ("--api-keys", str(keys))
+    with Cluster(keys.parent, executor="hash", args=args, api_key=KEY) as cluster:
+        yield cluster
+
+
+def give_key(tab: Tab, key: str) -> None:
+    tab.page.fill("#key-input", key)
+    tab.page.press("#key-input", "Enter")
+
+
+def test_where_there_are_keys_the_page_asks_for_one(shown: Browser, keyed: Cluster) -> None:
+    complete(keyed, 1)
+    tab = Tab(shown, keyed.http)
+    page = tab.page
+    page.wait_for_selector("#key-dialog[open]")
+    page.click("#key-cancel")
+    assert page.inner_text("main") == LOCKED and page.is_hidden(".skip")
+    assert Axe().run(page).violations_count == 0
+    page.click("#key")
+    give_key(tab, "ключ")  # no header can have it
+    assert page.is_visible("#key-dialog") and page.evaluate("sessionStorage.length") == 0
+    give_key(tab, "not-the-key")
+    tab.until("document.querySelector('#key-problem').textContent.includes('not valid')")
+    assert page.inner_text("main") == LOCKED and page.evaluate("sessionStorage.length") == 0
+    give_key(tab, KEY)
+    tab.until("document.querySelectorAll('#rows tr').length >= 1")
+    assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+    assert KEY not in page.url and page.evaluate("Object.values(localStorage)") == ["auto"]
+    # Chromium itself reports each 401.
+    assert all("401" in problem for problem in tab.problems)
+    page.close()
+
+
+def test_a_key_is_changed_revoked_and_forgotten(shown: Browser, keyed: Cluster, keys: Path) -> None:
+    complete(keyed, 1)
+    tab = Tab(shown, keyed.http, WIDTHS["phone"])
+    page = tab.page
+    page.wait_for_selector("#key-dialog[open]")
+    give_key(tab, KEY)
+    tab.until(IS_READY)
+    page.reload()
+    tab.until(IS_READY)
+    page.press("#key", "Enter")
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    events = "**/v1/cluster/events"
+    with page.expect_event("requestfailed"), page.expect_request(events) as asked:
+        give_key(tab, OTHER_KEY)
+        assert page.inner_text("main") == LOCKED
+    assert asked.value.headers["authorization"] == f"Bearer {OTHER_KEY}"
+    tab.until(IS_READY)
+    # A revoked key is refused at the next request, although its stream goes on.
     keys.write_text(f"{KEY}\n")
-    keys.chmod(0o600)
-    with Cluster(tmp_path, executor="hash", args=("--api-keys", str(keys)), api_key=KEY) as cluster:
-        complete(cluster, 1)
-        tab = Tab(shown, cluster.http)
-        page = tab.page
-        page.wait_for_selector("#key-dialog[open]")
-        assert page.locator("#rows tr").count() == 0
-        page.fill("#key-input", "not-the-key")
-        page.press("#key-input", "Enter")
-        tab.until("document.querySelector('#key-problem').textContent.includes('not valid')")
-        page.fill("#key-input", KEY)
-        page.press("#key-input", "Enter")
-        tab.until("document.querySelectorAll('#rows tr').length === 1")
-        assert page.evaluate("Object.values(sessionStorage)") == [KEY]
-        assert KEY not in page.url and page.evaluate("Object.values(localStorage)") == ["auto"]
-        # Chromium itself reports each 401.
-        assert all("401" in problem for problem in tab.problems)
-        page.close()
+    page.click("#rows button")
+    page.wait_for_selector("#key-dialog[open]")
+    assert page.is_hidden("#detail") and "not valid" in page.inner_text("#key-problem")
+    give_key(tab, KEY)
+    tab.until(IS_READY)
+    keys.write_text(f"{OTHER_KEY}\n")
+    ask(tab, "1 2 3")
+    page.wait_for_selector("#key-dialog[open]")
+    assert page.inner_text("main") == LOCKED
+    give_key(tab, OTHER_KEY)
+    tab.until(IS_READY)
+    assert page.inner_text("#talk .error") == "✕ An API key is needed"
+    assert page.input_value("#prompt") == "1 2 3"
+    page.press("#key", "Enter")
+    page.keyboard.press("Tab")
+    with page.expect_navigation():
+        page.keyboard.press("Enter")
+    page.wait_for_selector("#key-dialog[open]")
+    assert page.is_hidden("#key-forget") and page.evaluate("sessionStorage.length") == 0
+    assert page.text_content("#talk") == ""
+    assert all("401" in problem for problem in tab.problems)
+    page.close()
 
 
 def test_the_page_says_that_the_router_is_gone(shown: Browser, tmp_path: Path) -> None:
     with Cluster(tmp_path, executor="hash") as cluster:
         tab = Tab(shown, cluster.http)
-        tab.until("document.querySelector('#health').dataset.state === 'ready'")
+        tab.until(IS_READY)
     # An open page has not delayed the end of the cluster above.
     tab.until("document.querySelector('#health').dataset.state === 'lost'")
     tab.page.close()
