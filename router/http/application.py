@@ -273,6 +273,7 @@ class Application:
         key_digest = asgi.check_api_key(exchange.scope, api_keys)
         exchange.key_name = name_of(key_digest)
         exchange.cache_salt = partial(api_keys.cache_salt, key_digest)
+        exchange.is_allowed = partial(api_keys.allow, key_digest)
 
     # Completions.
 

@@ -134,6 +134,8 @@ class HttpExchange(Struct, eq=False):
     key_name: str = ""
     # The cache salt for a request whose body sets the given one.
     cache_salt: Callable[[str], str] = str
+    # Whether the API key is still valid.
+    is_allowed: Callable[[], bool] = lambda: True
     # The whole request body was received.
     is_body_read: bool = False
     # A stream has started, so an error can only be sent as one more event.

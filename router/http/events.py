@@ -62,7 +62,10 @@ class ClusterEvents:
         await exchange.respond(200, body, *headers, content_type=b"text/html; charset=utf-8")
 
     async def events(self, exchange: HttpExchange) -> None:
-        """GET /v1/cluster/events: a snapshot, then changes, until the router drains."""
+        """GET /v1/cluster/events: a snapshot, then changes, until the router drains.
+
+        A stream whose API key was revoked ends, because it would go on for days.
+        """
         if self._num_viewers >= MAX_VIEWERS:
             raise HttpError(
                 503,
@@ -104,6 +107,8 @@ class ClusterEvents:
                     continue
                 body = self._delta if seen + 1 == self._number else self._whole()
                 seen = self._number
+                if not exchange.is_allowed():
+                    return
                 await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
                 if self._is_draining():
                     return

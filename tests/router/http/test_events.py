@@ -14,8 +14,9 @@ import pytest
 from router.http import events
 from tests.router.http.serving import ask
 from tests.router.site import Site, listening, write_model
+from wire.process.api_keys import ApiKeys
 
-ASK = b"GET /v1/cluster/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
+ASK = b"GET /v1/cluster/events HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.fixture
@@ -43,9 +44,9 @@ class Viewer:
 
 
 @asynccontextmanager
-async def viewer(address: tuple[str, int]) -> AsyncIterator[Viewer]:
+async def viewer(address: tuple[str, int], header: bytes = b"") -> AsyncIterator[Viewer]:
     reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
-    writer.write(ASK)
+    writer.write(ASK + header + b"\r\n")
     try:
         yield Viewer(reader)
     finally:
@@ -96,6 +97,18 @@ async def test_a_drain_ends_the_stream(site: Site) -> None:
         async with viewer(address) as watching:
             _, data = await watching.next()
             assert "the router is draining" in data["router"]["reasons"]
+            await watching.end()
+
+
+async def test_a_revoked_key_ends_the_stream(site: Site, tmp_path: Path) -> None:
+    (path := tmp_path / "api_keys").write_text("the-key-of-a-viewer\nanother-key-of-ours\n")
+    path.chmod(0o600)
+    site.configure(api_keys=ApiKeys(path))
+    async with listening(site.application) as address, asyncio.timeout(30):
+        async with viewer(address, b"authorization: Bearer the-key-of-a-viewer\r\n") as watching:
+            await watching.next()
+            await watching.next()
+            path.write_text("another-key-of-ours\n")
             await watching.end()
 
 
