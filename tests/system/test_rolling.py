@@ -260,7 +260,7 @@ async def test_a_connection_that_is_kept_leads_to_the_old_process_once_more(
     args = ("--drain-s", "3", *SLOW)
     with Cluster(tmp_path, executor="hash", args=args) as cluster:
         remote = cluster.worker("decode", 3)
-        async with httpx.AsyncClient(base_url=cluster.http, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=cluster.http, timeout=60, trust_env=False) as client:
             assert (await client.get("/version")).headers.get("connection") is None
             cluster.router.send_signal(signal.SIGUSR2)
             restarted = partial(cluster.events, "router process restarted")
