@@ -63,7 +63,7 @@ async def one_each(cluster: Cluster) -> AsyncIterator[list[httpx.AsyncClient]]:
                 base_url=cluster.http,
                 timeout=60,
                 trust_env=False,
-                limits=httpx.Limits(max_connections=1),
+                limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
             )
             await stack.enter_async_context(client)
             found.setdefault(await pid_of(client), client)
