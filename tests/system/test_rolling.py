@@ -20,7 +20,7 @@ import pytest
 from tests.cluster import ROOT, START_S, Cluster, until
 from tests.faults.checks import problems
 from tests.faults.clients import Record, TcpClient, ask_http
-from tests.system.figures import Figures
+from tests.system.figures import figures_at
 from tests.system.locked import Locked
 from wire.options import Options
 from wire.process.settings import EX_LEFT
@@ -230,8 +230,7 @@ async def test_everything_is_restarted_under_load(
             assert load.num_connections > 10
             # The counters of processes that have ended are kept.
             counted += len(load.records)
-            figures = Figures(cluster.http)
-            assert sum(figures.by("outcome", "baton_requests_total").values()) == counted
+            figures_at(cluster.http, counted)
         assert not [e for e in cluster.events() if e["level"] == "error"]
         router = cluster.router
         children = psutil.Process(router.pid).children(recursive=True)
