@@ -16,9 +16,11 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0  # four workers import torch at once, on two cores
+# Twice the default: a process that waits 3 s for a core is not missed, and takes its requests on.
+HEARTBEAT = ("--heartbeat-ms", "2000")
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
     """Poll until `condition()` is truthy; return it.
 
     Most conditions ask a router, which costs what others wait for: the longer, the less often.
@@ -137,10 +139,11 @@ class Cluster:
         row = until(lambda: self.find(role, rank), f"{role}-{rank} ready", START_S)
         return row  # type: ignore[no-any-return]
 
-    def until_idle(self, timeout_s: float = 15.0) -> dict[str, Any]:
+    def until_idle(self, timeout_s: float = 25.0) -> dict[str, Any]:
         """Wait until nothing runs, waits, is held or is in flight anywhere; return the status.
 
-        Only heartbeats that came after the call count.
+        Only heartbeats that came after the call count.  Nothing may wait for the end of a lease,
+        which is 30 s.
         """
         start = time.monotonic()
 
@@ -182,17 +185,17 @@ class Cluster:
     def choices(self, prompt: Any, **fields: Any) -> list[dict[str, Any]]:
         """The choices of a completion."""
         body = {"model": self.model, "prompt": prompt, "return_token_ids": True} | fields
-        response = self._client.post(f"{self.http}/v1/completions", json=body, timeout=120)
+        response = self._client.post(f"{self.http}/v1/completions", json=body)
         assert response.status_code == 200, response.text
         return response.json()["choices"]  # type: ignore[no-any-return]
 
     def _start(self) -> None:
-        self._client = httpx.Client(timeout=30, trust_env=False, headers=self.headers)
+        self._client = httpx.Client(timeout=START_S, trust_env=False, headers=self.headers)
         local = ("--local", self._local) if self._local else ()
         self._spawn(
             *("router", *self._listen_flags(), *local, "--ready-file", str(self._ready_file)),
             *("--model", self._model, "--executor", self._executor),
-            *("--local-prefill", self._local_prefill, *self._args),
+            *("--local-prefill", self._local_prefill, *HEARTBEAT, *self._args),
         )
         until(self._is_listening, "router listening", START_S)
         self.endpoints = json.loads(self._ready_file.read_text())

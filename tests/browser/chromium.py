@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.cluster import START_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -43,6 +45,7 @@ class Tab:
     def __init__(self, browser: Browser, url: str, width: int = 1366, **context: Any) -> None:
         viewport = {"width": width, "height": context.pop("height", 850)}
         self.page: Page = browser.new_page(viewport=viewport, **context)  # type: ignore[arg-type]
+        self.page.set_default_timeout(1000 * START_S)
         self.problems: list[str] = []
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
@@ -52,7 +55,7 @@ class Tab:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
 
-    def until(self, script: str, timeout_s: float = 30.0) -> None:
+    def until(self, script: str, timeout_s: float = START_S) -> None:
         """Wait until an expression is true in the page, whose policy forbids to wait there."""
         deadline = time.monotonic() + timeout_s
         while not self.page.evaluate(script):

@@ -75,7 +75,7 @@ def chat(tab: Tab) -> None:
     tab.page.fill("#temperature", "0")
     tab.page.fill("#max-tokens", "48")
     tab.page.press("#prompt", "Enter")
-    tab.until("document.querySelector('#said').textContent.startsWith('The answer')", 60)
+    tab.until("document.querySelector('#said').textContent.startsWith('The answer')")
     tab.page.evaluate("document.activeElement.blur()")
 
 

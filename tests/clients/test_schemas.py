@@ -134,7 +134,7 @@ def test_refusals(cluster: Cluster, path: str, fields: dict[str, Any]) -> None:
 
 
 def test_lists_and_what_is_not_there(cluster: Cluster) -> None:
-    with httpx.Client(base_url=cluster.http, trust_env=False) as http:
+    with httpx.Client(base_url=cluster.http, timeout=60, trust_env=False) as http:
         validate("ListModelsResponse", http.get("/v1/models").json())
         for path in ("/v1/nowhere", "/v1/models/none", "/v1/responses/resp_none"):
             answer = http.get(path)

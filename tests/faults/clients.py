@@ -30,8 +30,8 @@ from wire.options import Options
 from wire.parts import Message
 from wire.payloads import Usage, decode_error, decode_map, decode_prefill_result, encode_prompt
 
-# A request that has said nothing at all for this long will never say anything.
-PATIENCE_S: Final = 60.0
+# A request that has not ended after this long will never end.
+PATIENCE_S: Final = 120.0
 
 
 @dataclass(eq=False)

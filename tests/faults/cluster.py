@@ -24,6 +24,9 @@ from tests.faults.ports import free_port
 from tests.faults.relay import Relay, Relays
 
 Key = tuple[str, int]  # role and rank
+# With short heartbeats workers are missed for having to wait for a core as well as for the fault of
+# a test, and each time costs an attempt.
+PERSISTENT = ("--max-attempts", "16")
 
 
 @dataclass(frozen=True, slots=True)

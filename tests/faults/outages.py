@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from tests.cluster import until
+from tests.cluster import START_S, until
 from tests.faults.clients import Record, ask_http
 from tests.faults.cluster import FaultyCluster, Key
 from tests.faults.load import send_all
@@ -114,6 +114,6 @@ async def restart_router(
             if probe.finish:
                 result.serving_s = time.monotonic() - start
                 return result
-            if time.monotonic() - start > 30:
+            if time.monotonic() - start > START_S:
                 raise TimeoutError(f"the new router does not serve: {probe.error}")
             await asyncio.sleep(0.02)

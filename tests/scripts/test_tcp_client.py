@@ -11,6 +11,7 @@ import pytest
 
 from scripts.tcp_client import connect
 from tests import certificate
+from tests.held_up import again_if_held_up
 from wire.aio.tcp import Connection, Limits, serve
 from wire.aio.tls import server_context
 from wire.errors import RemoteProtocolError
@@ -57,6 +58,7 @@ async def test_half_a_message_is_no_end() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+@again_if_held_up(0.1)
 async def test_tls(tmp_path: Path) -> None:
     made = certificate.make(tmp_path)
     tls = server_context(made.cert, made.key)

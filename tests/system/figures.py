@@ -50,6 +50,11 @@ class Figures:
         return value
 
     @property
+    def ended(self) -> float:
+        """How many requests have ended, whatever their outcome."""
+        return sum(self.by("outcome", "baton_requests_total").values())
+
+    @property
     def busy(self) -> list[Any]:
         """Gauges that are not 0, used blocks among them."""
         return [
@@ -57,3 +62,16 @@ class Figures:
             for sample in self.samples
             if sample.value and (sample.name in GAUGES or sample.labels.get("state") == "used")
         ]
+
+
+def figures_at(url: str, ended: float) -> Figures:
+    """The figures when so many requests have ended.
+
+    A router process that does not answer within a second is counted as it was before.
+    """
+
+    def found() -> Figures | None:
+        figures = Figures(url)
+        return figures if figures.ended == ended else None
+
+    return until(found, f"{ended} requests have ended")  # type: ignore[no-any-return]

@@ -37,5 +37,5 @@ class Locked(Cluster):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         body = {"model": "demo", "prompt": [*prompt], "max_tokens": 4, "baton_usage": True}
         return httpx.post(
-            f"{self.http}/v1/completions", json=body, headers=headers, trust_env=False, timeout=30
+            f"{self.http}/v1/completions", json=body, headers=headers, trust_env=False, timeout=60
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import ROOT, Cluster
+from tests.cluster import ROOT, START_S, Cluster
 from tests.oracle import hash_oracle
 from wire.errors import ErrorCode
 from wire.frames import (
@@ -142,9 +142,10 @@ def test_a_stream_without_an_end_is_no_success(client: Path) -> None:
 
 
 def test_nobody_there_and_nothing_asked(client: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert run(client, port, 3, 11).returncode == 2
+    with socket.socket() as taken:  # nobody else is to get the port and listen
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        assert run(client, port, 3, 11).returncode == 2
     assert "usage" in run(client, port, 3).stderr
 
 
@@ -153,7 +154,7 @@ def test_a_completion_of_a_real_cluster(client: Path, hash_cluster: Cluster) -> 
     host, port = hash_cluster.tcp
     prompt = [11, 22, 33, 44]
     command = [str(client), host, str(port), "12", *map(str, prompt)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert result.returncode == 0, result.stderr
     printed = [int(line) for line in result.stdout.split()]
     assert printed == hash_oracle(prompt, 12, Options())

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tests.faults import cancels
 from tests.faults.checks import problems
-from tests.faults.cluster import FaultyCluster
+from tests.faults.cluster import PERSISTENT, FaultyCluster
 
 
 async def test_a_storm_of_cancels_leaves_nothing_and_disturbs_nobody(tmp_path: Path) -> None:
     with FaultyCluster(
-        tmp_path, router_args=cancels.ROUTER_ARGS, worker_args=cancels.WORKER_ARGS
+        tmp_path, router_args=cancels.ROUTER_ARGS + PERSISTENT, worker_args=cancels.WORKER_ARGS
     ) as cluster:
         storm = await cancels.storm(cluster, 300, seed=3, clients=24)
         await asyncio.to_thread(cluster.until_idle)

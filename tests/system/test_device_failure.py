@@ -25,10 +25,6 @@ def test_requests_go_on_elsewhere_and_the_worker_comes_back(tmp_path: Path) -> N
         token_ids = [choice["token_ids"] for choice in cluster.choices(prompts, **fields)]
         options = Options(ignore_eos=True)
         assert token_ids == [hash_oracle(prompt, NUM_TOKENS, options) for prompt in prompts]
-        [line] = [event for event in cluster.events() if event["level"] == "error"]
-        assert line["event"] == FAILED
-        assert line["reason"] == SENTENCE
-        assert line["noticed"].startswith("in forward of a decode step, batch size ")
 
         def again() -> list[int]:
             return [rank for rank in (0, 1) if len(cluster.local_pids("decode", rank)) == 2]
@@ -36,4 +32,8 @@ def test_requests_go_on_elsewhere_and_the_worker_comes_back(tmp_path: Path) -> N
         [rank] = until(again, "the worker is started again", START_S)
         cluster.ready("decode", rank)
         cluster.until_idle()
+    [line] = [event for event in cluster.events() if event["level"] == "error"]
+    assert line["event"] == FAILED
+    assert line["reason"] == SENTENCE
+    assert line["noticed"].startswith("in forward of a decode step, batch size ")
     assert f'"status": {EXIT_DEVICE_FAILED}' in cluster.log()

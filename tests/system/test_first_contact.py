@@ -52,7 +52,7 @@ OF_WORKERS: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
 
 def ends_with_78_and_one_line(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=START_S
     )
     assert done.returncode == 78, done.stderr
     lines = [line for line in done.stderr.splitlines() if '"event": "loading"' not in line]
@@ -90,7 +90,7 @@ def test_a_router_whose_workers_cannot_start_ends_like_them(tmp_path: Path) -> N
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=START_S,
     )
     assert done.returncode == 78 and str(tmp_path) not in done.stderr, done.stderr
     assert done.stderr.count("--num-bloks is not a flag; did you mean --num-blocks?") == 2
@@ -124,7 +124,7 @@ def test_a_worker_that_reaches_no_router_says_which(tmp_path: Path) -> None:
         def complaints() -> list[dict[str, Any]]:
             return [line for line in lines() if line["event"] == "cannot reach the router"]
 
-        until(lambda: len(complaints()) >= 2, "it says so again", START_S)
+        until(lambda: len(complaints()) >= 2, "it says so again")
         assert {line["router"] for line in complaints()} == {bus}
         assert "--router" in complaints()[0]["hint"]
 
@@ -141,16 +141,17 @@ def test_a_router_says_what_it_waits_for_and_then_what_to_try(tmp_path: Path) ->
         def events(begin: str) -> list[dict[str, Any]]:
             return [line for line in lines() if line["event"].startswith(begin)]
 
-        waits, *_ = until(lambda: events("waiting for workers"), "it says that it waits", START_S)
+        waits, *_ = until(lambda: events("waiting for workers"), "it says that it waits")
         assert waits["reasons"] == ["no worker that can decode is ready"]  # which can prefill too
         http = json.loads(ready.read_text())["http"]
         assert httpx.get(http + "/readyz", trust_env=False, timeout=60).status_code == 503
         with running(tmp_path / "decode", *worker):
-            is_ready, *_ = until(lambda: events("ready; try "), "it says that it is ready", START_S)
+            is_ready, *_ = until(lambda: events("ready; try "), "it says that it is ready")
             words = shlex.split(is_ready["event"].removeprefix("ready; try "))
             assert words[:2] == ["curl", f"{http}/v1/completions"] and words[2::2] == ["-H", "-d"]
             headers = dict([words[3].split(": ")])
             answer = httpx.post(
                 words[1], headers=headers, content=words[5], trust_env=False, timeout=60
             )
-            assert answer.json()["choices"][0]["text"]
+            # Sampled without a seed: it may be no text at all.
+            assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")

@@ -84,7 +84,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[s
     with Cluster(directory, executor="hash", local_prefill="auto", args=args) as cluster:
         serve(cluster)
         found: dict[str, set[str]] = {"up": set()}
-        text = httpx.get(f"{cluster.http}/metrics").text
+        text = httpx.get(f"{cluster.http}/metrics", trust_env=False, timeout=60).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)
@@ -94,7 +94,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[s
 def serve(cluster: Cluster) -> None:
     url = f"{cluster.http}/v1/completions"
     body: dict[str, Any] = {"model": "demo", "prompt": [5] * 40, "ignore_eos": True}
-    with httpx.Client(timeout=30, trust_env=False) as http:
+    with httpx.Client(timeout=60, trust_env=False) as http:
         assert http.post(url, json=body | {"max_tokens": 8}).status_code == 200
         assert http.post(url, json=body | {"prompt": [5] * 9000}).status_code == 503
         long = body | {"max_tokens": 1500, "stream": True}
@@ -112,9 +112,11 @@ def serve(cluster: Cluster) -> None:
             assert "data: [DONE]" in list(lines)
         until(lambda: cluster.find("decode", 0), "the decode worker is back")
         # Without a prefill worker the decode worker does it.
-        os.kill(cluster.local_pids("prefill", 0)[-1], signal.SIGKILL)
+        prefill = cluster.local_pids("prefill", 0)[-1]
+        os.kill(prefill, signal.SIGSTOP)  # one that is killed is soon back
         until(lambda: cluster.find("prefill", 0, "lost"), "it is lost")
         assert http.post(url, json=body | {"max_tokens": 8}).status_code == 200
+        os.kill(prefill, signal.SIGCONT)
     until(lambda: cluster.find("prefill", 0), "the prefill worker is back")
 
 

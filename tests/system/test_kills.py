@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults import kills
 from tests.faults.checks import problems
-from tests.faults.cluster import FaultyCluster
+from tests.faults.cluster import PERSISTENT, FaultyCluster
 from tests.faults.load import draw_requests, send_all
 
 
@@ -22,7 +22,7 @@ from tests.faults.load import draw_requests, send_all
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     directory = tmp_path_factory.mktemp("kills")
     with FaultyCluster(
-        directory, router_args=kills.ROUTER_ARGS, worker_args=kills.WORKER_ARGS
+        directory, router_args=kills.ROUTER_ARGS + PERSISTENT, worker_args=kills.WORKER_ARGS
     ) as cluster:
         kills.shape(cluster)
         yield cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def computes(cluster: Cluster, role: str) -> dict[str, Any]:
     row = cluster.ready(role, 0)
     [pid] = cluster.local_pids(role, 0)
     for thread in os.listdir(f"/proc/{pid}/task"):
-        assert row["computes"]["cores"] == format_cores(os.sched_getaffinity(int(thread)))
+        with suppress(ProcessLookupError):  # a thread may end meanwhile
+            assert row["computes"]["cores"] == format_cores(os.sched_getaffinity(int(thread)))
     return row["computes"]  # type: ignore[no-any-return]
 
 

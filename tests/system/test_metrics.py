@@ -19,14 +19,13 @@ from wire.options import Options
 N = 3
 PROMPT = [5, 6, 7]
 LONG = 20_000  # tokens: minutes at the pace of this cluster
-PATIENT = ("--heartbeat-ms", "2000")  # no worker is missed because it has to wait for a core
 TOKEN_BYTES, MAX_PROMPT = 64, 100  # of the hash executor; what may be handed over
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     limit = ("--max-kv-transfer-bytes", str(MAX_PROMPT * TOKEN_BYTES))
-    args = ("--max-attempts", "1", *PATIENT, *limit, "--worker-args", "--hash-step-ms 10")
+    args = ("--max-attempts", "1", *limit, "--worker-args", "--hash-step-ms 10")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
         yield cluster
 

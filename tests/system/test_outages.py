@@ -13,7 +13,7 @@ import pytest
 from tests.faults import outages
 from tests.faults.checks import problems
 from tests.faults.clients import Record
-from tests.faults.cluster import FaultyCluster
+from tests.faults.cluster import PERSISTENT, FaultyCluster
 from tests.faults.load import draw_requests
 from wire.options import Options
 
@@ -22,7 +22,7 @@ from wire.options import Options
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     with FaultyCluster(
         tmp_path_factory.mktemp("outages"),
-        router_args=("--heartbeat-ms", "300"),
+        router_args=("--heartbeat-ms", "300", *PERSISTENT),
         worker_args=("--hash-step-ms", "10"),
     ) as cluster:
         yield cluster

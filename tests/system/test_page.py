@@ -63,6 +63,7 @@ def test_a_chat_is_streamed_with_probabilities_and_its_waterfall(
     page = tab.page
     tab.until(IS_READY)
     tab.until("document.querySelector('#mode').textContent === 'chat'")
+    page.fill("#temperature", "0")  # a drawn answer might be no token at all
     page.fill("#prompt", "Hello")
     page.press("#prompt", "Enter")
     tab.until("document.querySelectorAll('#talk .assistant i').length > 1")
@@ -140,6 +141,10 @@ def test_a_killed_worker_turns_red_and_says_why(shown: Browser, few: Cluster) ->
     tab.until(f"{card}?.querySelector('.state').dataset.state === 'ready'")
     worker.kill()
     tab.until(f"{card}.classList.contains('is-lost')")
+    # Another worker may be suspect for a moment.
+    tab.until(
+        "document.querySelector('#workers-ready').innerText === '2 of 3 workers ready, 1 lost'"
+    )
     text = tab.page.locator("#right .worker").nth(1).inner_text()
     assert "lost" in text and "its connection closed" in text
     ground = "getComputedStyle({}).borderTopColor"
@@ -148,7 +153,6 @@ def test_a_killed_worker_turns_red_and_says_why(shown: Browser, few: Cluster) ->
         for each in (card, "document.querySelector('#left').children[0]")
     )
     assert red != plain
-    assert tab.page.inner_text("#workers-ready") == "2 of 3 workers ready, 1 lost"
     assert tab.problems == []
     tab.page.close()
 

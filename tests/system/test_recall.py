@@ -29,7 +29,10 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, object])
 async def test_recall_of_held_out_stories(cluster: Cluster) -> None:
     cases = list(recall_cases(NUM_CASES, seed=2026))
     async with httpx.AsyncClient(
-        base_url=cluster.http, timeout=120, trust_env=False, limits=httpx.Limits(max_connections=16)
+        base_url=cluster.http,
+        timeout=httpx.Timeout(120, pool=None),
+        trust_env=False,
+        limits=httpx.Limits(max_connections=16),
     ) as client:
         chats = [
             {"messages": [{"role": t.role, "content": t.content} for t in case.messages]}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, until
+from tests.cluster import START_S, Cluster, until
 from tests.oracle import hash_oracle
 from wire.options import Options
 
@@ -66,19 +66,19 @@ def num_opened(process: subprocess.Popen[bytes]) -> int:
 def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) -> None:
     decode, prefill = cluster.worker("decode", 0, *ON_CREDIT), cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
-    assert len(cluster.events("KV is read from memory")) == 1
+    until(lambda: len(cluster.events("KV is read from memory")) == 1, "it is said once")
     descriptors = num_opened(decode)
     names = lent_by(prefill.pid)
     assert len(names) == 1
     prefill.send_signal(signal.SIGKILL)
-    prefill.wait(30)
+    prefill.wait(START_S)
     until(lambda: not mapped_to_read(decode.pid), "the memory of the dead is unmapped")
     assert not names.intersection(listening().values())
     again = cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
     until(lambda: num_opened(decode) == descriptors, "as many descriptors as before")
     decode.send_signal(signal.SIGKILL)
-    decode.wait(30)
+    decode.wait(START_S)
     cluster.until_idle()
     another = cluster.worker("decode", 0, *ON_CREDIT)
     assert answers(cluster) and mapped_to_read(another.pid) == 1
@@ -86,5 +86,5 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) 
     assert len(names) == 1
     for process in (again, another):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(START_S) == 0
     assert not names.intersection(listening().values())

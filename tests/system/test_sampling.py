@@ -248,7 +248,8 @@ def test_echo_with_logprobs_in_every_shape(cluster: Cluster) -> None:
 
 def test_an_echo_may_fill_the_context(cluster: Cluster) -> None:
     """Evaluators of long texts send prompts as long as the model's context."""
-    length = httpx.get(f"{cluster.http}/v1/models").json()["data"][0]["max_model_len"]
+    models = httpx.get(f"{cluster.http}/v1/models", trust_env=False, timeout=60).json()
+    length = models["data"][0]["max_model_len"]
     prompt = (prompt_of(cluster) * length)[:length]
     [choice] = cluster.choices(prompt, echo=True, logprobs=1, max_tokens=0)
     assert (choice["token_ids"], choice["finish_reason"]) == ([], "length")

@@ -69,7 +69,7 @@ def test_a_worker_without_a_key_or_with_another_s_is_not_let_in(locked: Locked) 
             stderr=subprocess.STDOUT,
         ) as worker:
             if role:  # its key file is not there
-                assert worker.wait(60) == 78
+                assert worker.wait(START_S) == 78
                 continue
             assert worker.stdout is not None
             for line in worker.stdout:
@@ -162,7 +162,7 @@ async def test_a_key_lets_a_worker_offer_kv_in_its_own_name_only(locked: Locked)
             assert bad.is_quiet
     locked.until_idle()
     worker.terminate()
-    worker.wait(30)
+    worker.wait(START_S)
 
 
 def test_a_revoked_worker_is_out(locked: Locked) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.cluster import until
 from tests.faults import slow
 from tests.faults.checks import problems
-from tests.faults.cluster import FaultyCluster
+from tests.faults.cluster import PERSISTENT, FaultyCluster
 from tests.faults.slow import SlowClient
 
 
@@ -18,7 +18,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_blocks_are_free(tmp_pa
         tmp_path,
         prefills=1,
         decodes=1,
-        router_args=slow.ROUTER_ARGS,
+        router_args=slow.ROUTER_ARGS + PERSISTENT,
         worker_args=("--hash-step-ms", "1"),
     ) as cluster:
         stalled, slowly = SlowClient(0, num_choices=8), SlowClient(20_000)

@@ -22,8 +22,7 @@ SMALL = ("--worker-args", "--num-blocks 48 --block-size 16 --max-ubatch-tokens 6
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("timelines")
-    args = ("--heartbeat-ms", "100", *SMALL)
-    with Cluster(directory, executor="hash", args=args) as cluster:
+    with Cluster(directory, executor="hash", args=SMALL) as cluster:
         yield cluster
 
 

@@ -112,7 +112,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in reversed(processes):
         process.send_signal(signal.SIGTERM)
     for process in processes:
-        process.wait(60)
+        process.wait(START_S)
 
 
 @pytest.mark.usefixtures("hosts")
@@ -153,7 +153,7 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
     assert more is not None
     subprocess.run(command(more[1], etc["router"]), check=True, env=PYTHON)
     stranger = start("decode", the("--role decode").replace("--rank 0", "--rank 1"), etc["decode"])
-    assert stranger.wait(60) == 78, "its key was not copied"
+    assert stranger.wait(START_S) == 78, "its key was not copied"
     copied = etc["decode"] / "keys"
     for host in ("prefill", "decode"):
         shutil.copy(etc["router"] / "keys" / "authorized_keys", etc[host] / "keys")

@@ -24,7 +24,7 @@ import pytest
 
 import router.config
 import worker.config
-from tests.cluster import ROOT, until
+from tests.cluster import ROOT, START_S, until
 from tests.faults.ports import free_port
 from wire.process.settings import Settings
 
@@ -158,11 +158,11 @@ class Service:
         return next((i for i, line in enumerate(self.said) if line.startswith(word)), None)
 
     def until_ready(self) -> None:
-        until(lambda: "READY=1" in self.said, "READY=1", 50)
+        until(lambda: "READY=1" in self.said, "READY=1")
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(START_S)
 
     def kill(self) -> None:
         self.process.kill()
@@ -177,7 +177,7 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
     try:
         decode = Service(root, tmp_path, NAMES[2], WATCHDOG_USEC="1000000", **slow)
         services.append(decode)
-        until(lambda: decode.index("STATUS=joining") is not None, "joining", 50)
+        until(lambda: decode.index("STATUS=joining") is not None, "joining")
         assert "READY=1" not in decode.said, "it has no router yet"
         router = Service(
             root,
@@ -202,7 +202,7 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
         body |= {"ignore_eos": True}
         url = f"http://127.0.0.1:{http}/v1/completions"
         with (
-            httpx.Client(timeout=30, trust_env=False) as client,
+            httpx.Client(timeout=60, trust_env=False) as client,
             client.stream("POST", url, json=body) as answer,
         ):
             lines = (line for line in answer.iter_lines() if line)
@@ -211,7 +211,7 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
                 service.process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert rest[-1] == "data: [DONE]" and "length" in rest[-2]
-        assert [service.process.wait(30) for service in (router, decode)] == [0, 0]
+        assert [service.process.wait(START_S) for service in (router, decode)] == [0, 0]
         for service in (router, decode):
             until(partial(service.said.count, "STOPPING=1"), "it says that it stops")
             assert service.said.index("STOPPING=1") > service.said.index("READY=1")

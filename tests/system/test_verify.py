@@ -31,7 +31,7 @@ class Verified(Cluster):
             path.chmod(0o600)
         flags = (
             *("--api-keys", str(api_keys), "--admin-keys", str(self.admin_keys)),
-            *("--keep-requests", name_of(digest(CLIENT.encode())), "--heartbeat-ms", "100"),
+            *("--keep-requests", name_of(digest(CLIENT.encode()))),
         )
         super().__init__(directory, executor="hash", args=flags, api_key=CLIENT)
 

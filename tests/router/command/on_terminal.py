@@ -11,7 +11,7 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
-from tests.cluster import ROOT, until
+from tests.cluster import ROOT, START_S, until
 
 
 class Terminal:
@@ -42,7 +42,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def until(self, text: str, timeout_s: float = 60.0) -> str:
+    def until(self, text: str, timeout_s: float = START_S) -> str:
         """Wait until this was written after what was waited for before; return what was before."""
         try:
             until(lambda: text in self._read(), text, timeout_s)

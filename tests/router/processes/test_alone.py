@@ -102,7 +102,7 @@ async def test_one_successor_follows_another(tmp_path: Path) -> None:
 async def test_a_process_that_is_stuck_while_it_finishes_its_clients_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in (("STUCK_S", 3.0), ("REPORT_S", 0.2), ("STATE_S", 0.2)):
+    for name, seconds in (("STUCK_S", 4.0), ("REPORT_S", 0.2), ("STATE_S", 0.2)):
         monkeypatch.setattr(f"router.processes.supervisor.{name}", seconds)
     async with alone(tmp_path) as site:
         assert await site.ask("POST", "/v1/router/restart") == {"status": "restarted"}

@@ -107,6 +107,8 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.processes.supervisor.MIN_PAUSE_S", 0.01)
+    # Else one that has to wait for a core is counted as it was before.
+    monkeypatch.setattr("router.processes.supervisor.ANSWER_S", 60.0)
 
     counter = 'baton_http_requests_total{endpoint="completions"'
 
@@ -134,7 +136,7 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
 
 async def test_a_stuck_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A second process may wait for a core for longer than a look waits for it.
-    for name, seconds in (("STUCK_S", 3.0), ("REPORT_S", 0.2), ("STATE_S", 0.2)):
+    for name, seconds in (("STUCK_S", 4.0), ("REPORT_S", 0.2), ("STATE_S", 0.2)):
         monkeypatch.setattr(f"router.processes.supervisor.{name}", seconds)
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
@@ -144,6 +146,8 @@ async def test_a_stuck_process_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(it.pids(1)) == 1
         os.kill(it.pids(1)[0], signal.SIGSTOP)
         await until(lambda: 1 in it.said("router process is stuck"))
+        # It has time to show its stacks.
+        monkeypatch.setattr("router.processes.supervisor.STUCK_S", 600.0)
         os.kill(it.pids(1)[0], signal.SIGCONT)  # it can do what SIGABRT makes it do
         await until(lambda: len(it.pids(1)) == 2)
     assert it.said("child process ended", "status") == [-signal.SIGKILL, -signal.SIGABRT]

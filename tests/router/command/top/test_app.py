@@ -43,7 +43,7 @@ async def test_workers_are_shown_sorted_and_filtered_by_keys(cluster: Cluster) -
     async with app.run_test(size=(160, 20)) as pilot:
         await until(pilot, lambda: app.table.row_count == 2)
         assert column(app, "worker") == ["decode-0", "prefill-0"]
-        assert column(app, "state") == ["ready", "ready"]
+        await until(pilot, lambda: column(app, "state") == ["ready", "ready"])
         await pilot.press("r")
         assert column(app, "worker") == ["prefill-0", "decode-0"]
         await pilot.press("s")
@@ -78,7 +78,7 @@ async def test_steps_and_tokens_of_a_request_show_up(cluster: Cluster) -> None:
 
         await until(pilot, has_moved)
         await asyncio.gather(*streams)
-        assert "2 ready" in line(app) and "tokens/s streamed" in line(app)
+        await until(pilot, lambda: "2 ready" in line(app) and "tokens/s streamed" in line(app))
 
 
 async def test_a_lost_worker_and_a_router_that_is_gone(
