@@ -151,7 +151,7 @@ def test_what_compose_starts_serves_with_keys(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{containers.ports[8000]}"
         with httpx.Client(trust_env=False, timeout=60) as client:
             until(lambda: client.get(f"{url}/readyz").status_code == 200, "it is ready", START_S)
-            body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 4}
+            body = {"model": "demo", "prompt": [1, 2], "max_tokens": 4, "ignore_eos": True}
             assert client.post(f"{url}/v1/completions", json=body).status_code == 401
             answer = client.post(f"{url}/v1/completions", json=body, headers=as_client)
             assert answer.json()["usage"]["completion_tokens"] == 4

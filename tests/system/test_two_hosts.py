@@ -144,9 +144,14 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
     assert '"finish_reason":"length"' in answer or '"finish_reason":"stop"' in answer
     assert "invalid_api_key" in ask("prefill", "sk-wrong")
 
-    # KV takes the port of its own, once that is open: here it is.
-    log = tmp_path / "prefill.log"
-    until(lambda: "segments have a connection of their own" in log.read_text(), "segments", START_S)
+    # KV takes the port of its own, once that is open: here it is.  Asked again, as an answer whose
+    # first token is EOS needs no KV.
+    def is_open() -> bool:
+        ask("decode", key)
+        log = (tmp_path / "prefill.log").read_text()
+        return "segments have a connection of their own" in log
+
+    until(is_open, "segments")
 
     # One more worker while everything runs, as the section says.
     more = re.search(r"`(scripts/keys .* decode-1)`", SECTION)
