@@ -15,6 +15,25 @@ Respond = Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]
 
 
 @contextmanager
+def running(
+    handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None
+) -> Iterator[str]:
+    """Run a server in a thread; yield its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True  # a connection that is kept open does not hold up the end
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
 def serving(
     respond: Respond, *, date: str = "", tls: ssl.SSLContext | None = None
 ) -> Iterator[str]:
@@ -39,17 +58,8 @@ def serving(
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with running(Handler, tls) as url:
+        yield url
 
 
 class Cluster:
