@@ -27,7 +27,7 @@ def test_it_sends_its_requests_and_leaves_nothing(tmp_path: Path) -> None:
     terminal = Terminal("demo", cwd=tmp_path, environ={"BATON_EXECUTOR": "hash"})
     try:
         before = terminal.until("[HTTP, streaming]", 120)
-        assert "decode-1 " in before and "prefill-1 " in before  # as long as they loaded
+        assert " s: " in before  # the progress; whose depends on how quickly each worker starts
         said = terminal.until("router exit status 0, 0 processes left.")
         assert terminal.process.wait(60) == 0
     finally:
