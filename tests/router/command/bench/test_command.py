@@ -57,11 +57,9 @@ def test_a_single_lost_token_is_reported_instead_of_figures(
 def test_what_is_missing_is_said_in_a_sentence(
     cluster: Cluster, key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(lambda number: b"") as nobody:
-        pass
     key = ("--api-key-file", str(key_file))
     for flags, sentence in (
-        (("--url", nobody), "nothing listens at"),
+        (("--url", "http://127.0.0.1:1"), "nothing listens at"),
         (("--url", cluster.http), "--api-key-file"),
         (("--url", cluster.http, *key, "--model", "none"), "has no model 'none'"),
         (("--url", cluster.http, *key, "--vocab-size", "999999"), "ids must be below 1326"),
