@@ -299,6 +299,7 @@ async def test_tls_handshakes_have_a_limit_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [b"\r\n", b"G", b"GET /1 HTTP/1.1\r\nhost:"])
+@again_if_held_up(0.1)  # the response takes 0.2 s
 async def test_bytes_during_a_response_do_not_cut_it(more: bytes) -> None:
     """Its time begins when the answer has ended."""
     async with serving(QUICK) as server:
