@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.cluster import START_S
+
 
 async def until(condition: Callable[[], object]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError
+    async with asyncio.timeout(START_S):
+        while not condition():  # noqa: ASYNC110 - they send no events
+            await asyncio.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:

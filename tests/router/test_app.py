@@ -69,7 +69,8 @@ class Running:
 @asynccontextmanager
 async def running(directory: Path, **settings: object) -> AsyncIterator[Running]:
     model = write_model(directory)
-    config = Config(**OPEN | {"model": str(model)} | settings)  # type: ignore[arg-type]
+    of_ours = {"model": str(model), "heartbeat_ms": 60_000}  # scripted workers beat once
+    config = Config(**OPEN | of_ours | settings)  # type: ignore[arg-type]
     router = Router(config, model, fingerprint(model))
     try:
         await router.start()
@@ -115,7 +116,7 @@ async def next_frame(client: object) -> Frame:
 
 
 async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None:
-    async with running(tmp_path, drain_s=20.0) as cluster:
+    async with running(tmp_path, drain_s=60.0) as cluster:
         sink = RecordingSink()
         cluster.router.dispatcher.submit(Request((1, 2), Options(), 4), sink)
         draining = asyncio.create_task(cluster.router.drain())

@@ -46,6 +46,7 @@ def fetch(url: str, api_key: str = "", certificate: Path | None = None) -> Reply
     try:
         router = Client(url, api_key, TIMEOUT_S, certificate)
         body = router.call("/v1/cluster")
+        asked_at = time.time()
         date, readiness = router.ask("/readyz")
     except RequestError as error:
         what = f"does not answer as a router: {error}"
@@ -59,9 +60,11 @@ def fetch(url: str, api_key: str = "", certificate: Path | None = None) -> Reply
         return fault("reach", url, what, cure)
     if not (isinstance(body, dict) and {"workers", "router"} <= body.keys()):
         return fault("reach", url, "is no router of Baton", cure)
-    skew = parsedate_to_datetime(date).timestamp() - time.time() if date else 0.0
-    # The header has whole seconds, so the clock was up to one second further.
-    skew = skew + 1 if skew < -1 else max(0.0, skew)
+    skew = 0.0
+    if date:
+        said = parsedate_to_datetime(date).timestamp()
+        # The header has whole seconds, so the clock was up to one second further.
+        skew = max(0.0, said - time.time()) or min(0.0, said + 1 - asked_at)
     return Reply(body, skew, readiness.get("reasons", ()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import signal
@@ -26,6 +27,7 @@ class Terminal:
         termios.tcsetattr(theirs, termios.TCSANOW, attributes)
         os.set_blocking(self._fd, False)
         self.seen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end in a character
         # The terminal of a session of its own, so that Ctrl-C reaches it as it does a user's.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "router.command", *words],
@@ -53,7 +55,7 @@ class Terminal:
 
     def _read(self) -> str:
         with suppress(OSError):  # nothing there, or the process has ended
-            self.seen += os.read(self._fd, 1 << 16).decode()
+            self.seen += self._decoder.decode(os.read(self._fd, 1 << 16))
         return self.seen
 
     def close(self) -> None:

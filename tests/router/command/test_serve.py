@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from router.command.serve import run
-from tests.cluster import ROOT, until
+from tests.cluster import HEARTBEAT, ROOT, until
 from tests.router.command.on_terminal import Terminal
 
-FREE = ("--http=127.0.0.1:0", "--tcp=127.0.0.1:0", "--bus=tcp://127.0.0.1:0", "--executor=hash")
+ADDRESSES = ("--http=127.0.0.1:0", "--tcp=127.0.0.1:0", "--bus=tcp://127.0.0.1:0")
+FREE = (*ADDRESSES, *HEARTBEAT, "--executor=hash")
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_local_is_auto_unless_it_is_said(
         command = [sys.executable, "-m", "router.command", "serve", *flags]
         router = subprocess.Popen(command, cwd=ROOT, stderr=log, stdin=subprocess.DEVNULL)
     try:
-        found = until(lambda: started(tmp_path / "log"), "a worker", 60)
+        found = until(lambda: started(tmp_path / "log"), "a worker")
         assert found == ("any" if given == "nowhere" else "decode")
     finally:
         router.terminate()

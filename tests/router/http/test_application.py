@@ -268,7 +268,7 @@ async def test_a_long_body_is_read_in_a_thread(
     done, readers, bodies = threading.Event(), [], Bodies()
 
     def check_name(self: ServedModel, model: str | None) -> None:
-        assert done.wait(10)
+        assert done.wait(60)
         readers.append(threading.current_thread())
 
     monkeypatch.setattr(ServedModel, "check_name", check_name)

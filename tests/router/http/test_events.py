@@ -22,7 +22,6 @@ ASK = b"GET /v1/cluster/events HTTP/1.1\r\nhost: localhost\r\n"
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setattr(events, "TICK_S", 0.01)
-    monkeypatch.setattr(events, "IDLE_S", 0.05)
     return Site(write_model(tmp_path))
 
 
@@ -60,7 +59,9 @@ async def until_nobody_counts(site: Site, before: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_snapshot_then_changes_and_nothing_once_nobody_looks(site: Site) -> None:
+async def test_a_snapshot_then_changes_and_nothing_once_nobody_looks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = len(site.bus.dispatcher.observers)
     async with listening(site.application) as address, asyncio.timeout(30):
         async with viewer(address) as watching:
@@ -81,10 +82,12 @@ async def test_a_snapshot_then_changes_and_nothing_once_nobody_looks(site: Site)
                     rows |= row
             assert (rows["id"], rows["state"], rows["tokens"]) == ("mine", "length", 3)
             assert len(site.bus.dispatcher.observers) == before + 1
+            monkeypatch.setattr(events, "IDLE_S", 0.05)  # from the next look
             # A second viewer shares the events, and begins with a snapshot.
             async with viewer(address) as other:
                 name, data = await other.next()
                 assert name == "snapshot" and [row["id"] for row in data["requests"]] == ["mine"]
+                await other.next()
         await until_nobody_counts(site, before)
 
 
@@ -94,6 +97,9 @@ async def test_a_drain_ends_the_stream(site: Site) -> None:
             await watching.next()
             site.application.draining = True
             await watching.end()
+    site.configure()  # whose first look is during the drain
+    site.application.draining = True
+    async with listening(site.application) as address, asyncio.timeout(30):
         async with viewer(address) as watching:
             _, data = await watching.next()
             assert "the router is draining" in data["router"]["reasons"]

@@ -72,7 +72,9 @@ async def test_a_process_replies_to_the_parent() -> None:
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-async def test_calls_to_all_processes(is_complete: bool) -> None:
+async def test_calls_to_all_processes(is_complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "STATE_PATIENCE_S", 60.0)
+
     async def answer(question: object) -> Any:
         assert isinstance(question, AskAll)
         match question.question:

@@ -255,8 +255,8 @@ def test_a_text_of_exactly_the_limit() -> None:
     assert str(caught.value) == "4"
 
 
-def test_encoding_lets_others_run() -> None:
-    """With threads that never have to give way, only a call that releases the GIL lets them."""
+def is_overtaken() -> bool:
+    """Whether this thread goes on while another one encodes."""
     began, is_over = threading.Event(), []
 
     def encode() -> None:
@@ -270,10 +270,19 @@ def test_encoding_lets_others_run() -> None:
         thread = threading.Thread(target=encode)
         thread.start()
         began.wait()
-        assert not is_over
+        is_first = not is_over
         thread.join()
+        return is_first
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_encoding_lets_others_run() -> None:
+    """With threads that never have to give way, only a call that releases the GIL lets them.
+
+    The encoding may be over all the same before this thread gets a core.
+    """
+    assert any(is_overtaken() for _ in range(20))
 
 
 def test_truncation_in_the_file_is_switched_off(tmp_path: Path) -> None:

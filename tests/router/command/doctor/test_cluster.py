@@ -92,7 +92,7 @@ def test_a_router_whose_clock_is_wrong_and_that_is_not_ready() -> None:
     assert "behind this one" in clock.what
     with serving(lambda _: (200, body)) as url:
         reply = fetch(url)
-    assert isinstance(reply, Reply) and abs(reply.skew_s) <= 1
+    assert isinstance(reply, Reply) and reply.skew_s == 0
 
 
 @pytest.mark.parametrize(

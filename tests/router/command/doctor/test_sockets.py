@@ -18,6 +18,7 @@ from router.command.doctor.sockets import (
     mechanism,
     try_bind,
 )
+from tests.cluster import START_S
 from wire.aio.port import new_key_pair
 
 
@@ -62,19 +63,20 @@ def test_the_addresses_of_this_machine() -> None:
 def test_whether_a_zeromq_socket_has_keys() -> None:
     pair = new_key_pair()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
-        assert mechanism("127.0.0.1", plain.bind_to_random_port("tcp://127.0.0.1")) == "NULL"
+        port = plain.bind_to_random_port("tcp://127.0.0.1")
+        assert mechanism("127.0.0.1", port, START_S) == "NULL"
         with context.socket(zmq.ROUTER) as guarded:
             guarded.curve_server = True
             guarded.curve_publickey = pair.public.encode()
             guarded.curve_secretkey = pair.secret.encode()
             port = guarded.bind_to_random_port("tcp://127.0.0.1")
-            assert mechanism("127.0.0.1", port) == "CURVE"
+            assert mechanism("127.0.0.1", port, START_S) == "CURVE"
 
 
 @pytest.mark.parametrize("content", [b"HTTP/1.1 400 Bad Request\r\n\r\n", SIGNATURE + b"\x03\x01"])
 def test_what_does_not_speak_zeromq(content: bytes) -> None:
     with pytest.raises(ValueError, match="does not speak ZeroMQ"):
-        mechanism("127.0.0.1", replying(content))
+        mechanism("127.0.0.1", replying(content), START_S)
 
 
 def test_nobody_answers_in_time() -> None:

@@ -14,6 +14,7 @@ from router.command.client import Client
 from router.command.top.app import Top
 from router.command.top.table import COLUMNS
 from tests.cluster import Cluster
+from tests.router import children
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,10 @@ def column(app: Top, name: str) -> list[str]:
     return [str(app.table.get_row_at(row)[index]) for row in range(app.table.row_count)]
 
 
+def labels(app: Top) -> list[str]:
+    return [str(each.label) for each in app.table.ordered_columns]
+
+
 def line(app: Top) -> str:
     return str(app.line.render())
 
@@ -45,10 +50,12 @@ async def test_workers_are_shown_sorted_and_filtered_by_keys(cluster: Cluster) -
         assert column(app, "worker") == ["decode-0", "prefill-0"]
         await until(pilot, lambda: column(app, "state") == ["ready", "ready"])
         await pilot.press("r")
-        assert column(app, "worker") == ["prefill-0", "decode-0"]
+        await until(pilot, lambda: column(app, "worker") == ["prefill-0", "decode-0"])
         await pilot.press("s")
-        assert [str(each.label) for each in app.table.ordered_columns][:2] == ["worker", "state ▼"]
-        await pilot.press("slash", *"decode")
+        await until(pilot, lambda: labels(app)[:2] == ["worker", "state ▼"])
+        await pilot.press("slash")
+        await until(pilot, lambda: app.query_one("#filter", Input).has_focus)
+        await pilot.press(*"decode")
         await until(pilot, lambda: column(app, "worker") == ["decode-0"])
         await pilot.press("q")  # a letter of the filter, which no row has
         await until(pilot, lambda: app.table.row_count == 0)
@@ -56,7 +63,7 @@ async def test_workers_are_shown_sorted_and_filtered_by_keys(cluster: Cluster) -
         await until(pilot, lambda: app.table.row_count == 2)
         assert not app.query_one("#filter", Input).value
         await pilot.press("q")
-    assert app.return_code == 0
+        await children.until(lambda: app.return_code == 0)
 
 
 async def test_steps_and_tokens_of_a_request_show_up(cluster: Cluster) -> None:
@@ -65,19 +72,18 @@ async def test_steps_and_tokens_of_a_request_show_up(cluster: Cluster) -> None:
 
     async with app.run_test(size=(160, 20)) as pilot:
         await until(pilot, lambda: app.table.row_count == 2)
-        streams = [
-            asyncio.create_task(
-                asyncio.to_thread(cluster.choices, [7, 8, number], max_tokens=64, ignore_eos=True)
-            )
-            for number in range(4)
-        ]
+
+        async def ask_until_seen() -> None:
+            while not seen - {"0.0"}:
+                await asyncio.to_thread(cluster.choices, [7, 8], max_tokens=64, ignore_eos=True)
 
         def has_moved() -> bool:
             seen.update(column(app, "steps/s"))
             return len(seen - {"0.0"}) > 0
 
+        asking = asyncio.create_task(ask_until_seen())
         await until(pilot, has_moved)
-        await asyncio.gather(*streams)
+        await asking
         await until(pilot, lambda: "2 ready" in line(app) and "tokens/s streamed" in line(app))
 
 
