@@ -121,11 +121,10 @@ class ClusterEvents:
 
     async def _tick(self) -> None:
         """Look at all processes, as long as there are viewers."""
-        self._board, since = Board(self._about), 0.0
+        self._board, activities = Board(self._about), list[Activity]()
         try:
             while self._num_viewers:
-                activities = await self._look(since)
-                since = min(each.now for each in activities)
+                activities = await self._look(activities)
                 self._delta, self._snapshot = self._board.update(activities), b""
                 self._number += 1
                 self._wake()
@@ -138,9 +137,17 @@ class ClusterEvents:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _look(self, since: float) -> list[Activity]:
+    async def _look(self, last: list[Activity]) -> list[Activity]:
+        """Return what each process does now, or did at the last look if it does not reply in time.
+
+        Nothing is lost if a process is late: its next reply has what ended since its last one.
+        """
+        since = min((each.now for each in last), default=0.0)
         own = self.look(since)
         if self._siblings is None:
             return [own]
-        others = await self._siblings.activities(since)
-        return [own, *(each for each in others if each.state.pid != own.state.pid)]
+        replies = await self._siblings.activities(since)
+        late = [] if replies.is_complete else last
+        others = {each.state.pid: each for each in (*late, *replies.given)}
+        others.pop(own.state.pid, None)
+        return [own, *others.values()]

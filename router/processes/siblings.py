@@ -97,12 +97,12 @@ class Siblings:
             return (await self._ask_all(Ask.STATE, Answers[ProcessState], STATE_PATIENCE_S)).given
         return []
 
-    async def activities(self, since: float) -> list[Activity]:
+    async def activities(self, since: float) -> Answers[Activity]:
         """Return what all processes that reply in time do, and what ended there since a time."""
-        with suppress(HttpError):
-            asked = AskActivity(since)
-            return (await self._ask_all(asked, Answers[Activity], STATE_PATIENCE_S)).given
-        return []
+        try:
+            return await self._ask_all(AskActivity(since), Answers[Activity], STATE_PATIENCE_S)
+        except HttpError:
+            return Answers([], is_complete=False)
 
     async def metrics(self) -> list[Families]:
         """Return the metrics of all processes, including this one and dead ones."""

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.http import events
+from router.page.activity import Activity
+from router.processes.channel import Answers, AskActivity
 from tests.router.http.serving import ask
+from tests.router.http.sibling import sibling
+from tests.router.page.test_board import activity, row
 from tests.router.site import Site, listening, write_model
 from wire.process.api_keys import ApiKeys
 
@@ -172,3 +178,28 @@ async def test_the_page_and_a_head(site: Site) -> None:
         request = b"HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         answer = await ask(type("Server", (), {"port": port})(), request)
         assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
+
+
+async def test_a_process_that_replies_late_loses_no_request(site: Site) -> None:
+    start, looks = time.monotonic(), count(1)
+
+    def answer(question: AskActivity) -> Answers[Activity]:
+        look = next(looks)
+        if look == 1:
+            return Answers([activity(start, row("7-1"), pid=7)], is_complete=True)
+        if look == 2:
+            return Answers([], is_complete=False)
+        ended = [row("7-1", "stop", total_s=1.0)] if question.since <= start else []
+        return Answers([activity(time.monotonic(), *ended, pid=7)], is_complete=True)
+
+    async with (
+        sibling(site, answer),
+        listening(site.application) as address,
+        asyncio.timeout(30),
+        viewer(address) as watching,
+    ):
+        name, data = await watching.next()
+        assert name == "snapshot" and [each["key"] for each in data["requests"]] == ["7-1"]
+        while not data["requests"] or name == "snapshot":
+            name, data = await watching.next()
+        assert [(each["key"], each.get("total_s")) for each in data["requests"]] == [("7-1", 1.0)]

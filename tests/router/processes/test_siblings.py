@@ -96,7 +96,7 @@ async def test_calls_to_all_processes(is_complete: bool, monkeypatch: pytest.Mon
     async with beside(answer) as (process, _):
         assert await process.states() == [STATE, STATE]
         assert await process.metrics() == [[], [FAMILY]]
-        assert await process.activities(2.0) == [ACTIVITY]
+        assert await process.activities(2.0) == Answers([ACTIVITY], is_complete=True)
         assert await process.find("anna", "resp_2") == KEPT
         assert await process.delete("anna", "resp_2")
         assert await process.request("anna", "resp_2") == REPORT
@@ -124,7 +124,7 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
 
     async with beside(answer) as (process, parent):
         assert await process.states() == [], "who asks goes on by what it knows itself"
-        assert await process.activities(0.0) == []
+        assert await process.activities(0.0) == Answers([], is_complete=False)
         metrics = asyncio.create_task(process.metrics())
         await parent.close()
         with pytest.raises(HttpError) as caught:
