@@ -25,7 +25,8 @@ opened: list[Connections] = []  # by tests, which leave it to the fixture to clo
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
+def patient_and_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("worker.compute.handshake.HANDSHAKE_S", TIMEOUT_S)
     yield
     while opened:
         for connection in opened.pop().values():

@@ -82,7 +82,7 @@ def test_a_model_that_cannot_says_so(tmp_path: Path, why: str) -> None:
         path.write_text("{}" if why == "no tokenizer" else (DEMO / path.name).read_text())
     model = Grammars(path, VOCAB, () if why == "no EOS" else EOS)
     structured = model.structured(STRUCTURES[0], 3)
-    structured.wait(20)
+    structured.wait(60)
     assert structured.problem is not None and str(tmp_path) not in structured.problem
     model.shutdown()
 
