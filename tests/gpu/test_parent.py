@@ -36,7 +36,7 @@ def stage(tmp_path: Path, kind: str, names: list[str]) -> tuple[list[Finding], l
         command = [sys.executable, "-c", PROGRAM, str(trail.path), str(first), kind]
         return run_process(command, tmp_path / "log", limit_s, ROOT)
 
-    run_stage("stage", names, child, trail, 60.0)
+    run_stage("stage", names, child, trail, 600.0)
     return trail.findings(), starts
 
 

@@ -76,6 +76,7 @@ class ScriptedRouter:
         self.hellos: list[Hello] = []
         self.details: dict[Role, HelloDetail] = {}
         self.loads: dict[bytes, Load] = {}
+        self.stored: list[int] = []  # prefix hashes of all heartbeats
         self.beats: dict[Role, Heartbeat] = {}
         self.is_welcoming = True
         self.heartbeat_ms = 50
@@ -175,7 +176,8 @@ class ScriptedRouter:
                     self._hub.send(peer, encode(frame))
             case Heartbeat():
                 self.beats[Identity.parse(peer).role] = frame
-                self.loads[peer] = decode_map(Load, message.body())
+                self.loads[peer] = load = decode_map(Load, message.body())
+                self.stored += load.stored
                 self._hub.send(peer, encode(Heartbeat(0, 0, 0)))
             case _:
                 self._messages.put_nowait((peer, message))

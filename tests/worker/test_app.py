@@ -22,6 +22,7 @@ from tests.wire.process.key_files import write
 from tests.worker.scripted import (
     EPOCH,
     PATIENCE_S,
+    START_S,
     GatedExecutor,
     GatedSteps,
     Process,
@@ -125,11 +126,12 @@ async def test_a_warmup_that_fails_ends_the_process(broken: str) -> None:
 async def test_cached_prefixes_are_announced_again_to_a_router_that_returns() -> None:
     async with scripted_router() as router, running(router, "prefill"):
         router.prefill(1, PROMPT, Options(max_tokens=1))
-        peer = router.peers[Role.PREFILL]
-        await router.until(lambda: len(router.loads[peer].stored) == 6)
-        await router.until(lambda: not router.loads[peer].stored)  # once is enough
+        await router.until(lambda: len(router.stored) == 6)
+        await router.until_free(Role.PREFILL)
+        assert len(router.stored) == 6, "once is enough"
         router.send(Role.PREFILL, Error(0, ErrorCode.UNKNOWN_PEER))
-        await router.until(lambda: len(router.loads[peer].stored) == 6)
+        await router.until(lambda: len(router.stored) == 12)
+        assert set(router.stored[:6]) == set(router.stored[6:])
 
 
 async def test_a_drain_ends_when_the_work_and_the_routers_are_done() -> None:
@@ -367,14 +369,15 @@ async def test_systemd_is_notified(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         systemd.setblocking(False)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "40000")
+        loop, heard = asyncio.get_running_loop(), list[str]()
+        # Always, as the system drops what does not fit into a short queue.
+        loop.add_reader(systemd, lambda: heard.append(systemd.recv(1000).decode()))
+        awaited = ("EXTEND_TIMEOUT_USEC=", "READY=1", "WATCHDOG=1", "STATUS=0 running")
         async with pair() as router:
             router.prefill(1, PROMPT, OPTIONS)
             await router.receive(Tag.PREFILL_DONE)
-            heard = list[str]()
-            awaited = ("EXTEND_TIMEOUT_USEC=", "READY=1", "WATCHDOG=1", "STATUS=0 running")
-            while not all(any(word in line for line in heard) for word in awaited):
-                data = await asyncio.get_running_loop().sock_recv(systemd, 1000)
-                heard.append(data.decode())
+            await router.until(lambda: all(word in "\n".join(heard) for word in awaited))
+        loop.remove_reader(systemd)
         assert heard.count("READY=1") <= 2  # of each worker once
         figures = re.compile(r"STATUS=0 running, 0 waiting, 0 blocks used, [1-9]\d* tasks")
         assert all(figures.fullmatch(line) for line in heard if line.startswith("STATUS=0 running"))
@@ -387,7 +390,7 @@ def run_worker(*args: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "BATON_HTTP": "127.0.0.1:1"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=START_S,
         check=False,
     )
 

@@ -209,7 +209,7 @@ async def test_a_silent_router_is_lost() -> None:
         assert alone.role.num_lost == 1
         assert await alone.state() is LinkState.JOINING
         await alone.until_ready_anew()
-        assert len(router.hellos) == 2
+        assert len(router.hellos) >= 2
 
 
 @pytest.mark.parametrize("code", [ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.examples import own_model
+from tests.cluster import START_S
 from wire.errors import WireError
 from wire.process.cores import best_threads
 from wire.process.model import DEMO, ModelError
@@ -87,7 +88,7 @@ PLACES = pytest.mark.skipif(sys.platform != "linux", reason="processes choose co
 
 def placed(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PLACED, "--executor", "hash", *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
 
 
 @PLACES
@@ -172,7 +173,7 @@ process.start(["--executor", "hash"])
 
 def test_loaded_objects_are_frozen() -> None:
     command = [sys.executable, "-c", FROZEN]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=START_S)
     num_frozen, num_watched = map(int, done.stdout.splitlines()[-1].split())
     assert num_frozen > 10 * num_watched
 
@@ -186,7 +187,7 @@ def plugged_in(directory: Path, source: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=START_S,
         check=False,
     )
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from tests.worker.compute.processes import CPU, TIMEOUT_S, Processes
+from tests.worker.compute.processes import TIMEOUT_S, Processes
 from worker.compute.connection import ProcessLost
 from worker.compute.ranks import Ranks
 from worker.model.shard import Shard
@@ -130,19 +130,16 @@ def test_the_others_notice_that_a_process_has_died(
         started.run(2 // stages, stages, wait_for_the_dead, dead, method)
 
 
-def wait_for_one_that_computes_nothing(ranks: Ranks, meeting: str) -> None:
-    ranks.leave()
-    hasty = Ranks(ranks.shard, meeting, CPU, timeout_s=4.0)
-    if hasty.is_leader:
-        with pytest.raises(ProcessLost, match="process 1 has not answered for 4 s"):
-            hasty.receive(torch.zeros(1))
-    hasty.broadcast(torch.zeros(1))  # for which the others wait as long as it takes
+def wait_for_one_that_computes_nothing(ranks: Ranks) -> None:
+    ranks._timeout_s = 0.5  # noqa: SLF001 - now, as the processes have met
+    if ranks.is_leader:
+        with pytest.raises(ProcessLost, match=r"process 1 has not answered for 0\.5 s"):
+            ranks.receive(torch.zeros(1))
+    ranks.broadcast(torch.zeros(1))  # for which the others wait as long as it takes
 
 
-def test_one_that_computes_nothing_counts_as_dead_after_a_time(
-    processes: Processes, tmp_path: Path
-) -> None:
-    processes.run(1, 2, wait_for_one_that_computes_nothing, f"file://{tmp_path}/again")
+def test_one_that_computes_nothing_counts_as_dead_after_a_time(processes: Processes) -> None:
+    processes.run(1, 2, wait_for_one_that_computes_nothing)
 
 
 def test_one_that_has_no_gpu_where_the_other_has_one_says_what_to_do(tmp_path: Path) -> None:

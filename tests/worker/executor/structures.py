@@ -50,7 +50,7 @@ def tokenizer() -> LLTokenizer:
 
 def begun(structure: Structure) -> Structured:
     structured = grammars().structured(structure, len(PROMPT))
-    structured.wait(20)
+    structured.wait(60)
     assert structured.problem is None
     return structured
 

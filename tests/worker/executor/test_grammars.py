@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_a_model_that_cannot_says_so(tmp_path: Path, why: str) -> None:
         path.write_text("{}" if why == "no tokenizer" else (DEMO / path.name).read_text())
     model = Grammars(path, VOCAB, () if why == "no EOS" else EOS)
     structured = model.structured(STRUCTURES[0], 3)
-    structured.wait(20)
+    structured.wait(60)
     assert structured.problem is not None and str(tmp_path) not in structured.problem
     model.shutdown()
 
@@ -185,11 +186,11 @@ HOSTILE: dict[str, tuple[str, object]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_structure_ends_by_itself(name: str) -> None:
-    """It is refused or followed, within the limits of time and memory: this test has 20 s."""
+    """It is refused or followed, within the limits of time and memory."""
     kind, text = HOSTILE[name]
     text = text if isinstance(text, str) else json.dumps(text)
     structured = grammars().structured(Structure(kind=kind, text=text), len(PROMPT))  # type: ignore[arg-type]
-    structured.wait(15)
+    structured.wait(60)
     assert structured.is_ready
     draw, answer = random.Random(1), list[int]()
     while structured.problem is None and len(answer) < 50:
@@ -200,7 +201,11 @@ def test_a_hostile_structure_ends_by_itself(name: str) -> None:
                 break
 
 
-def test_a_step_waits_once_for_masks_that_take_twice_its_time_and_never_for_cheap_ones() -> None:
+def test_a_step_waits_once_for_masks_that_take_twice_its_time_and_never_for_cheap_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of masks only the time on a core counts, not that in which others are on it.
+    monkeypatch.setattr("time.perf_counter", time.thread_time)
     # Every pair of letters may be split in two ways: each letter makes the next mask dearer.
     ambiguous = Structure(kind="lark", text='start: s\ns: s s | /[a-z ]/ | ""')
     cheap = Structure(kind="regex", text="[a-z ]+")

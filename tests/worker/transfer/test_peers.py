@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.ports import free_port
 from tests.wire.process.key_files import write
 from tests.worker.scripted import ScriptedDecode, running, scripted_router
 from tests.worker.transfer.segments import WAIT_S, greet
@@ -172,7 +173,7 @@ async def test_a_wrong_rank_does_not_keep_an_endpoint(
 
 async def test_a_lost_peer_fails_its_transfers() -> None:
     async with decode_peers() as peers:
-        decode = ScriptedDecode()
+        decode = ScriptedDecode(f"tcp://127.0.0.1:{free_port()}")
         peer, recorder = await connected(peers, decode)
         await decode.close()
         assert isinstance(await recorder.hear(), PeerLost)

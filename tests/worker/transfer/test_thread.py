@@ -82,11 +82,12 @@ async def test_what_waits_at_the_end_is_dropped() -> None:
     running = asyncio.create_task(copies.run(copy, num_bytes=LARGE))
     waiting = asyncio.create_task(copies.run(copy, num_bytes=LARGE))
     await asyncio.to_thread(is_running.wait, 30)
-    threading.Timer(0.01, gate.set).start()
+    copies.stop()
+    gate.set()
     copies.close()  # waits for the first
+    assert await running
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    running.cancel()
 
 
 async def test_results_are_not_kept_by_the_thread() -> None:
