@@ -18,7 +18,7 @@ from router.page.activity import Activity
 from router.processes.channel import Answers, AskActivity
 from tests.router.http.serving import ask
 from tests.router.http.sibling import sibling
-from tests.router.page.test_board import activity, row
+from tests.router.page.activities import activity, row
 from tests.router.site import Site, listening, write_model
 from wire.process.api_keys import ApiKeys
 
