@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.cluster import START_S
 from wire.process.settings import EX_CONFIG
 
 INTERRUPTED = """
@@ -28,7 +29,7 @@ runpy.run_module(sys.argv[1], run_name="__main__")
 @pytest.mark.parametrize("package", ["router", "worker"])
 def test_an_interrupt_while_modules_are_imported_is_no_bug(package: str) -> None:
     command = [sys.executable, "-c", INTERRUPTED, package]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
@@ -42,5 +43,5 @@ def test_who_has_no_standard_input_gets_one_first_of_all(package: str) -> None:
         "print(status, os.path.samestat(os.fstat(0), os.stat(os.devnull)))\n"
     )
     command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=START_S)
     assert done.stdout.split() == [str(EX_CONFIG), "True"], done.stderr

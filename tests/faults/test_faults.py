@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from scripts.bench.pairs import Pairs
-from tests.cluster import ROOT, until
+from tests.cluster import ROOT, START_S, until
 from tests.faults import slow
 from tests.faults.checks import problem
 from tests.faults.clients import Record
@@ -69,10 +69,10 @@ def test_time_between_tokens_is_entered_for_the_side_that_saw_it() -> None:
 def test_a_relay_passes_holds_and_cuts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, Relays() as relays:
         relay = relays.add(*server.getsockname())
-        with socket.create_connection(("127.0.0.1", relay.port), 10) as near:
+        with socket.create_connection(("127.0.0.1", relay.port), START_S) as near:
             far, _ = server.accept()
             with far:
-                far.settimeout(10)
+                far.settimeout(START_S)
                 near.sendall(b"one decode-3-17 ")
                 assert far.recv(100) == b"one decode-3-17 "
                 relay.is_black_hole = True

@@ -13,6 +13,7 @@ from typing import ClassVar, cast
 import pytest
 
 from tests import certificate
+from tests.held_up import again_if_held_up
 from wire.aio.listener import PAUSE_S, bind, gets_refusal, listen, reserve
 
 
@@ -115,6 +116,7 @@ async def test_connections_after_their_handshake_are_not_counted(
 
 
 @pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
+@again_if_held_up(0.5)
 async def test_a_handshake_has_its_time_and_its_form(
     made: certificate.Certificate, begun: bytes
 ) -> None:

@@ -283,19 +283,18 @@ async def test_a_message_must_arrive_in_time(house: House, sent: bytes) -> None:
 
 @again_if_held_up(0.2)
 async def test_a_large_message_has_time_by_its_size(house: House) -> None:
-    server = await house.serve(Limits(message_s=0.3, min_bytes_per_s=64 * KIB))
+    server = await house.serve(Limits(message_s=0.3, min_bytes_per_s=64 * KIB), echo)
     body = b"".join(encode(DecodeToken(1, 1), bytes(64 * KIB)))
-    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    for i in range(0, len(body), 8 * KIB):
-        writer.write(body[i : i + 8 * KIB])
-        await asyncio.sleep(0.05)  # 0.4 s in all, over message_s
-    told = await house.handlers.get()
-    assert (await told.messages.get()).frame == DecodeToken(1, 1)
-    # Between messages a client may be silent.
-    writer.write(b"".join(encode(Cancel(1, 0))))
-    assert (await told.messages.get()).frame == Cancel(1, 0)
-    writer.close()
-    assert await told.closed is None
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async with Client(reader, writer) as client:
+        for i in range(0, len(body), 8 * KIB):
+            writer.write(body[i : i + 8 * KIB])
+            await asyncio.sleep(0.05)  # 0.4 s in all, over message_s
+        assert await client.next_message() == Message(DecodeToken(1, 1), (), ((1, 1),))
+        # Between messages a client may be silent.
+        client.send(Cancel(1, 0))
+        assert await client.next_message() == Message(Cancel(1, 0))
+    assert await (await house.handlers.get()).closed is None
 
 
 @again_if_held_up(0.7)  # 0.6 of it on purpose
@@ -565,6 +564,7 @@ async def test_a_client_that_sent_something_while_we_stood_still_is_not_idle(hou
         assert await loop.sock_recv(client, 4096) == octets
 
 
+@again_if_held_up(0.07)  # 0.1 of it makes one timer of both
 async def test_a_client_that_hears_something_is_not_idle(house: House) -> None:
     loop, sent_at = asyncio.get_running_loop(), list[float]()
 

@@ -16,6 +16,8 @@ import structlog
 
 from wire.process.log import MAX_TRACES, LogWriter, bind_trace, configure
 
+LONG_S = 60  # for what happens at once
+
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
@@ -34,7 +36,7 @@ def logged(
     stream = io.StringIO()
     writer = configure(level, stream, is_terminal=is_terminal)
     write()
-    writer.close()
+    writer.close(LONG_S)
     return stream.getvalue().splitlines()
 
 
@@ -72,7 +74,7 @@ def test_all_lines_of_a_worker_have_its_name() -> None:
     writer = configure("info", stream, worker="decode-3")
     structlog.get_logger("worker").info("loading")
     logging.getLogger("library").warning("slow")
-    writer.close()
+    writer.close(LONG_S)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["worker"] for line in lines] == ["decode-3", "decode-3"]
 
@@ -141,7 +143,7 @@ def test_lines_below_the_level_are_not_written() -> None:
 def test_a_record_that_cannot_be_formatted_is_counted() -> None:
     writer = configure("info", io.StringIO())
     logging.getLogger("x").info("%d", "not a number")
-    writer.close()
+    writer.close(LONG_S)
     assert writer.num_dropped == 1
 
 
@@ -169,7 +171,7 @@ def test_a_stalled_reader_costs_lines_and_no_time() -> None:
     assert writer.num_dropped == 90
     writer.close(timeout_s=0.01)  # the queue is full: give up
     stream.released.set()
-    writer.close()
+    writer.close(LONG_S)
     assert stream.getvalue().splitlines() == ["first", *(f"line {i}" for i in range(10))]
 
 
@@ -182,7 +184,7 @@ def test_dropped_lines_are_reported_when_the_reader_is_back() -> None:
     while writer.num_dropped < 3:
         log.info("flood")
     stream.released.set()
-    writer.close(timeout_s=5.0)
+    writer.close(LONG_S)
     writer.close()
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     reports = [event for event in events if event["event"] == "log lines dropped"]
@@ -199,7 +201,7 @@ def test_lost_lines_are_not_reported_to_a_closed_pipe() -> None:
         structlog.get_logger().info("to nobody")
         while writer.num_dropped == number:
             time.sleep(0.001)
-    writer.close()
+    writer.close(LONG_S)
     assert writer.num_dropped == 4, "three, and at the end the line that says so"
     with contextlib.suppress(BrokenPipeError):
         stream.close()

@@ -29,7 +29,7 @@ async def listening(
 
 
 async def ask(port: ScrapePort, path: str = "/metrics", method: str = "GET", **more: str) -> str:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         url = f"http://127.0.0.1:{port.port}{path}"
         answer = await client.request(method, url, headers=more)
         return f"{answer.status_code} {answer.text}"
