@@ -63,8 +63,9 @@ def fetch(url: str, api_key: str = "", certificate: Path | None = None) -> Reply
     skew = 0.0
     if date:
         said = parsedate_to_datetime(date).timestamp()
-        # The header has whole seconds, so the clock was up to one second further.
-        skew = max(0.0, said - time.time()) or min(0.0, said + 1 - asked_at)
+        # The header has whole seconds, so the router's clock was between `said` and a second later.
+        ahead, behind = said - time.time(), asked_at - (said + 1)
+        skew = ahead if ahead > 0 else -max(0.0, behind)
     return Reply(body, skew, readiness.get("reasons", ()))
 
 
